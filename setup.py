@@ -1,5 +1,6 @@
 """What pyproject.toml cannot say: the wheel has the records that `longhorn claims` and `--plan` read, but not nbdev's
 index; and once settings.ini says `published = True`, the links of the package page lead to the repository."""
+
 import configparser
 import re
 import shutil
@@ -8,17 +9,26 @@ from setuptools import setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-RECORDS = ("nbs/lab/results/**/*.json", "nbs/lab/results/**/*.jsonl", "kernels/results/h200.json",
-           "kernels/results/h200_training_step.json", "kernels/results/machine_h200.json")
+RECORDS = (
+    "nbs/lab/results/**/*.json",
+    "nbs/lab/results/**/*.jsonl",
+    "kernels/results/h200.json",
+    "kernels/results/h200_training_step.json",
+    "kernels/results/machine_h200.json",
+)
 
 
 class Build(build_py):
     def find_package_modules(self, package, folder):
-        return [found for found in super().find_package_modules(package, folder) if found[1] != "_modidx"]
+        return [
+            found
+            for found in super().find_package_modules(package, folder)
+            if found[1] != "_modidx"
+        ]
 
     def run(self):
         super().run()
-        if self.editable_mode: # the checkout has the records
+        if self.editable_mode:  # the checkout has the records
             return
         for source in (path for pattern in RECORDS for path in ROOT.glob(pattern)):
             target = Path(self.build_lib, "longhorn_kit/recorded", source.relative_to(ROOT))
@@ -39,4 +49,8 @@ def readme() -> str:
     return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{place}/blob/{tag}/", text)
 
 
-setup(cmdclass={"build_py": Build}, long_description=readme(), long_description_content_type="text/markdown")
+setup(
+    cmdclass={"build_py": Build},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

@@ -2,6 +2,7 @@
 
 Nothing is imported, so the site can be built where PyTorch cannot run, and in seconds.
 """
+
 import ast
 import io
 import re
@@ -13,14 +14,17 @@ from functools import cache
 @dataclass
 class Entry:
     "A public function, class, method or constant of the package."
-    kind: str             # "function", "class", "method", "property" or "data"
-    module: str           # "longhorn_kit.scan.op"
-    name: str             # "longhorn_scan", "SequenceLM.generate"
-    signature: str = ""   # "(q, k, x, b, b_bias=None)"
-    doc: str = ""         # docstring
-    rows: list = field(default_factory=list)    # (name, default, type, comment) of parameters or fields
-    returns: tuple = ("", "")                   # (type, comment)
-    members: list = field(default_factory=list) # methods of a class
+
+    kind: str  # "function", "class", "method", "property" or "data"
+    module: str  # "longhorn_kit.scan.op"
+    name: str  # "longhorn_scan", "SequenceLM.generate"
+    signature: str = ""  # "(q, k, x, b, b_bias=None)"
+    doc: str = ""  # docstring
+    rows: list = field(
+        default_factory=list
+    )  # (name, default, type, comment) of parameters or fields
+    returns: tuple = ("", "")  # (type, comment)
+    members: list = field(default_factory=list)  # methods of a class
 
     @property
     def full_name(self):
@@ -33,7 +37,7 @@ def comments(source: str) -> dict:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             found[token.start[0]] = token.string.lstrip("# ").rstrip()
-            if not token.line[:token.start[1]].strip():
+            if not token.line[: token.start[1]].strip():
                 alone.add(token.start[0])
     for line in sorted(alone, reverse=True):
         if line - 1 in found:
@@ -47,7 +51,7 @@ def source_of(node) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-ATOM = r'\((?:[^()]|\([^()]*\))*\)|\{[^}]*\}|\[[^\]]*\]|`[^`]*`|"[^"]*"' # what is not split
+ATOM = r'\((?:[^()]|\([^()]*\))*\)|\{[^}]*\}|\[[^\]]*\]|`[^`]*`|"[^"]*"'  # what is not split
 
 
 def pieces(text: str) -> list:
@@ -55,8 +59,13 @@ def pieces(text: str) -> list:
     flat = re.sub(ATOM, lambda match: "_" * len(match[0]), text)
     if "->" in flat and ";" not in flat:
         return [text]
-    ends = [match.start() for match in re.finditer(";" if ";" in flat else ",(?! (?:and|or) )", flat)]
-    return [text[start:end].strip() for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(text)])]
+    ends = [
+        match.start() for match in re.finditer(";" if ";" in flat else ",(?! (?:and|or) )", flat)
+    ]
+    return [
+        text[start:end].strip()
+        for start, end in zip([0, *(end + 1 for end in ends)], [*ends, len(text)])
+    ]
 
 
 def share(text: str, types: dict) -> dict:
@@ -64,18 +73,33 @@ def share(text: str, types: dict) -> dict:
     has as many parts as the line has parameters, or tensors, or parameters from the first tensor on; else to the only
     one that may be None, for "None: text", or is a tensor, for "(shape)"; else to all."""
     name = "|".join(map(re.escape, types))
-    labels = list(re.finditer(rf"(?:^|(?<=[;,] ))((?:(?:{name}), )*(?:{name}))(?:: | (?=\())", text))
+    labels = list(
+        re.finditer(rf"(?:^|(?<=[;,] ))((?:(?:{name}), )*(?:{name}))(?:: | (?=\())", text)
+    )
     if labels:
         ends = [*(label.start() for label in labels[1:]), len(text)]
-        found = {one: text[label.end():end].rstrip("; ,") for label, end in zip(labels, ends) for one in label[1].split(", ")}
+        found = {
+            one: text[label.end() : end].rstrip("; ,")
+            for label, end in zip(labels, ends)
+            for one in label[1].split(", ")
+        }
         rest = [one for one in types if one not in found]
-        return found | dict.fromkeys(rest, text[:labels[0].start()].rstrip("; ,"))
-    parts, tensors = pieces(text), [one for one, kind in types.items() if re.search("Tensor|array", kind)]
-    later = list(types)[list(types).index(tensors[0]):] if tensors else []
+        return found | dict.fromkeys(rest, text[: labels[0].start()].rstrip("; ,"))
+    parts, tensors = (
+        pieces(text),
+        [one for one, kind in types.items() if re.search("Tensor|array", kind)],
+    )
+    later = list(types)[list(types).index(tensors[0]) :] if tensors else []
     for names in (list(types), *([tensors, later] if text.startswith("(") else [])):
         if len(parts) == len(names):
             return dict(zip(names, parts))
-    meant = [one for one, kind in types.items() if "None" in kind] if text.startswith("None:") else tensors if text.startswith("(") else []
+    meant = (
+        [one for one, kind in types.items() if "None" in kind]
+        if text.startswith("None:")
+        else tensors
+        if text.startswith("(")
+        else []
+    )
     return dict.fromkeys(meant if len(meant) == 1 else types, text)
 
 
@@ -91,16 +115,26 @@ def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, f
     lines, result = {}, ""
     for _, arg, default in listed:
         line = (default or arg).end_lineno
-        lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(arg.annotation)
+        lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(
+            arg.annotation
+        )
     shared = {}
     for line, types in lines.items():
         text = notes.get(line, "")
         if line == first and re.match(r"\(|->|(?:from |of |an? |\w+ \()[^;]*->", text):
-            shape = text.startswith("(") and len(pieces(text)) == 1 and not re.search("Tensor|array", str(types))
-            text, _, result = map(str.strip, ("-> " * (shape and "->" not in text) + text).partition("->"))
+            shape = (
+                text.startswith("(")
+                and len(pieces(text)) == 1
+                and not re.search("Tensor|array", str(types))
+            )
+            text, _, result = map(
+                str.strip, ("-> " * (shape and "->" not in text) + text).partition("->")
+            )
         shared |= share(text, types) if text else {}
-    return [(stars + arg.arg, source_of(default), source_of(arg.annotation), shared.get(arg.arg, ""))
-            for stars, arg, default in listed], result
+    return [
+        (stars + arg.arg, source_of(default), source_of(arg.annotation), shared.get(arg.arg, ""))
+        for stars, arg, default in listed
+    ], result
 
 
 def signature(arguments: ast.arguments, skip_first: bool) -> str:
@@ -111,28 +145,49 @@ def signature(arguments: ast.arguments, skip_first: bool) -> str:
         arg.annotation = None
     if skip_first:
         (bare.posonlyargs or bare.args).pop(0)
-        bare.defaults = bare.defaults[-len(bare.args + bare.posonlyargs):] if bare.args + bare.posonlyargs else []
+        bare.defaults = (
+            bare.defaults[-len(bare.args + bare.posonlyargs) :]
+            if bare.args + bare.posonlyargs
+            else []
+        )
     return f"({ast.unparse(bare)})"
 
 
 def decorators(node) -> set:
     "The last words of the decorators: `@torch.no_grad()` is no_grad."
-    return {source_of(d.func if isinstance(d, ast.Call) else d).split(".")[-1] for d in node.decorator_list}
+    return {
+        source_of(d.func if isinstance(d, ast.Call) else d).split(".")[-1]
+        for d in node.decorator_list
+    }
 
 
 def function(node, module: str, notes: dict, owner: str = "") -> Entry:
     "The entry of a function or, with an owner, of a method."
     marks = decorators(node)
     skip_first = bool(owner) and "staticmethod" not in marks
-    last = max([node.lineno, *(a.end_lineno for a in ast.walk(node.args) if hasattr(a, "end_lineno"))])
+    last = max(
+        [node.lineno, *(a.end_lineno for a in ast.walk(node.args) if hasattr(a, "end_lineno"))]
+    )
     rows, result = rows_of_arguments(node.args, notes, skip_first, node.lineno)
-    closing = [result] if result else [notes[line] for line in range(last + 1, node.body[0].lineno) if line in notes]
+    closing = (
+        [result]
+        if result
+        else [notes[line] for line in range(last + 1, node.body[0].lineno) if line in notes]
+    )
     if not closing and node.lineno == node.body[0].lineno - 1 and not node.args.args:
         closing = [notes.get(node.lineno, "")]
-    kind = "property" if marks & {"property", "cached_property"} else "method" if owner else "function"
-    return Entry(kind, module, f"{owner}.{node.name}" if owner else node.name,
-                 "" if kind == "property" else signature(node.args, skip_first), ast.get_docstring(node) or "",
-                 rows, (source_of(node.returns), " ".join(closing)))
+    kind = (
+        "property" if marks & {"property", "cached_property"} else "method" if owner else "function"
+    )
+    return Entry(
+        kind,
+        module,
+        f"{owner}.{node.name}" if owner else node.name,
+        "" if kind == "property" else signature(node.args, skip_first),
+        ast.get_docstring(node) or "",
+        rows,
+        (source_of(node.returns), " ".join(closing)),
+    )
 
 
 def class_(node, module: str, notes: dict) -> Entry:
@@ -142,8 +197,14 @@ def class_(node, module: str, notes: dict) -> Entry:
     entry = Entry("class", module, node.name, doc=ast.get_docstring(node) or "")
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and has_fields:
-            entry.rows.append((item.target.id, source_of(item.value), source_of(item.annotation),
-                               notes.get(item.end_lineno, notes.get(item.lineno, ""))))
+            entry.rows.append(
+                (
+                    item.target.id,
+                    source_of(item.value),
+                    source_of(item.annotation),
+                    notes.get(item.end_lineno, notes.get(item.lineno, "")),
+                )
+            )
         elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
             made = function(item, module, notes, node.name)
             entry.signature, entry.rows = made.signature, made.rows
@@ -165,8 +226,12 @@ def exported(source: str, module: str) -> list:
             entries.append(class_(node, module, notes))
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [n.id for target in targets for n in ast.walk(target)
-                     if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+            names = [
+                n.id
+                for target in targets
+                for n in ast.walk(target)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            ]
             entries += [Entry("data", module, name) for name in names]
     return [entry for entry in entries if not entry.name.startswith("_")]
 
@@ -186,7 +251,7 @@ def lines_of(module_source: str) -> dict:
 def markdown(text: str, cell: bool = False) -> str:
     "A comment (`cell`: for a table) or docstring as MyST: what would be markup by accident is escaped."
     pieces = re.split(r"(``.*?``|`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
-    special = r"([<$\[\]*_{}~])" if cell else r"([<$\[\]{}~])" # outside of code and mathematics
+    special = r"([<$\[\]*_{}~])" if cell else r"([<$\[\]{}~])"  # outside of code and mathematics
     pieces[::2] = [re.sub(special, r"\\\1", piece) for piece in pieces[::2]]
     joined = "".join(pieces)
     return " ".join(joined.replace("|", r"\|").split()) if cell else joined
@@ -210,20 +275,44 @@ def table(entry: Entry) -> str:
     kind, note = entry.returns
     if note or (kind and kind != "None"):
         rows.append(["*returns*", note, {code(kind): 0}, {}])
-    cells = [[name, markdown(note, cell=True), *(", ".join(filter(None, seen)) for seen in others)] for name, note, *others in rows]
-    heads = ["fields" if entry.kind == "class" and not entry.signature else "parameter", "what it is", "type", "default"]
+    cells = [
+        [name, markdown(note, cell=True), *(", ".join(filter(None, seen)) for seen in others)]
+        for name, note, *others in rows
+    ]
+    heads = [
+        "fields" if entry.kind == "class" and not entry.signature else "parameter",
+        "what it is",
+        "type",
+        "default",
+    ]
     keep = [i for i in range(4) if i == 0 or any(row[i] for row in cells)]
-    lines = [[heads[i] for i in keep], ["---"] * len(keep), *([row[i] for i in keep] for row in cells)]
+    lines = [
+        [heads[i] for i in keep],
+        ["---"] * len(keep),
+        *([row[i] for i in keep] for row in cells),
+    ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def card(entry: Entry, unfold: bool = False, fence: int = 6) -> str:
     "The entry as MyST: a Python object that can be linked to and searched for."
     colons = ":" * fence
-    lines = [f"{colons}{{py:{entry.kind}}} {entry.name}{entry.signature}", f":module: {entry.module}", "",
-             markdown(entry.doc), ""]
+    lines = [
+        f"{colons}{{py:{entry.kind}}} {entry.name}{entry.signature}",
+        f":module: {entry.module}",
+        "",
+        markdown(entry.doc),
+        "",
+    ]
     if any(note for *_, note in entry.rows) or entry.returns[1]:
         summary = "Fields" if entry.kind == "class" and not entry.signature else "Parameters"
-        lines += [f"<details class=\"api\"{' open' * unfold}><summary>{summary}</summary>", "", table(entry), "", "</details>", ""]
+        lines += [
+            f'<details class="api"{" open" * unfold}><summary>{summary}</summary>',
+            "",
+            table(entry),
+            "",
+            "</details>",
+            "",
+        ]
     lines += [card(member, fence=fence - 1) for member in entry.members]
     return "\n".join([*lines, colons])

@@ -5,6 +5,7 @@ does not run it: nbdev's directives and hidden cells go, solutions and imports a
 exported functions an entry with the comments of their parameters. Sphinx, which conf.py configures, makes the pages.
 Nothing is executed and nothing is fetched.
 """
+
 import ast
 import base64
 import configparser
@@ -17,16 +18,28 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT, NOTEBOOKS, SITE = HERE.parent, HERE.parent / "nbs", HERE / "_site"
-WORK = HERE / "_build" # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
+WORK = (
+    HERE / "_build"
+)  # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
 sys.path.insert(0, str(HERE))
 import api  # noqa: E402
 from figures import pictures  # noqa: E402
 
-PARTS = {"theory": "Theory", "scan": "Scans", "models": "Models", "lab": "Lab", "machine": "For contributors"}
+PARTS = {
+    "theory": "Theory",
+    "scan": "Scans",
+    "models": "Models",
+    "lab": "Lab",
+    "machine": "For contributors",
+}
 REFERENCE = ("map", "glossary", "references", "api")
 DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
-WIDE = 640 # a figure of more pixels keeps its letters legible on a small screen: it is scrolled there
+LINK = re.compile(
+    r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)"
+)
+WIDE = (
+    640  # a figure of more pixels keeps its letters legible on a small screen: it is scrolled there
+)
 CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")
 
 
@@ -79,10 +92,12 @@ def only_imports(source: str) -> bool:
     "Is this a cell of imports, and calls that set something up?"
     try:
         body = ast.parse(source).body
-    except SyntaxError: # a magic or a shell command
+    except SyntaxError:  # a magic or a shell command
         return False
     imports = [isinstance(node, (ast.Import, ast.ImportFrom)) for node in body]
-    return any(imports) and all(found or isinstance(node, (ast.Expr, ast.If)) for node, found in zip(body, imports))
+    return any(imports) and all(
+        found or isinstance(node, (ast.Expr, ast.If)) for node, found in zip(body, imports)
+    )
 
 
 def imported_names(notebook: dict) -> dict:
@@ -95,8 +110,12 @@ def imported_names(notebook: dict) -> dict:
             except SyntaxError:
                 continue
             for node in nodes:
-                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("longhorn_kit"):
-                    found.update({a.asname or a.name: f"{node.module}.{a.name}" for a in node.names})
+                if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                    "longhorn_kit"
+                ):
+                    found.update(
+                        {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+                    )
     return found
 
 
@@ -106,8 +125,10 @@ def markdown_cell(name: str, source: str) -> dict:
 
 # --- links and captions -------------------------------------------------------------------------------------------
 
+
 def local_links(source: str, path: Path, files: set) -> str:
     "Links to files of the repository lead to it or name the file; files beside notebooks are copied (see `files`)."
+
     def replace(match):
         text, target, anchor = match[1], match[2], match[3] or ""
         file = (path.parent / target).resolve()
@@ -122,19 +143,23 @@ def local_links(source: str, path: Path, files: set) -> str:
         if not REPOSITORY:
             return text if text == name else f"{text} (`{name}`)"
         return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{name}{anchor})"
+
     copy_embedded(source, path, files)
     return LINK.sub(replace, source)
 
 
 def copy_embedded(html: str, path: Path, files: set) -> None:
     "Collect the files beside a notebook that HTML in it shows: an animation in a frame, a picture."
-    for target in re.findall(r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', html):
+    for target in re.findall(
+        r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', html
+    ):
         files.add((path.parent / target).resolve())
 
 
 def with_elements(output: dict) -> dict:
     "Return an output with the pictures of the kit as SVG elements: their text can be searched, their colours follow the page."
     from longhorn_kit.lab.forest import inline
+
     data = output.get("data", {})
     if "text/html" not in data:
         return output
@@ -159,18 +184,26 @@ def give_captions(cells: list) -> None:
         options["image"] = {"alt": f"Figure: {plain(heading)}"}
         if max(o["metadata"].get("image/png", {}).get("width", 0) for o in shown) > WIDE:
             options["image"]["classes"] = "wide"
-        if phone or "phone" in cell["metadata"]: # drawn twice: for phones, then for wider screens
+        if phone or "phone" in cell["metadata"]:  # drawn twice: for phones, then for wider screens
             options["image"]["classes"] = "desk" if phone else "phone"
             phone = not phone
-        alone = len(shown) == 1 and not any("text/html" in o.get("data", {}) for o in cell["outputs"])
-        if alone and following and following["cell_type"] == "markdown" and (match := CAPTION.match(following["source"])):
+        alone = len(shown) == 1 and not any(
+            "text/html" in o.get("data", {}) for o in cell["outputs"]
+        )
+        if (
+            alone
+            and following
+            and following["cell_type"] == "markdown"
+            and (match := CAPTION.match(following["source"]))
+        ):
             text = " ".join(match[1].split())
             options["image"]["alt"] = plain(re.split(r"(?<=[a-z)])\. ", text)[0])
             options["figure"] = {"caption": text}
-            following["source"] = following["source"][match.end():].lstrip("\n")
+            following["source"] = following["source"][match.end() :].lstrip("\n")
 
 
 # --- a page -------------------------------------------------------------------------------------------------------
+
 
 def fold(cell: dict, prompt: str) -> None:
     "Hide the source of a cell behind a line that opens it."
@@ -182,7 +215,9 @@ def join_imports(cells: list) -> list:
     "Neighbouring cells of imports become one."
     joined = []
     for cell in cells:
-        prompts = [c["metadata"].get("mystnb", {}).get("code_prompt_show") for c in (*joined[-1:], cell)]
+        prompts = [
+            c["metadata"].get("mystnb", {}).get("code_prompt_show") for c in (*joined[-1:], cell)
+        ]
         if prompts == ["Imports", "Imports"] and not joined[-1].get("outputs"):
             joined[-1] = {**cell, "source": joined[-1]["source"].rstrip() + "\n\n" + cell["source"]}
         else:
@@ -203,10 +238,14 @@ def furniture(path: Path, module: str | None) -> str:
     if not REPOSITORY:
         links += [f"<span>{code}</span>"] * bool(module)
         return f'<p class="furniture">{" ".join(links)}</p>' if links else ""
-    links += [f'<a class="colab" href="{colab_address(path)}">Open in Colab</a>',
-              f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>']
+    links += [
+        f'<a class="colab" href="{colab_address(path)}">Open in Colab</a>',
+        f'<a href="{REPOSITORY}/blob/{COMMIT}/nbs/{name}">Notebook</a>',
+    ]
     if module:
-        links.append(f'<a href="{REPOSITORY}/blob/{COMMIT}/{module.replace(".", "/")}.py">{code}</a>')
+        links.append(
+            f'<a href="{REPOSITORY}/blob/{COMMIT}/{module.replace(".", "/")}.py">{code}</a>'
+        )
     return f'<p class="furniture">{" ".join(links)}</p>'
 
 
@@ -228,7 +267,9 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
         if cell["cell_type"] == "code":
             cell["source"] = DIRECTIVE.sub("", cell["source"])
             cell["metadata"].update({"phone": True} if "phone" in old.get("tags", ()) else {})
-            if old.get("jupyter", {}).get("source_hidden"): # the mark by which JupyterLab folds a cell
+            if old.get("jupyter", {}).get(
+                "source_hidden"
+            ):  # the mark by which JupyterLab folds a cell
                 fold(cell, "Solution" if "solution" in old.get("tags", ()) else "Code")
             elif not cell.get("outputs") and only_imports(cell["source"]):
                 fold(cell, "Imports")
@@ -250,9 +291,20 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
 
 def with_anchors(source: str) -> str:
     "Entries of the glossary and of the references that can be linked to: #term-state, #arxiv-2407.14207."
-    source = re.sub(r"^- \*\*(.+?)\*\*( \((of an? [^)]+)\))?", # two words of one spelling: "checkpoint (of a run)"
-                    lambda m: f'- <span id="term-{slug(m[1] + " " + (m[3] or ""))}"></span>**{m[1]}**{m[2] or ""}', source, flags=re.M)
-    return re.sub(r"^- (?=.*arxiv\.org/abs/(\d{4}\.\d{4,5}))", r'- <span id="arxiv-\1"></span>', source, flags=re.M)
+    source = re.sub(
+        r"^- \*\*(.+?)\*\*( \((of an? [^)]+)\))?",  # two words of one spelling: "checkpoint (of a run)"
+        lambda m: (
+            f'- <span id="term-{slug(m[1] + " " + (m[3] or ""))}"></span>**{m[1]}**{m[2] or ""}'
+        ),
+        source,
+        flags=re.M,
+    )
+    return re.sub(
+        r"^- (?=.*arxiv\.org/abs/(\d{4}\.\d{4,5}))",
+        r'- <span id="arxiv-\1"></span>',
+        source,
+        flags=re.M,
+    )
 
 
 def slug(text: str) -> str:
@@ -261,21 +313,36 @@ def slug(text: str) -> str:
 
 def contents() -> str:
     "The table of contents in Markdown, one entry per part of the book."
-    parts = {title: sorted(f"{part}/{p.stem}" for p in (NOTEBOOKS / part).glob("*.ipynb")) for part, title in PARTS.items()}
-    parts["Reference"] = [name for name in REFERENCE if name == "api" or (NOTEBOOKS / f"{name}.ipynb").exists()]
-    return "\n\n".join(":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(names))
-                       for title, names in parts.items())
+    parts = {
+        title: sorted(f"{part}/{p.stem}" for p in (NOTEBOOKS / part).glob("*.ipynb"))
+        for part, title in PARTS.items()
+    }
+    parts["Reference"] = [
+        name for name in REFERENCE if name == "api" or (NOTEBOOKS / f"{name}.ipynb").exists()
+    ]
+    return "\n\n".join(
+        ":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(names))
+        for title, names in parts.items()
+    )
 
 
 # --- the package --------------------------------------------------------------------------------------------------
 
+
 def public_names() -> set:
     "Full names of what `from longhorn_kit import ...` offers, by the imports of the `__init__` files."
     tree = ast.parse((ROOT / "longhorn_kit" / "__init__.py").read_text(encoding="utf-8"))
-    homes = {alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level for alias in node.names}
+    homes = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level
+        for alias in node.names
+    }
     found = set()
     for name, part in homes.items():
-        inner = ast.parse((ROOT / "longhorn_kit" / part / "__init__.py").read_text(encoding="utf-8"))
+        inner = ast.parse(
+            (ROOT / "longhorn_kit" / part / "__init__.py").read_text(encoding="utf-8")
+        )
         for node in inner.body:
             if isinstance(node, ast.ImportFrom) and name in {a.name for a in node.names}:
                 found.add(f"longhorn_kit.{part}.{node.module}.{name}")
@@ -305,17 +372,32 @@ def survey(books: dict) -> dict:
 
 def package_page(books: dict) -> str:
     "Every public name of the package with its first sentence, module by module, as a page."
-    lines = ["# The package", "", "> Every public function and class of `longhorn_kit`, with the notebook that defines it.", ""]
-    parts = [*PARTS, "."] # modules in the order of the book
-    for path in sorted(books, key=lambda p: (parts.index(p.parent.relative_to(NOTEBOOKS).as_posix()), p.stem)):
+    lines = [
+        "# The package",
+        "",
+        "> Every public function and class of `longhorn_kit`, with the notebook that defines it.",
+        "",
+    ]
+    parts = [*PARTS, "."]  # modules in the order of the book
+    for path in sorted(
+        books, key=lambda p: (parts.index(p.parent.relative_to(NOTEBOOKS).as_posix()), p.stem)
+    ):
         notebook = books[path]
         module = module_of(notebook)
-        found = [e for cell in notebook["cells"] for e in entries_of(cell, module) if e.kind != "data"]
+        found = [
+            e for cell in notebook["cells"] for e in entries_of(cell, module) if e.kind != "data"
+        ]
         if not found:
             continue
         title = notebook["cells"][0]["source"].splitlines()[0].lstrip("# ")
-        lines += [f"## {module.removeprefix('longhorn_kit.')}", "", f"From [{title}]({page_name(path)}.ipynb).", "",
-                  "| name | what it is |", "|---|---|"]
+        lines += [
+            f"## {module.removeprefix('longhorn_kit.')}",
+            "",
+            f"From [{title}]({page_name(path)}.ipynb).",
+            "",
+            "| name | what it is |",
+            "|---|---|",
+        ]
         for entry in found:
             first = re.split(r"(?<=\.)\s", " ".join(entry.doc.split()))[0]
             lines.append(f"| {{py:obj}}`~{entry.full_name}` | {api.markdown(first, cell=True)} |")
@@ -324,6 +406,7 @@ def package_page(books: dict) -> str:
 
 
 # --- all pages ----------------------------------------------------------------------------------------------------
+
 
 def write_pages(folder: Path) -> dict:
     "Every notebook as a page in `folder`/pages; returns what `survey` found, which is in `folder`/names.json too."
@@ -336,7 +419,9 @@ def write_pages(folder: Path) -> dict:
         if path == NOTEBOOKS / "index.ipynb":
             made["cells"].append(markdown_cell("contents", contents()))
         if path.stem in ("glossary", "references"):
-            made["cells"] = [{**cell, "source": with_anchors(cell["source"])} for cell in made["cells"]]
+            made["cells"] = [
+                {**cell, "source": with_anchors(cell["source"])} for cell in made["cells"]
+            ]
         target.write_text(json.dumps(made), encoding="utf-8")
     (pages / "api.md").write_text(package_page(books), encoding="utf-8")
     for file in files:
@@ -360,17 +445,31 @@ def write_colab(folder: Path) -> None:
     for path in notebooks():
         notebook, place = read(path), path.relative_to(NOTEBOOKS)
         for cell in notebook["cells"]:
-            if cell["cell_type"] == "markdown": # what links to a notebook leads to it in Colab
-                absolute = lambda m: f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
+            if cell["cell_type"] == "markdown":  # what links to a notebook leads to it in Colab
+                absolute = lambda m: (
+                    f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
+                )
                 cell["source"] = LINK.sub(absolute, local_links(cell["source"], path, set()))
-        source = COLAB.format(repository=REPOSITORY, commit=COMMIT, folder=path.parent.relative_to(ROOT).as_posix())
-        cell = {"cell_type": "code", "id": "colab", "metadata": {}, "execution_count": None, "outputs": [], "source": source}
+        source = COLAB.format(
+            repository=REPOSITORY, commit=COMMIT, folder=path.parent.relative_to(ROOT).as_posix()
+        )
+        cell = {
+            "cell_type": "code",
+            "id": "colab",
+            "metadata": {},
+            "execution_count": None,
+            "outputs": [],
+            "source": source,
+        }
         notebook["cells"].insert(1, cell)
         (folder / place).parent.mkdir(parents=True, exist_ok=True)
-        (folder / place).write_text(json.dumps(notebook, indent=1, ensure_ascii=False), encoding="utf-8")
+        (folder / place).write_text(
+            json.dumps(notebook, indent=1, ensure_ascii=False), encoding="utf-8"
+        )
 
 
 # --- README ---------------------------------------------------------------------------------------------------------
+
 
 def index_cell(name: str) -> dict:
     "A cell of nbs/index.ipynb by its id."
@@ -379,17 +478,31 @@ def index_cell(name: str) -> dict:
 
 def index_shows(name: str, kind: str) -> str:
     "The committed output of a cell of nbs/index.ipynb."
-    return "".join(next(output["data"][kind] for output in index_cell(name)["outputs"] if kind in output.get("data", {})))
+    return "".join(
+        next(
+            output["data"][kind]
+            for output in index_cell(name)["outputs"]
+            if kind in output.get("data", {})
+        )
+    )
 
 
 FILM = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)"')
-READABLE = {"#7A7A7A": "#59636e", "#E69F00": "#8a5a00"} # colours of words with too little contrast on white
+READABLE = {
+    "#7A7A7A": "#59636e",
+    "#E69F00": "#8a5a00",
+}  # colours of words with too little contrast on white
 
 
 def film() -> str:
     "The film of page 03 on a white card, so that it can be read on pages of any colour."
     cells = read(NOTEBOOKS / "theory" / "03_exact_vs_diagonal.ipynb")["cells"]
-    shown = ["".join(o["data"]["text/html"]) for cell in cells for o in cell.get("outputs", []) if "text/html" in o.get("data", {})]
+    shown = [
+        "".join(o["data"]["text/html"])
+        for cell in cells
+        for o in cell.get("outputs", [])
+        if "text/html" in o.get("data", {})
+    ]
     svg = base64.b64decode(next(match for html in shown for match in FILM.findall(html))).decode()
     for pale, dark in READABLE.items():
         svg = svg.replace(f'fill="{pale}"', f'fill="{dark}"')
@@ -399,8 +512,13 @@ def film() -> str:
 def front_files() -> dict:
     "Name of each picture in docs/static: its SVG, drawn from the ledger, and the film."
     from longhorn_kit.lab.front import findings, picture
+
     found = findings()
-    return {"findings.svg": picture(found), "findings-narrow.svg": picture(found, narrow=True), "film.svg": film()}
+    return {
+        "findings.svg": picture(found),
+        "findings-narrow.svg": picture(found, narrow=True),
+        "film.svg": film(),
+    }
 
 
 FINDINGS = """<picture>
@@ -424,32 +542,60 @@ def readme_blocks() -> dict:
     "Mark of each block of the README that is made: its text."
     from longhorn_kit.lab.front import findings, findings_markdown, reproduced, speed, users
     from longhorn_kit.lab.ledger import measured_minutes
-    rows, found = from_root(index_cell("index-008")["source"]), from_root(index_cell("index-010")["source"])
-    return {"users": users(), "rows": rows.partition("\n\n")[2], "findings": FINDINGS.format(table=findings_markdown(findings())),
-            "found": found, "reproduce": reproduced(), "speed": speed(),
-            "minutes": f"`longhorn reproduce` took {measured_minutes()}. After its first job it prints how long your machine takes."}
+
+    rows, found = (
+        from_root(index_cell("index-008")["source"]),
+        from_root(index_cell("index-010")["source"]),
+    )
+    return {
+        "users": users(),
+        "rows": rows.partition("\n\n")[2],
+        "findings": FINDINGS.format(table=findings_markdown(findings())),
+        "found": found,
+        "reproduce": reproduced(),
+        "speed": speed(),
+        "minutes": f"`longhorn reproduce` took {measured_minutes()}. After its first job it prints how long your machine takes.",
+    }
 
 
 def write_minutes() -> None:
     "Bring the minutes in the map up to those that the notebooks give."
+
     def replace(match):
         given = re.search(r"(\d+) minutes", read(NOTEBOOKS / match[1])["cells"][1]["source"])
         return f"]({match[1]}) |{match[2]}| {given[1]} |"
+
     index = NOTEBOOKS / "map.ipynb"
     text = index.read_text(encoding="utf-8")
-    index.write_text(re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8")
+    index.write_text(
+        re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8"
+    )
 
 
 def addressed() -> dict:
     "Return README.md, pyproject.toml and CITATION.cff, with the repository's address if it is published."
     badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
-    badge = (f"{badge}({colab_address(NOTEBOOKS / 'index.ipynb')})\n"
-             "opens the book without installing anything; its first cell installs the kit there.\n")
-    lines = {"README.md": (r"(<!-- badge -->\n)(?:.*\n)*?(?=<!-- end badge -->)", badge),
-             "pyproject.toml": (r"(\[project\.urls\]\n)(?:Repository = .*\n)?", f'Repository = "{REPOSITORY}"\n'),
-             "CITATION.cff": (r"(license: .*\n)(?:repository-code: .*\n)?", f"repository-code: {REPOSITORY}\n")}
-    return {name: re.sub(pattern, lambda m: m[1] + (line if REPOSITORY else ""), (ROOT / name).read_text("utf-8"))
-            for name, (pattern, line) in lines.items()}
+    badge = (
+        f"{badge}({colab_address(NOTEBOOKS / 'index.ipynb')})\n"
+        "opens the book without installing anything; its first cell installs the kit there.\n"
+    )
+    lines = {
+        "README.md": (r"(<!-- badge -->\n)(?:.*\n)*?(?=<!-- end badge -->)", badge),
+        "pyproject.toml": (
+            r"(\[project\.urls\]\n)(?:Repository = .*\n)?",
+            f'Repository = "{REPOSITORY}"\n',
+        ),
+        "CITATION.cff": (
+            r"(license: .*\n)(?:repository-code: .*\n)?",
+            f"repository-code: {REPOSITORY}\n",
+        ),
+    }
+    return {
+        name: re.sub(
+            pattern, lambda m: m[1] + (line if REPOSITORY else ""), (ROOT / name).read_text("utf-8")
+        )
+        for name, (pattern, line) in lines.items()
+    }
 
 
 def write_readme() -> None:
@@ -461,23 +607,44 @@ def write_readme() -> None:
         (HERE / "static" / name).write_text(svg + "\n", encoding="utf-8")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for mark, block in readme_blocks().items():
-        text = re.sub(rf"(<!-- {mark}: make readme -->\n).*?(<!-- end {mark} -->)", lambda m: f"{m[1]}{block}\n{m[2]}", text, flags=re.S)
+        text = re.sub(
+            rf"(<!-- {mark}: make readme -->\n).*?(<!-- end {mark} -->)",
+            lambda m: f"{m[1]}{block}\n{m[2]}",
+            text,
+            flags=re.S,
+        )
     (ROOT / "README.md").write_text(text, encoding="utf-8")
 
 
 # --- the whole ------------------------------------------------------------------------------------------------------
 
+
 def build(site: Path = SITE, work: Path = WORK) -> int:
     "Build the site; returns Sphinx's exit status. The old site stays until the new one is complete."
     from sphinx.cmd.build import main as sphinx
+
     shutil.rmtree(work, ignore_errors=True)
     write_pages(work)
     if REPOSITORY:
         write_colab(work / "colab")
-    status = sphinx(["-q", "-W", "--keep-going", "-b", "html", "-c", str(HERE), str(work / "pages"), str(work / "site")])
+    status = sphinx(
+        [
+            "-q",
+            "-W",
+            "--keep-going",
+            "-b",
+            "html",
+            "-c",
+            str(HERE),
+            str(work / "pages"),
+            str(work / "site"),
+        ]
+    )
     if status == 0:
         shutil.rmtree(site, ignore_errors=True)
-        shutil.copytree(work / "files", work / "site", dirs_exist_ok=True) if (work / "files").exists() else None
+        shutil.copytree(work / "files", work / "site", dirs_exist_ok=True) if (
+            work / "files"
+        ).exists() else None
         (work / "site").rename(site)
     return status
 
@@ -487,5 +654,7 @@ if __name__ == "__main__":
         sys.exit(write_readme())
     status = build()
     if status == 0:
-        print(f"The site is {SITE.relative_to(Path.cwd()) if SITE.is_relative_to(Path.cwd()) else SITE}/index.html")
+        print(
+            f"The site is {SITE.relative_to(Path.cwd()) if SITE.is_relative_to(Path.cwd()) else SITE}/index.html"
+        )
     sys.exit(status)

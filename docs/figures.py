@@ -3,6 +3,7 @@
 A figure has few colours and many blends of them at its edges. The 128 most frequent colours stay exact, the rest
 become the nearest of these and of 128 that an octree chooses. A photograph keeps all its colours.
 """
+
 import base64
 import io
 import json
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-PHOTOGRAPH = 20_000 # colours
+PHOTOGRAPH = 20_000  # colours
 
 
 def pack(data: bytes) -> bytes:
@@ -20,13 +21,18 @@ def pack(data: bytes) -> bytes:
     if image.mode == "P":
         return data
     pixels = np.array(image.convert("RGBA"))
-    colors, place, counts = np.unique(pixels.view("u4").ravel(), return_inverse=True, return_counts=True)
+    colors, place, counts = np.unique(
+        pixels.view("u4").ravel(), return_inverse=True, return_counts=True
+    )
     if len(colors) > PHOTOGRAPH:
         return data
     tree = np.frombuffer(Image.fromarray(pixels).quantize(128).palette.tobytes(), "u4")
-    kept = np.concatenate([colors[np.argsort(-counts, kind="stable")[:256 - len(tree)]], tree])
+    kept = np.concatenate([colors[np.argsort(-counts, kind="stable")[: 256 - len(tree)]], tree])
     parts = kept.view("u1").reshape(-1, 4).astype("i4")
-    nearest = [((parts - color) ** 2).sum(1).argmin() for color in colors.view("u1").reshape(-1, 4).astype("i4")]
+    nearest = [
+        ((parts - color) ** 2).sum(1).argmin()
+        for color in colors.view("u1").reshape(-1, 4).astype("i4")
+    ]
     packed = Image.fromarray(np.array(nearest, "u1")[place].reshape(pixels.shape[:2]))
     packed.putpalette(kept.tobytes(), "RGBA")
     packed.save(file := io.BytesIO(), "png", optimize=True)
@@ -35,7 +41,12 @@ def pack(data: bytes) -> bytes:
 
 def pictures(*cells: dict) -> list:
     "Outputs of cells that are PNG."
-    return [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    return [
+        output
+        for cell in cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
 
 
 if __name__ == "__main__":
@@ -46,4 +57,6 @@ if __name__ == "__main__":
             if (new := pack(old)) != old:
                 output["data"]["image/png"], changed = base64.b64encode(new).decode(), True
         if changed:
-            path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
+            )

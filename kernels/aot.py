@@ -13,6 +13,7 @@ wavefronts of its memory instructions, for all of which a multiprocessor's four 
 --triton downloads one release after the other (200 to 300 MB each) into a temporary folder, compiles with it in a separate
 process, and prints a line; the exit code is 1 if a kernel did not compile.
 """
+
 import argparse
 import collections
 import functools
@@ -33,18 +34,40 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-TARGETS = {"sm_80": GPUTarget("cuda", 80, 32), "sm_90": GPUTarget("cuda", 90, 32), "sm_100": GPUTarget("cuda", 100, 32),
-           "gfx942": GPUTarget("hip", "gfx942", 64)}
-TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64"}
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+TYPES = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 # kernel: (steps of time in one turn of its main loop, turns of the loops inside it)
-TURNS = {"_diagonal_fwd_kernel": (16, [2]), "_diagonal_adjoint_kernel": (8, []), "_diagonal_bwd_kernel": (16, [3, 0, 4]),
-         "_exact_fwd_kernel": (16, []), "_exact_bwd_kernel": (16, [])}
-KINDS = dict(fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"), special=("MUFU",), tensor=("HMMA",),
-             shared=("LDS", "LDSM", "STS", "STSM"), memory=("LDG", "STG", "LDGSTS", "LDL", "STL"), lanes=("SHFL",), barrier=("BAR",))
-OLDEST = (3, 6)   # release of Triton that pyproject.toml allows
+TURNS = {
+    "_diagonal_fwd_kernel": (16, [2]),
+    "_diagonal_adjoint_kernel": (8, []),
+    "_diagonal_bwd_kernel": (16, [3, 0, 4]),
+    "_exact_fwd_kernel": (16, []),
+    "_exact_bwd_kernel": (16, []),
+}
+KINDS = dict(
+    fp32=("FFMA", "FMUL", "FADD", "FMNMX", "FSEL"),
+    special=("MUFU",),
+    tensor=("HMMA",),
+    shared=("LDS", "LDSM", "STS", "STSM"),
+    memory=("LDG", "STG", "LDGSTS", "LDL", "STL"),
+    lanes=("SHFL",),
+    barrier=("BAR",),
+)
+OLDEST = (3, 6)  # release of Triton that pyproject.toml allows
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MEMORY = ("STS", "LDG", "STG", "LDGSTS", "LDL", "STL")   # one wavefront for each word of a lane
-SELECTIVE = ("s6", "s6_time_varying", "decoupled")   # run by the fast kernels of the diagonal form
+MEMORY = ("STS", "LDG", "STG", "LDGSTS", "LDL", "STL")  # one wavefront for each word of a lane
+SELECTIVE = ("s6", "s6_time_varying", "decoupled")  # run by the fast kernels of the diagonal form
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 
@@ -65,11 +88,17 @@ def record(launcher, **also):
 
 def source(kernel, args, kwargs):
     "The compiler's input for one recorded launch: types, compile-time values, and which arguments divide by 16."
-    values = dict(zip(kernel.arg_names, args)) | {n: v for n, v in kwargs.items() if n in kernel.arg_names}
+    values = dict(zip(kernel.arg_names, args)) | {
+        n: v for n, v in kwargs.items() if n in kernel.arg_names
+    }
     signature, constants, attrs = {}, {}, {}
     for i, param in enumerate(kernel.params):
         value = values[param.name]
-        if param.is_constexpr or value is None or (type(value) is int and value == 1 and not param.do_not_specialize):
+        if (
+            param.is_constexpr
+            or value is None
+            or (type(value) is int and value == 1 and not param.do_not_specialize)
+        ):
             signature[param.name] = "constexpr"
             constants[(i,)] = value
             continue
@@ -77,7 +106,7 @@ def source(kernel, args, kwargs):
             signature[param.name] = "*" + TYPES[value.dtype]
             divides = True
         else:
-            signature[param.name] = "i32" if -2**31 <= value < 2**31 else "i64"
+            signature[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             divides = value % 16 == 0 and not param.do_not_specialize
         if divides:
             attrs[(i,)] = [["tt.divisibility", 16]]
@@ -91,7 +120,7 @@ def build(launch, target):
     "Compile one recorded launch; returns the compiled kernel and its use of the machine."
     kernel, args, kwargs = launch
     if target == "sm_80" and "ONE_MIN" in kwargs:
-        kwargs = kwargs | dict(ONE_MIN=False)         # which its launcher asks the GPU for
+        kwargs = kwargs | dict(ONE_MIN=False)  # which its launcher asks the GPU for
     options = {n: v for n, v in kwargs.items() if n in OPTIONS and v is not None}
     built = triton.compile(source(kernel, args, kwargs), target=TARGETS[target], options=options)
     return built, usage(built, target)
@@ -102,7 +131,11 @@ def usage(built, target):
     if target.startswith("gfx"):
         text = built.asm["amdgcn"]
         number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
-        return dict(registers=number("vgpr_count"), spill=number("vgpr_spill_count"), shared=built.metadata.shared)
+        return dict(
+            registers=number("vgpr_count"),
+            spill=number("vgpr_spill_count"),
+            shared=built.metadata.shared,
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "kernel.cubin")
         path.write_bytes(built.asm["cubin"])
@@ -146,21 +179,29 @@ def loop_count(launch, built):
         return None
     names = dict(zip(kernel.arg_names, args)) | kwargs
     code, (steps, turns) = disassemble(built), TURNS[kernel.__name__]
-    loops = sorted(((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1])
+    loops = sorted(
+        ((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1]
+    )
     begin, end = loops[0]
     inside = sorted(l for l in loops[1:] if begin <= l[0] and l[1] <= end)
     if len(inside) != len(turns):
-        raise SystemExit(f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says otherwise")
+        raise SystemExit(
+            f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says otherwise"
+        )
     count = collections.Counter()
     for at, operation, _ in code:
         if begin <= at <= end:
-            count[operation] += next((n for n, (first, last) in zip(turns, inside) if first <= at <= last), 1)
+            count[operation] += next(
+                (n for n, (first, last) in zip(turns, inside) if first <= at <= last), 1
+            )
     scale = 32 * kwargs["num_warps"] / (names.get("BD", 32) * steps)
     of = lambda operations: sum(n for o, n in count.items() if o.split(".")[0] in operations)
     kinds = {kind: round(scale * of(operations), 2) for kind, operations in KINDS.items()}
     total = round(scale * sum(count.values()), 2)
     passes = round(scale * sum(n * wavefronts(o) for o, n in count.items()), 2)
-    return dict(total=total, **kinds, other=round(total - sum(kinds.values()), 2), wavefronts=passes)
+    return dict(
+        total=total, **kinds, other=round(total - sum(kinds.values()), 2), wavefronts=passes
+    )
 
 
 def roundings(built, loop=False):
@@ -181,7 +222,9 @@ def unwaited(built):
     They use shared memory that the compiler takes from buffers it knows to be dead; that a copy is still filling them it
     does not know."""
     lines = built.asm["ttgir"].splitlines()
-    begin = max((i for i, line in enumerate(lines) if re.match(r"    (%\S+ = )?scf\.for", line)), default=0)
+    begin = max(
+        (i for i, line in enumerate(lines) if re.match(r"    (%\S+ = )?scf\.for", line)), default=0
+    )
     end = next((i for i in range(begin, len(lines)) if re.match(r"    \} loc", lines[i])), 0)
     count = 0
     if any("async_copy_global_to_local" in line for line in lines[:end]):
@@ -201,17 +244,38 @@ def nan(built):
 def tool(*args):
     "Run Triton's own cuobjdump."
     binary = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    return subprocess.run([str(binary), *map(str, args)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [str(binary), *map(str, args)], capture_output=True, text=True, check=True
+    ).stdout
 
 
-def inputs(B=8, T=2048, D=2048, N=16, dtype=torch.bfloat16, keys=None, form="diagonal", z=True, state=True, packed=None):
+def inputs(
+    B=8,
+    T=2048,
+    D=2048,
+    N=16,
+    dtype=torch.bfloat16,
+    keys=None,
+    form="diagonal",
+    z=True,
+    state=True,
+    packed=None,
+):
     "Arguments of a scan on the meta device; `packed`: number of sequences, with B = 1."
     new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
     A = dict(s6=new(D, N, like=torch.float32), s6_time_varying=new(B, T, N)).get(form)
-    return dict(q=new(B, T, N, like=keys or dtype), k=new(B, T, N, like=keys or dtype), x=new(B, T, D), b=new(B, T, D),
-                bias=new(D, like=torch.float32), skip=new(D, like=torch.float32), z=new(B, T, D) if z else None, A=A,
-                initial_state=new(packed or B, D, N, like=torch.float32) if state else None,
-                cu_seqlens=new(packed + 1, like=torch.int32) if packed else None)
+    return dict(
+        q=new(B, T, N, like=keys or dtype),
+        k=new(B, T, N, like=keys or dtype),
+        x=new(B, T, D),
+        b=new(B, T, D),
+        bias=new(D, like=torch.float32),
+        skip=new(D, like=torch.float32),
+        z=new(B, T, D) if z else None,
+        A=A,
+        initial_state=new(packed or B, D, N, like=torch.float32) if state else None,
+        cu_seqlens=new(packed + 1, like=torch.int32) if packed else None,
+    )
 
 
 def portable_launches(form, checkpoint_every=None, packed=None, **shape):
@@ -221,12 +285,17 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
     a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
-    forward, backward = (portable_plan(form, B, T, D, N, packed, way, checkpoint_every) for way in ("forward", "backward"))
+    forward, backward = (
+        portable_plan(form, B, T, D, N, packed, way, checkpoint_every)
+        for way in ("forward", "backward")
+    )
 
     def launch():
         out, final, ckpt = portable_forward(forward, **a)
         rest = {n: v for n, v in a.items() if n != "initial_state"}
-        portable_backward(backward, out, final if a["initial_state"] is not None else None, ckpt, **rest)
+        portable_backward(
+            backward, out, final if a["initial_state"] is not None else None, ckpt, **rest
+        )
 
     return record(launch)
 
@@ -236,9 +305,14 @@ def fast_launches(form, packed=None, backward=True, **shape):
     from longhorn_kit.scan.triton_selective import selective_plan
 
     name = "diagonal" if form in SELECTIVE else form
-    pages = [importlib.import_module(f"longhorn_kit.scan.triton_{name}{way}") for way in ("", "_backward")]
-    plan, run_forward, run_backward = (next(getattr(page, f"{name}_{part}") for page in pages if hasattr(page, f"{name}_{part}"))
-                                       for part in ("plan", "forward", "backward"))
+    pages = [
+        importlib.import_module(f"longhorn_kit.scan.triton_{name}{way}")
+        for way in ("", "_backward")
+    ]
+    plan, run_forward, run_backward = (
+        next(getattr(page, f"{name}_{part}") for page in pages if hasattr(page, f"{name}_{part}"))
+        for part in ("plan", "forward", "backward")
+    )
     a = inputs(form=form, packed=packed, **shape)
     (B, T, D), N = a["x"].shape, a["k"].shape[-1]
     if form in SELECTIVE:
@@ -247,10 +321,15 @@ def fast_launches(form, packed=None, backward=True, **shape):
         a.pop("A")
 
     only, made = {} if backward else dict(read=False), []
-    launches = record(lambda: made.extend(run_forward(plan(B, T, D, N, packed), **a, **only)), way="forward")
+    launches = record(
+        lambda: made.extend(run_forward(plan(B, T, D, N, packed), **a, **only)), way="forward"
+    )
     if backward:
         rest = {n: v for n, v in a.items() if n != "initial_state"}
-        launches += record(lambda: run_backward(plan(B, T, D, N, packed, direction="backward"), *made, **rest), way="backward")
+        launches += record(
+            lambda: run_backward(plan(B, T, D, N, packed, direction="backward"), *made, **rest),
+            way="backward",
+        )
     return launches
 
 
@@ -261,7 +340,9 @@ def pointwise_launches():
     new = lambda *s, like=torch.bfloat16: torch.empty(s, dtype=like, device="meta")
 
     def launch():
-        pointwise.cross_entropy_(new(8192, 50304)[:, :50257], new(8192, like=torch.int64), new(8192, like=torch.float32))
+        pointwise.cross_entropy_(
+            new(8192, 50304)[:, :50257], new(8192, like=torch.int64), new(8192, like=torch.float32)
+        )
         h, weight = new(64, 1024, 768, like=torch.float32), new(768, like=torch.float32)
         s, n, r = pointwise._add_norm(h, new(*h.shape), weight, 1e-5, torch.bfloat16)
         pointwise._add_norm_backward(n, s, s, r, weight, torch.float32, torch.bfloat16)
@@ -282,7 +363,10 @@ def cases(what):
         for form in ("decoupled", "s6", "s6_time_varying"):
             yield f"{form} N=64", portable_launches(form, N=64)
         for form in ("diagonal", "exact", "s6"):
-            yield f"{form} N=16 small", portable_launches(form, checkpoint_every=64)   # the backward rebuilds states: mode 3
+            yield (
+                f"{form} N=16 small",
+                portable_launches(form, checkpoint_every=64),
+            )  # the backward rebuilds states: mode 3
         yield "diagonal N=16 packed", portable_launches("diagonal", packed=3, B=1)
         yield "diagonal N=128", portable_launches("diagonal", N=128)
         yield "exact N=128", portable_launches("exact", N=128)
@@ -297,17 +381,28 @@ def cases(what):
         yield "fast diagonal N=64", fast_launches("diagonal", N=64)
         yield "fast exact N=64", fast_launches("exact", N=64)
         yield "fast exact N=128", fast_launches("exact", N=128)
-        for form in ("exact", "diagonal", "s6", "decoupled"):                              # shapes of bench.py; the first is the default
+        for form in (
+            "exact",
+            "diagonal",
+            "s6",
+            "decoupled",
+        ):  # shapes of bench.py; the first is the default
             yield f"fast {form} S2", fast_launches(form, B=24, T=1024, D=1536)
             yield f"fast {form} S3", fast_launches(form, B=1, T=32768, D=4096)
-        yield "fast diagonal many", fast_launches("diagonal", B=64, T=1024)                # programs of 128 channels
+        yield (
+            "fast diagonal many",
+            fast_launches("diagonal", B=64, T=1024),
+        )  # programs of 128 channels
         yield "fast diagonal many ragged", fast_launches("diagonal", B=33, T=1025, D=2044)
         for form in ("diagonal", "exact"):
             yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
             yield f"fast {form} narrow", fast_launches(form, D=24)
-            yield f"fast {form} D=2044", fast_launches(form, D=2044)                   # copies of 8 bytes
-            yield f"fast {form} D=2046", fast_launches(form, D=2046)                   # of 4
-            yield f"fast {form} D=2047", fast_launches(form, D=2047)                   # and of single elements, by registers
+            yield f"fast {form} D=2044", fast_launches(form, D=2044)  # copies of 8 bytes
+            yield f"fast {form} D=2046", fast_launches(form, D=2046)  # of 4
+            yield (
+                f"fast {form} D=2047",
+                fast_launches(form, D=2047),
+            )  # and of single elements, by registers
             yield f"fast {form} fp32", fast_launches(form, dtype=torch.float32, keys=torch.bfloat16)
         yield "fast diagonal fp16", fast_launches("diagonal", dtype=torch.float16)
         yield "fast diagonal N=128", fast_launches("diagonal", N=128)
@@ -317,7 +412,7 @@ def cases(what):
         yield "fast exact N=64 few", fast_launches("exact", B=1, T=2041, D=520, N=64)
         for form in SELECTIVE:
             yield f"fast {form}", fast_launches(form)
-            yield f"fast {form} many", fast_launches(form, B=64, T=1024)               # without segments
+            yield f"fast {form} many", fast_launches(form, B=64, T=1024)  # without segments
             yield f"fast {form} ragged", fast_launches(form, B=64, T=2001, D=2008)
             yield f"fast {form} bare", fast_launches(form, B=64, z=False, state=False)
             yield f"fast {form} N=32", fast_launches(form, B=64, N=32)
@@ -329,13 +424,17 @@ def cases(what):
 
 
 def releases(asked):
-    "The releases of Triton to try: those asked for, or with \"all\" those that pip finds, the oldest first."
+    'The releases of Triton to try: those asked for, or with "all" those that pip finds, the oldest first.'
     if asked != ["all"]:
         return asked
-    said = subprocess.run([sys.executable, "-m", "pip", "index", "versions", "triton"], capture_output=True, text=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-m", "pip", "index", "versions", "triton"], capture_output=True, text=True
+    ).stdout
     found = re.search(r"Available versions: (.*)", said)
     if not found:
-        raise SystemExit("aot.py: pip cannot list the releases of Triton; name them, as in --triton 3.6.0 3.9.0")
+        raise SystemExit(
+            "aot.py: pip cannot list the releases of Triton; name them, as in --triton 3.6.0 3.9.0"
+        )
     return [v for v in found[1].split(", ")[::-1] if tuple(map(int, v.split(".")[:2])) >= OLDEST]
 
 
@@ -346,12 +445,41 @@ def with_release(version, words):
             here = os.path.abspath(version)
         else:
             here = folder
-            subprocess.run([sys.executable, "-m", "pip", "install", "-qq", "--no-deps", "--no-compile", "--no-cache-dir",
-                            "--disable-pip-version-check", "--target", folder, f"triton=={version}"], check=True)
-        env = os.environ | dict(PYTHONPATH=os.pathsep.join([here, str(ROOT)]), TRITON_CACHE_DIR=str(pathlib.Path(folder, "cache")))
-        done = subprocess.run([sys.executable, __file__, "--json", "--keep-going", *words], env=env, capture_output=True, text=True)
-    errors = [line for line in done.stderr.splitlines() if re.match(r"\w+(Error|Exception)\b|aot.py", line)]
-    return [json.loads(line) for line in done.stdout.splitlines()], (errors or ["it stopped"])[-1] if done.returncode else None
+            subprocess.run(
+                [
+                    sys.executable,
+                    "-m",
+                    "pip",
+                    "install",
+                    "-qq",
+                    "--no-deps",
+                    "--no-compile",
+                    "--no-cache-dir",
+                    "--disable-pip-version-check",
+                    "--target",
+                    folder,
+                    f"triton=={version}",
+                ],
+                check=True,
+            )
+        env = os.environ | dict(
+            PYTHONPATH=os.pathsep.join([here, str(ROOT)]),
+            TRITON_CACHE_DIR=str(pathlib.Path(folder, "cache")),
+        )
+        done = subprocess.run(
+            [sys.executable, __file__, "--json", "--keep-going", *words],
+            env=env,
+            capture_output=True,
+            text=True,
+        )
+    errors = [
+        line
+        for line in done.stderr.splitlines()
+        if re.match(r"\w+(Error|Exception)\b|aot.py", line)
+    ]
+    return [json.loads(line) for line in done.stdout.splitlines()], (errors or ["it stopped"])[
+        -1
+    ] if done.returncode else None
 
 
 def try_releases(args):
@@ -359,13 +487,29 @@ def try_releases(args):
     found = []
     print("triton     compiled  failed  spilling  most spilled, bytes")
     for version in releases(args.triton):
-        rows, stopped = with_release(version, ["--what", "fast", "--only", args.only, "--target", *args.target])
+        rows, stopped = with_release(
+            version, ["--what", "fast", "--only", args.only, "--target", *args.target]
+        )
         built = [row for row in rows if "error" not in row]
-        failed = [f"{row['case']}, {row['kernel']}: {row['error']}" for row in rows if "error" in row] + [stopped] * bool(stopped)
+        failed = [
+            f"{row['case']}, {row['kernel']}: {row['error']}" for row in rows if "error" in row
+        ] + [stopped] * bool(stopped)
         spills = [row["spill"] for row in built if row["spill"]]
-        found.append(dict(triton=version, compiled=len(built), failed=failed, spilling=len(spills), most=max(spills, default=0)))
-        print(f"{version:<10} {len(built):>8}  {len(failed):>6}  {len(spills):>8}  {max(spills, default=0):>6}", *failed[:3],
-              sep="\n  ", flush=True)
+        found.append(
+            dict(
+                triton=version,
+                compiled=len(built),
+                failed=failed,
+                spilling=len(spills),
+                most=max(spills, default=0),
+            )
+        )
+        print(
+            f"{version:<10} {len(built):>8}  {len(failed):>6}  {len(spills):>8}  {max(spills, default=0):>6}",
+            *failed[:3],
+            sep="\n  ",
+            flush=True,
+        )
     return found
 
 
@@ -378,8 +522,12 @@ def reported(name, launch, target, args):
         if not args.keep_going:
             raise
         return row | dict(error=f"{type(error).__name__}: {' '.join(str(error).split())[-200:]}")
-    row |= dict(**used, unwaited=unwaited(built), nan=nan(built),
-                loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation))
+    row |= dict(
+        **used,
+        unwaited=unwaited(built),
+        nan=nan(built),
+        loose=sum(n for operation, n in roundings(built).items() if ".rn" not in operation),
+    )
     if args.out and not target.startswith("gfx"):
         row |= dict(way=launch[2].get("way"), instructions_per_step=loop_count(launch, built))
     if args.sass and not target.startswith("gfx"):
@@ -396,12 +544,23 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", nargs="+", default=["sm_90"], choices=list(TARGETS))
     parser.add_argument("--what", default="all", choices=["all", "portable", "fast", "pointwise"])
-    parser.add_argument("--only", default="", help="regular expression that the case's name must contain")
+    parser.add_argument(
+        "--only", default="", help="regular expression that the case's name must contain"
+    )
     parser.add_argument("--sass", type=pathlib.Path, help="folder for the disassembly")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a line instead of the table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object a line instead of the table"
+    )
     parser.add_argument("--out", type=pathlib.Path, help="record to write")
-    parser.add_argument("--triton", nargs="+", metavar="VERSION", help="releases to try, or folders that have one; all: every release")
-    parser.add_argument("--keep-going", action="store_true", help="after a kernel that does not compile")
+    parser.add_argument(
+        "--triton",
+        nargs="+",
+        metavar="VERSION",
+        help="releases to try, or folders that have one; all: every release",
+    )
+    parser.add_argument(
+        "--keep-going", action="store_true", help="after a kernel that does not compile"
+    )
     args, rows = parser.parse_args(), []
     if args.triton:
         rows = try_releases(args)
@@ -412,9 +571,14 @@ def main():
                     continue
                 row = reported(name, launch, target, args)
                 rows.append(row)
-                print(json.dumps(row) if args.json else row.get("error") or
-                      f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {row['registers']:>3}  "
-                      f"spilled {row['spill']:>4} B  shared {row['shared']:>6} B", flush=True)
+                print(
+                    json.dumps(row)
+                    if args.json
+                    else row.get("error")
+                    or f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {row['registers']:>3}  "
+                    f"spilled {row['spill']:>4} B  shared {row['shared']:>6} B",
+                    flush=True,
+                )
     if args.out:
         write_record(args.out, rows)
     return any(row.get("failed") or "error" in row for row in rows)
@@ -424,12 +588,16 @@ def write_record(path, rows):
     "The rows with what they depend on, one row per line."
     from longhorn_kit.records import commit_of_kit
 
-    about = dict(triton=triton.__version__, commit=commit_of_kit(), command=" ".join(["python kernels/aot.py", *sys.argv[1:]]),
-                 unit="instructions_per_step: warp instructions of the main loop for one step of 32 channels")
+    about = dict(
+        triton=triton.__version__,
+        commit=commit_of_kit(),
+        command=" ".join(["python kernels/aot.py", *sys.argv[1:]]),
+        unit="instructions_per_step: warp instructions of the main loop for one step of 32 channels",
+    )
     head = json.dumps(about, indent=1)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     part = path.with_suffix(".part")
-    part.write_text(f"{head[:-2]},\n \"rows\": [\n{lines}\n ]\n}}\n")
+    part.write_text(f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n')
     os.replace(part, path)
 
 

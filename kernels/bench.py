@@ -17,6 +17,7 @@ interpreter at tiny sizes: it shows that the workbench works, and its times mean
 --check times the main rows and compares them with the record of this GPU. A time counts as slower if its lower quartile is more
 than 5 % above the record's upper one: the exit code is then 1. Times of another GPU are not compared: the exit code is 2.
 """
+
 import argparse
 import json
 import os
@@ -25,10 +26,23 @@ import platform
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]   # the checkout, not another installed version
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]  # the checkout, not another installed version
 
 RESULTS = ROOT / "kernels" / "results"
-SECTIONS = ("main", "options", "ragged", "packed", "memory", "N", "T", "B", "dtype", "peers", "decode", "again")
+SECTIONS = (
+    "main",
+    "options",
+    "ragged",
+    "packed",
+    "memory",
+    "N",
+    "T",
+    "B",
+    "dtype",
+    "peers",
+    "decode",
+    "again",
+)
 FORMS = ("diagonal", "exact", "decoupled", "s6")
 CPU_DEFAULTS = dict(shape=[(4, 256, 512), (2, 1024, 768)], form=["diagonal", "exact"], state=[16])
 
@@ -49,39 +63,94 @@ def count(text):
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cpu", "cuda", "interpret"], default="cpu")
-    parser.add_argument("--shape", type=shape_of, nargs="+", metavar="B,T,D", help="time these instead of the usual ones")
-    parser.add_argument("--form", choices=FORMS, nargs="+", help="of " + ", ".join(FORMS) + "; on a CPU the first two")
-    parser.add_argument("--state", type=count, nargs="+", metavar="N", help="sizes of a key (default 16)")
+    parser.add_argument(
+        "--shape",
+        type=shape_of,
+        nargs="+",
+        metavar="B,T,D",
+        help="time these instead of the usual ones",
+    )
+    parser.add_argument(
+        "--form",
+        choices=FORMS,
+        nargs="+",
+        help="of " + ", ".join(FORMS) + "; on a CPU the first two",
+    )
+    parser.add_argument(
+        "--state", type=count, nargs="+", metavar="N", help="sizes of a key (default 16)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--out", type=pathlib.Path, help="file to write (default, for a run of everything: kernels/results/cpu.json or <gpu>.json)")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="file to write (default, for a run of everything: kernels/results/cpu.json or <gpu>.json)",
+    )
     cpu = parser.add_argument_group("on a CPU")
     cpu.add_argument("--threads", type=count, default=min(2, os.cpu_count() or 1))
     cpu.add_argument("--rounds", type=count, default=9)
     cpu.add_argument("--memory-of", help=argparse.SUPPRESS)
     gpu = parser.add_argument_group("on a GPU")
     gpu.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], nargs="+")
-    gpu.add_argument("--sections", choices=SECTIONS, nargs="+", default=SECTIONS, metavar="PART", help=", ".join(SECTIONS))
-    gpu.add_argument("--plot", type=pathlib.Path, metavar="DIR", help="draw the roofline and times against T, B and N into DIR")
-    gpu.add_argument("--check", type=pathlib.Path, nargs="?", const=pathlib.Path(), metavar="RECORD",
-                     help="compare the main rows with a record (default: that of this GPU in kernels/results)")
-    gpu.add_argument("--budget", type=float, default=210, help="seconds after which no new case starts (default 210)")
-    gpu.add_argument("--jobs", type=int, default=min(12, max(1, (os.cpu_count() or 2) * 3 // 4)),
-                     help="processes that compile at once; 0: compile one after the other")
+    gpu.add_argument(
+        "--sections",
+        choices=SECTIONS,
+        nargs="+",
+        default=SECTIONS,
+        metavar="PART",
+        help=", ".join(SECTIONS),
+    )
+    gpu.add_argument(
+        "--plot",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="draw the roofline and times against T, B and N into DIR",
+    )
+    gpu.add_argument(
+        "--check",
+        type=pathlib.Path,
+        nargs="?",
+        const=pathlib.Path(),
+        metavar="RECORD",
+        help="compare the main rows with a record (default: that of this GPU in kernels/results)",
+    )
+    gpu.add_argument(
+        "--budget",
+        type=float,
+        default=210,
+        help="seconds after which no new case starts (default 210)",
+    )
+    gpu.add_argument(
+        "--jobs",
+        type=int,
+        default=min(12, max(1, (os.cpu_count() or 2) * 3 // 4)),
+        help="processes that compile at once; 0: compile one after the other",
+    )
     args = parser.parse_args(argv)
     given = list(sys.argv[1:] if argv is None else argv)
-    for option in ("--out", "--commit", "--plot"):   # they say where a run happened or what to do with it, not what it measured
+    for option in (
+        "--out",
+        "--commit",
+        "--plot",
+    ):  # they say where a run happened or what to do with it, not what it measured
         if option in given:
             at = given.index(option)
-            del given[at:at + 2]
+            del given[at : at + 2]
     args.given = given
     if args.check:
         args.sections = ["main"]
-    cases, sections = args.shape or args.form or args.state or args.dtype, set(args.sections) != set(SECTIONS)
+    cases, sections = (
+        args.shape or args.form or args.state or args.dtype,
+        set(args.sections) != set(SECTIONS),
+    )
     if cases and sections:
-        parser.error("--sections chooses among the usual cases; --shape, --form, --state and --dtype make others")
+        parser.error(
+            "--sections chooses among the usual cases; --shape, --form, --state and --dtype make others"
+        )
     part = cases or sections
     args.whole = not part and args.device != "interpret"
     if args.device == "cpu":
@@ -104,20 +173,33 @@ def on_gpu(args):
     import triton
 
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise SystemExit("bench.py: no GPU here; --device interpret runs the same code without times that mean anything")
+        raise SystemExit(
+            "bench.py: no GPU here; --device interpret runs the same code without times that mean anything"
+        )
     import bench_gpu
     from longhorn_kit.records import commit_of_kit, version_of
 
-    return bench_gpu.main(args, dict(
-        gpu=torch.cuda.get_device_name(0) if args.device == "cuda" else "interpreter", python=platform.python_version(),
-        torch=torch.__version__, triton=triton.__version__, fla_core=version_of("fla-core"), mamba_ssm=version_of("mamba-ssm"),
-        commit=args.commit or commit_of_kit(), command=" ".join(["python kernels/bench.py", *args.given])))
+    return bench_gpu.main(
+        args,
+        dict(
+            gpu=torch.cuda.get_device_name(0) if args.device == "cuda" else "interpreter",
+            python=platform.python_version(),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            fla_core=version_of("fla-core"),
+            mamba_ssm=version_of("mamba-ssm"),
+            commit=args.commit or commit_of_kit(),
+            command=" ".join(["python kernels/bench.py", *args.given]),
+        ),
+    )
 
 
 def destination(args, name, wrong=(), left_out=()):
     "The file to write, or None. What is wrong, a part of the cases, or one cut short never takes the place of a record."
     path = args.out or (RESULTS / name if args.whole else None)
-    return path.with_suffix(".partial.json") if path and (wrong or left_out and not args.out) else path
+    return (
+        path.with_suffix(".partial.json") if path and (wrong or left_out and not args.out) else path
+    )
 
 
 def write(path, text):
@@ -135,6 +217,7 @@ def write(path, text):
 def compare(record, path):
     "Print what is slower than in the record at `path`; returns the exit code."
     from bench_gpu import MARGIN, slower
+
     if not path.is_file():
         print(f"nothing to compare with: {os.path.relpath(path)} does not exist")
         return 2
@@ -146,26 +229,43 @@ def compare(record, path):
         if old[name] != record[name]:
             print(f"note: the record has {name} {old[name]}, this run {record[name]}")
     found = slower(record, old)
-    print(f"against commit {old['commit']}, beyond quartiles and {100 * MARGIN:.0f} %:", *found or ["nothing is slower"], sep="\n  ")
+    print(
+        f"against commit {old['commit']}, beyond quartiles and {100 * MARGIN:.0f} %:",
+        *found or ["nothing is slower"],
+        sep="\n  ",
+    )
     return 1 if found or record["wrong"] else 0
 
 
 def draw_record(
-    record: dict, # that `kernels/bench.py` wrote on a GPU
+    record: dict,  # that `kernels/bench.py` wrote on a GPU
 ):
     "The roofline at the first shape that was timed, and times against T, B and N, as far as there are any."
     import matplotlib.pyplot as plt
     from longhorn_kit.plots import COLORS
     from longhorn_kit.scan.speed import OF_FORM, draw_against, draw_roofline, plain_rows
+
     fig, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
-    rows = [row for row in plain_rows(record) if row.get("section") in (None, "main") and row.get("backward_ms")]
+    rows = [
+        row
+        for row in plain_rows(record)
+        if row.get("section") in (None, "main") and row.get("backward_ms")
+    ]
     shape = tuple(rows[0][n] for n in "BTD") if rows else (8, 2048, 2048)
     scans = []
     for row in plain_rows({"rows": rows}, **dict(zip("BTD", shape))):
         form, fast = row["form"], row["kernels"] == row["form"]
         name = form if fast else f"{'S6' if form == 's6' else form}, portable"
-        scans.append((name, form, 16 if fast and form == "exact" else 0, COLORS[OF_FORM[form]], "-" if fast else "--",
-                      (row["forward_ms"], row["backward_ms"])))
+        scans.append(
+            (
+                name,
+                form,
+                16 if fast and form == "exact" else 0,
+                COLORS[OF_FORM[form]],
+                "-" if fast else "--",
+                (row["forward_ms"], row["backward_ms"]),
+            )
+        )
     draw_roofline(axes[0, 0], record, shape, scans)
     axes[0, 0].set_title(f"B={shape[0]} T={shape[1]} D={shape[2]}", fontsize=9)
     for ax, axis in zip(axes.flat[1:], "TBN"):
@@ -177,10 +277,16 @@ def main(argv=None):
     args = parse(argv)
     if args.memory_of:
         import bench_cpu
-        print(bench_cpu.memory_here(args.memory_of, args.form[0], *args.shape[0], args.state[0], args.seed, args.threads))
+
+        print(
+            bench_cpu.memory_here(
+                args.memory_of, args.form[0], *args.shape[0], args.state[0], args.seed, args.threads
+            )
+        )
         return 0
     if args.device == "cpu":
         import bench_cpu
+
         record = bench_cpu.main(args)
         if record is None:
             return 1
@@ -188,6 +294,7 @@ def main(argv=None):
         return 0
     record = on_gpu(args)
     from bench_gpu import one_row_a_line
+
     name = f"{record['gpu'].removeprefix('NVIDIA ').lower().replace(' ', '_')}.json"
     if args.plot:
         picture = args.plot / name.replace(".json", ".png")

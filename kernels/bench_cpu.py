@@ -5,6 +5,7 @@ Every candidate's output and gradients are compared with the float64 reference f
 on the same inputs; the ratio is the median over rounds of the ratio within a round. Extra memory is the growth of the peak
 resident size during one forward plus backward, in a fresh process.
 """
+
 import os
 import pathlib
 import platform
@@ -23,7 +24,10 @@ from longhorn_kit.scan.reference import reference_scan
 BENCH = pathlib.Path(__file__).with_name("bench.py")
 
 NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
-TARGETS = {"loop": (0.2, 0.5), "mambapy": (0.25, 0.5)}   # time and memory of the chunked scan against each
+TARGETS = {
+    "loop": (0.2, 0.5),
+    "mambapy": (0.25, 0.5),
+}  # time and memory of the chunked scan against each
 
 
 def make_inputs(B, T, D, N, seed, dtype=torch.float32):
@@ -56,6 +60,7 @@ def loop(q, k, x, b, b_bias, D_skip, z, form):
 def mambapy(q, k, x, b, b_bias, D_skip, z, form):
     "The diagonal recurrence through mambapy's parallel scan: gates and inputs (B,T,D,N), then its `pscan`."
     from mambapy.pscan import pscan
+
     eps = rate(k, b, b_bias)[..., None]
     states = pscan(1 - eps * k[:, :, None].square(), eps * x[..., None] * k[:, :, None])
     return ((states @ q[..., None])[..., 0] + D_skip * x) * F.silu(z)
@@ -85,7 +90,7 @@ def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
     wrong = []
     for name, a, e in zip(("out", *NAMES), actual, expected):
         error = ((a - e).abs().max() / e.abs().max()).item()
-        if not error < tolerance:   # NaN is wrong too
+        if not error < tolerance:  # NaN is wrong too
             wrong.append((name, error))
     return wrong
 
@@ -94,8 +99,8 @@ def measure(candidates, form, B, T, D, N, rounds, seed):
     "Seconds per candidate, one entry a round; the order turns from round to round."
     inputs, dout = make_inputs(B, T, D, N, seed)
     seconds, names = {name: [] for name in candidates}, list(candidates)
-    for i in range(-1, rounds):     # round -1 warms up
-        for name in names[i % len(names):] + names[: i % len(names)]:
+    for i in range(-1, rounds):  # round -1 warms up
+        for name in names[i % len(names) :] + names[: i % len(names)]:
             start = time.perf_counter()
             run(CANDIDATES[name], form, inputs, dout)
             if i >= 0:
@@ -121,7 +126,9 @@ def resident(key):
 def memory_here(name, form, B, T, D, N, seed, threads):
     "Growth of this process's peak resident size during one forward plus backward, in MB."
     torch.set_num_threads(threads)
-    run(CANDIDATES[name], form, *make_inputs(1, 4, 4, N, seed))   # imports, thread pools: not counted
+    run(
+        CANDIDATES[name], form, *make_inputs(1, 4, 4, N, seed)
+    )  # imports, thread pools: not counted
     inputs, dout = make_inputs(B, T, D, N, seed)
     before = resident("VmHWM")
     run(CANDIDATES[name], form, inputs, dout)
@@ -132,8 +139,9 @@ def memory(name, form, shape, N, args):
     "`memory_here` in a fresh process, or None where the system does not tell."
     if not pathlib.Path("/proc/self/status").exists():
         return None
-    options = dict(shape=",".join(map(str, shape)), form=form, state=N, threads=args.threads,
-                   seed=args.seed)
+    options = dict(
+        shape=",".join(map(str, shape)), form=form, state=N, threads=args.threads, seed=args.seed
+    )
     command = [sys.executable, str(BENCH), "--memory-of", name]
     command += [word for key, value in options.items() for word in ("--" + key, str(value))]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -145,9 +153,17 @@ def memory(name, form, shape, N, args):
 def environment(args):
     "Versions, processor, commit and command: what a reader needs to repeat the numbers."
     return dict(
-        command=" ".join(["python kernels/bench.py", *args.given]), commit=args.commit or commit_of_kit(), cpu=cpu_name(),
-        threads=args.threads, python=platform.python_version(), system=platform.system(), torch=torch.__version__,
-        mambapy=version_of("mambapy"), seed=args.seed, rounds=args.rounds)
+        command=" ".join(["python kernels/bench.py", *args.given]),
+        commit=args.commit or commit_of_kit(),
+        cpu=cpu_name(),
+        threads=args.threads,
+        python=platform.python_version(),
+        system=platform.system(),
+        torch=torch.__version__,
+        mambapy=version_of("mambapy"),
+        seed=args.seed,
+        rounds=args.rounds,
+    )
 
 
 def compare(form, shape, N, args):
@@ -156,9 +172,14 @@ def compare(form, shape, N, args):
     names = [n for n in CANDIDATES if n != "mambapy" or version_of("mambapy")]
     for name in names:
         # mambapy has no exact form: it is checked, and timed, on the diagonal recurrence.
-        wrong = parity(CANDIDATES[name], "diagonal" if name == "mambapy" else form, B, T, D, N, args.seed)
+        wrong = parity(
+            CANDIDATES[name], "diagonal" if name == "mambapy" else form, B, T, D, N, args.seed
+        )
         if wrong:
-            print(f"WRONG {name}, {form}, {shape}: " + ", ".join(f"{n} off by {e:.1e}" for n, e in wrong))
+            print(
+                f"WRONG {name}, {form}, {shape}: "
+                + ", ".join(f"{n} off by {e:.1e}" for n, e in wrong)
+            )
             return None
     before, start = others(), time.perf_counter()
     seconds = measure(names, form, B, T, D, N, args.rounds, args.seed)
@@ -171,7 +192,9 @@ def compare(form, shape, N, args):
         row["candidates"][name] = dict(
             ms=round(1e3 * statistics.median(seconds[name]), 2),
             least_ms=round(1e3 * min(seconds[name]), 2),
-            ratio=round(statistics.median(ratios), 4), memory_mb=memory(name, form, shape, N, args))
+            ratio=round(statistics.median(ratios), 4),
+            memory_mb=memory(name, form, shape, N, args),
+        )
     report(row, seconds)
     return row
 
@@ -179,8 +202,10 @@ def compare(form, shape, N, args):
 def report(row, seconds):
     "Print the table of one row and put the ratios against each rival, with targets, into it."
     s, found = row["shape"], row["candidates"]
-    print(f"\n{row['form']}, B={s['B']} T={s['T']} D={s['D']} N={s['N']}: forward + backward; "
-          "parity with float64 checked")
+    print(
+        f"\n{row['form']}, B={s['B']} T={s['T']} D={s['D']} N={s['N']}: forward + backward; "
+        "parity with float64 checked"
+    )
     print(f"{'':24s}{'ms':>10s}{'ratio':>9s}{'extra MB':>11s}{'ratio':>9s}")
     for name in CANDIDATES:
         label = "mambapy (diagonal)" if name == "mambapy" else name
@@ -198,16 +223,27 @@ def report(row, seconds):
     for rival, (time_target, memory_target) in TARGETS.items():
         if rival in found:
             ratio = statistics.median(a / b for a, b in zip(seconds["chunked"], seconds[rival]))
-            against = dict(time=round(ratio, 4), time_target=time_target, memory_target=memory_target)
+            against = dict(
+                time=round(ratio, 4), time_target=time_target, memory_target=memory_target
+            )
             if found[rival]["memory_mb"]:
-                against["memory"] = round(found["chunked"]["memory_mb"] / found[rival]["memory_mb"], 4)
+                against["memory"] = round(
+                    found["chunked"]["memory_mb"] / found[rival]["memory_mb"], 4
+                )
             row["chunked_against"][rival] = against
-            print(f"chunked / {rival}: time {ratio:.3f} (target {time_target}), memory "
-                  f"{against.get('memory', 'unknown')} (target {memory_target})")
+            print(
+                f"chunked / {rival}: time {ratio:.3f} (target {time_target}), memory "
+                f"{against.get('memory', 'unknown')} (target {memory_target})"
+            )
 
 
 def main(args):
     "The record of all rows, or None if a result is wrong."
     torch.set_num_threads(args.threads)
-    rows = [compare(form, shape, N, args) for shape in args.shape for N in args.state for form in args.form]
+    rows = [
+        compare(form, shape, N, args)
+        for shape in args.shape
+        for N in args.state
+        for form in args.form
+    ]
     return None if None in rows else dict(environment=environment(args), results=rows)

@@ -5,6 +5,7 @@ state size and as many steps as fit (the plan of a kernel does not depend on mor
 that it keeps) and the whole backward (with every reduction) are timed on random data by `triton.testing.do_bench`, as a CUDA
 graph each; the cases of EAGER also as calls of the public function with gradients, with the host's part of a call.
 """
+
 import contextlib
 import json
 import math
@@ -25,21 +26,25 @@ import decode_times
 from peers import PEERS
 from rates import measure_rates
 
-SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))   # B, T, D
-TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)                   # Euclidean norm, relative
-PEER_TOLERANCE = 2e-2                                                         # theirs round more in between
+SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))  # B, T, D
+TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)  # Euclidean norm, relative
+PEER_TOLERANCE = 2e-2  # theirs round more in between
 INTERPRETED = triton_op.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
-EAGER = ("main", "chosen")                                                    # sections whose public calls are timed too
-MARGIN = 0.05                                                                 # from run to run, the same kernel differed by this
-COUNTED = pathlib.Path(__file__).parent / "results/sm_90.json"                # instructions of the compiled kernels
-ORACLE_BYTES = 24e9                                                           # what autograd in float64 may hold
+EAGER = ("main", "chosen")  # sections whose public calls are timed too
+MARGIN = 0.05  # from run to run, the same kernel differed by this
+COUNTED = (
+    pathlib.Path(__file__).parent / "results/sm_90.json"
+)  # instructions of the compiled kernels
+ORACLE_BYTES = 24e9  # what autograd in float64 may hold
 ANCHORS = {
     "gpu": "NVIDIA H200",
     "what": "the authors' CUDA extensions, bfloat16, N = 16, skip and gate, forward / backward in ms, medians of do_bench; "
-            "measured once on this GPU model before this workbench existed and not again by this run",
-    "official_longhorn_cuda": dict(S1=(0.862, 2.70), S2=(0.936, 2.88), S3=(4.24, 13.97)),   # diagonal, layout (B,D,T)
-    "mamba_cuda": dict(S1=(0.591, 2.32), S2=(0.635, 2.59), S3=(3.01, 10.2)),                # S6
+    "measured once on this GPU model before this workbench existed and not again by this run",
+    "official_longhorn_cuda": dict(
+        S1=(0.862, 2.70), S2=(0.936, 2.88), S3=(4.24, 13.97)
+    ),  # diagonal, layout (B,D,T)
+    "mamba_cuda": dict(S1=(0.591, 2.32), S2=(0.635, 2.59), S3=(3.01, 10.2)),  # S6
     "again": "measured once more, later, on this GPU model with torch 2.11 and CUDA 13",
     "official_longhorn_cuda_again": dict(S1=(0.859, 2.619), S2=(0.932, 2.840), S3=(4.07, 13.25)),
     "mamba_cuda_again": dict(S1=(0.589, 2.300), S2=(0.632, 2.591), S3=(2.85, 9.89)),
@@ -49,18 +54,18 @@ ANCHORS = {
 @dataclass(frozen=True)
 class Case:
     section: str
-    shape: str             # name in the table
+    shape: str  # name in the table
     B: int
     T: int
     D: int
     N: int = 16
-    form: str = "diagonal" # "exact", "decoupled", "s6"
-    path: str = "fast"     # the fastest that takes it, or "portable"
+    form: str = "diagonal"  # "exact", "decoupled", "s6"
+    path: str = "fast"  # the fastest that takes it, or "portable"
     dtype: str = "bfloat16"
     z: bool = True
-    state: bool = False    # an initial state, and a gradient of the last
+    state: bool = False  # an initial state, and a gradient of the last
     checkpoint: str = "fast"
-    packed: tuple = ()     # lengths of packed sequences
+    packed: tuple = ()  # lengths of packed sequences
 
 
 def cases():
@@ -69,7 +74,10 @@ def cases():
     S1, (B, T, D) = SHAPES["S1"], SHAPES["S1"]
     for name, shape in SHAPES.items():
         for kind in ("fast", "portable"):
-            yield from (Case("main", name, *shape, form=form, path=kind) for form in (*both, "decoupled", "s6"))
+            yield from (
+                Case("main", name, *shape, form=form, path=kind)
+                for form in (*both, "decoupled", "s6")
+            )
     for form in both:
         yield Case("options", "S1", *S1, form=form, z=False)
         yield Case("options", "S1", *S1, form=form, state=True)
@@ -77,12 +85,16 @@ def cases():
         yield Case("ragged", "S1, D=2040", B, T, 2040, form=form)
         yield Case("ragged", "S1, D=2044", B, T, 2044, form=form)
         yield Case("ragged", "S1, D=2047", B, T, 2047, form=form)
-        yield Case("packed", "S1 packed", 1, B * T, D, form=form, packed=(1, 5000, 37, 3000, 2048, 6298))
+        yield Case(
+            "packed", "S1 packed", 1, B * T, D, form=form, packed=(1, 5000, 37, 3000, 2048, 6298)
+        )
         for name, shape in SHAPES.items():
             yield Case("memory", name, *shape, form=form, checkpoint="small")
     for N in (4, 8, 32, 64, 128):
         yield from (Case("N", f"S1, N={N}", *S1, N, form) for form in both)
-    yield from (Case("N", f"S1, N={N}", *S1, N, form, "portable") for N in (32, 64) for form in both)
+    yield from (
+        Case("N", f"S1, N={N}", *S1, N, form, "portable") for N in (32, 64) for form in both
+    )
     for T_ in (256, 512, 1024, 4096, 8192, 16384):
         yield from (Case("T", f"S1, T={T_}", B, T_, D, form=form) for form in both)
         yield Case("T", f"S1, T={T_}", B, T_, D, path="portable")
@@ -91,7 +103,9 @@ def cases():
         yield Case("B", f"S1, B={B_}", B_, T, D, path="portable")
     for dtype in ("float16", "float32"):
         yield from (Case("dtype", f"S1, {dtype}", *S1, form=form, dtype=dtype) for form in both)
-    yield from (Case("again", "S1", *S1, form=form) for form in both)       # how far do two times of one case differ?
+    yield from (
+        Case("again", "S1", *S1, form=form) for form in both
+    )  # how far do two times of one case differ?
 
 
 def sizes(case):
@@ -100,8 +114,14 @@ def sizes(case):
 
 def shrunk(case):
     "The same case at a size for the interpreter."
-    small = replace(case, B=min(case.B, 2), T=min(case.T, 16 + case.T % 16), D=min(case.D, 8 + case.D % 8), N=min(case.N, 4),
-                    packed=tuple(min(n, 7) for n in case.packed[:3]))
+    small = replace(
+        case,
+        B=min(case.B, 2),
+        T=min(case.T, 16 + case.T % 16),
+        D=min(case.D, 8 + case.D % 8),
+        N=min(case.N, 4),
+        packed=tuple(min(n, 7) for n in case.packed[:3]),
+    )
     return replace(small, shape=sizes(small)) if case.section == "chosen" else small
 
 
@@ -123,10 +143,17 @@ def draw(case, seed):
     new = lambda *s: full(*s).to(dtype)
     B, T, D, N = case.B, sum(case.packed) or case.T, case.D, case.N
     n = len(case.packed) or B
-    a = dict(q=(full(B, T, N) / 2).to(dtype), k=(full(B, T, N) / 2).to(dtype), x=new(B, T, D), b=new(B, T, D), b_bias=full(D),
-             D_skip=full(D), z=new(B, T, D) if case.z else None,
-             A=-torch.rand((D, N), generator=gen, device=DEVICE) - 0.1 if case.form == "s6" else None,
-             initial_state=full(n, D, N) if case.state else None)
+    a = dict(
+        q=(full(B, T, N) / 2).to(dtype),
+        k=(full(B, T, N) / 2).to(dtype),
+        x=new(B, T, D),
+        b=new(B, T, D),
+        b_bias=full(D),
+        D_skip=full(D),
+        z=new(B, T, D) if case.z else None,
+        A=-torch.rand((D, N), generator=gen, device=DEVICE) - 0.1 if case.form == "s6" else None,
+        initial_state=full(n, D, N) if case.state else None,
+    )
     bounds = [0]
     for length in case.packed:
         bounds.append(bounds[-1] + length)
@@ -145,30 +172,58 @@ def path(name):
 
 def public(case, a, cu=None):
     "The output, by the function that users call."
-    rest = dict(initial_state=a["initial_state"], cu_seqlens=cu, backend="triton", checkpoint=case.checkpoint)
+    rest = dict(
+        initial_state=a["initial_state"],
+        cu_seqlens=cu,
+        backend="triton",
+        checkpoint=case.checkpoint,
+    )
     if case.form == "s6":
-        return selective_scan(*(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest)
-    return longhorn_scan(*(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest)
+        return selective_scan(
+            *(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest
+        )
+    return longhorn_scan(
+        *(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest
+    )
 
 
 def by_kernels(case, a, cu):
     data = (a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A"))
-    return triton_op.triton_scan(*data, form=case.form, initial_state=a["initial_state"], cu_seqlens=cu, checkpoint=case.checkpoint)
+    return triton_op.triton_scan(
+        *data,
+        form=case.form,
+        initial_state=a["initial_state"],
+        cu_seqlens=cu,
+        checkpoint=case.checkpoint,
+    )
 
 
 def by_reference(case, a, bounds):
     def one(a):
         rest = dict(initial_state=a["initial_state"])
         if case.form == "s6":
-            return reference_selective_scan(*(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest)
-        return reference_scan(*(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest)
+            return reference_selective_scan(
+                *(a[n] for n in ("q", "k", "x", "b", "A", "b_bias", "D_skip", "z")), **rest
+            )
+        return reference_scan(
+            *(a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z")), form=case.form, **rest
+        )
 
     if bounds is None:
         return one(a)
     parts = []
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
         cut = {n: t[:, lo:hi] if n in "qkxbz" and t is not None else t for n, t in a.items()}
-        parts.append(one(cut | dict(initial_state=None if a["initial_state"] is None else a["initial_state"][i:i + 1])))
+        parts.append(
+            one(
+                cut
+                | dict(
+                    initial_state=None
+                    if a["initial_state"] is None
+                    else a["initial_state"][i : i + 1]
+                )
+            )
+        )
     return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
 
 
@@ -176,18 +231,30 @@ def results(outputs, douts, leaves):
     "Outputs and gradients by name."
     pairs = [(o, d) for o, d in zip(outputs, douts) if d is not None]
     names = [n for n, t in leaves.items() if t is not None]
-    grads = torch.autograd.grad([p[0] for p in pairs], [leaves[n] for n in names], [p[1].to(p[0].dtype) for p in pairs])
-    return dict(zip(("out", "last"), (o.detach() for o in outputs))) | {"d" + n: g for n, g in zip(names, grads)}
+    grads = torch.autograd.grad(
+        [p[0] for p in pairs], [leaves[n] for n in names], [p[1].to(p[0].dtype) for p in pairs]
+    )
+    return dict(zip(("out", "last"), (o.detach() for o in outputs))) | {
+        "d" + n: g for n, g in zip(names, grads)
+    }
 
 
 def leaves_of(a, dtype=None):
-    return {n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_() for n, t in a.items()}
+    return {
+        n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_()
+        for n, t in a.items()
+    }
 
 
 def errors_of(found, right):
     "Relative errors in the Euclidean norm; what is not a number is infinitely wrong."
-    measure = lambda f, r: ((f.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)).item()
-    return {n: measure(found[n], r) if bool(found[n].isfinite().all()) else math.inf for n, r in right.items()}
+    measure = lambda f, r: (
+        (f.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)
+    ).item()
+    return {
+        n: measure(found[n], r) if bool(found[n].isfinite().all()) else math.inf
+        for n, r in right.items()
+    }
 
 
 def shown(error, digits=2):
@@ -201,6 +268,7 @@ class Wrong(Exception):
 
 class Checker:
     "Errors of a case against float64; lengths that differ only beyond the checked steps share a check."
+
     def __init__(self, seed):
         self.seed, self.kept, self.done = seed, {}, {}
 
@@ -209,7 +277,9 @@ class Checker:
         if key not in self.kept:
             a, dout, dlast, bounds = draw(case, self.seed)
             r = leaves_of(a, torch.float64)
-            self.kept = dict(list(self.kept.items())[-3:]) | {key: results(by_reference(case, r, bounds), (dout, dlast), r)}
+            self.kept = dict(list(self.kept.items())[-3:]) | {
+                key: results(by_reference(case, r, bounds), (dout, dlast), r)
+            }
         return self.kept[key]
 
     def __call__(self, case):
@@ -220,7 +290,9 @@ class Checker:
             cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
             r = leaves_of(a)
             with path(case.path):
-                self.done[case] = errors_of(results(by_kernels(case, r, cu), (dout, dlast), r), right)
+                self.done[case] = errors_of(
+                    results(by_kernels(case, r, cu), (dout, dlast), r), right
+                )
         return self.done[case]
 
 
@@ -242,8 +314,16 @@ def calls(case, seed):
     spacing = triton_op._spacing(case.checkpoint, case.N)
     with path(case.path):
         kernels = triton_op.scan_path(case.form, a["q"], a["k"], a["x"])
-    values = a | dict(cu_seqlens=cu, form=case.form, checkpoint_every=spacing, save=True, kernels="", checked=True, dout=dout,
-                      dfinal=dlast)
+    values = a | dict(
+        cu_seqlens=cu,
+        form=case.form,
+        checkpoint_every=spacing,
+        save=True,
+        kernels="",
+        checked=True,
+        dout=dout,
+        dfinal=dlast,
+    )
     forward = operator("scan", values)
     with path(case.path):
         values["ckpt"] = forward()[2]
@@ -255,6 +335,7 @@ def calls(case, seed):
 def launched():
     "The names of the kernels that Triton launches meanwhile, as a set; none in the interpreter."
     from triton.compiler import CompiledKernel
+
     names, before = set(), CompiledKernel.launch_metadata
 
     def note(self, *args):
@@ -271,10 +352,17 @@ def launched():
 def check_path(case, kernels, names):
     "Raise Wrong if other kernels ran than the case is about; `kernels`: what the operation chose, `names`: what was launched."
     portable = {n for n in names if n.startswith("_scan_")}
-    if case.path == "fast" and kernels == "portable" and not INTERPRETED and case.dtype == "bfloat16":
+    if (
+        case.path == "fast"
+        and kernels == "portable"
+        and not INTERPRETED
+        and case.dtype == "bfloat16"
+    ):
         raise Wrong(f"{label(case)}: the portable kernels were chosen")
     if names and bool(portable) != (kernels == "portable"):
-        raise Wrong(f"{label(case)}: {kernels} kernels were chosen, but {', '.join(sorted(names))} ran")
+        raise Wrong(
+            f"{label(case)}: {kernels} kernels were chosen, but {', '.join(sorted(names))} ran"
+        )
 
 
 def stopwatch(run):
@@ -330,9 +418,15 @@ def timed(case, seed, rates):
             backward()
     check_path(case, kernels, names)
     row = {n: v for n, v in asdict(case).items() if n not in ("path", "packed")} | dict(
-        T=sum(case.packed) or case.T, kernels=kernels, sequences=len(case.packed) or case.B, kept_bytes_per_x=round(kept, 2))
+        T=sum(case.packed) or case.T,
+        kernels=kernels,
+        sequences=len(case.packed) or case.B,
+        kept_bytes_per_x=round(kept, 2),
+    )
     hopper = not INTERPRETED and torch.cuda.get_device_capability() == (9, 0)
-    counted = json.loads(COUNTED.read_text()) if (hopper or INTERPRETED) and COUNTED.is_file() else None
+    counted = (
+        json.loads(COUNTED.read_text()) if (hopper or INTERPRETED) and COUNTED.is_file() else None
+    )
     with path(case.path):
         for way, run in (("forward", forward), ("backward", backward)):
             row |= measured(way, run if INTERPRETED else decode_times.graphed(run).replay)
@@ -369,8 +463,11 @@ def eager(case, seed, kernels):
 def slower(new, old, margin=MARGIN):
     """What is slower than in an earlier record, a sentence for each: its lower quartile is above the earlier upper one by more
     than the margin. A record of medians alone has no quartiles."""
-    rows = lambda record: {(row["shape"], row["form"], row["kernels"]): row for row in record["rows"]
-                           if row["section"] == "main" and "kernels" in row}
+    rows = lambda record: {
+        (row["shape"], row["form"], row["kernels"]): row
+        for row in record["rows"]
+        if row["section"] == "main" and "kernels" in row
+    }
     before, found = rows(old), []
     for (shape, form, kernels), row in rows(new).items():
         was = before.get((shape, form, kernels), {})
@@ -378,13 +475,18 @@ def slower(new, old, margin=MARGIN):
             if (ms := f"{what}_ms") in row and ms in was:
                 (low, _), (_, high) = (r.get(f"{what}_quartiles", [r[ms]] * 2) for r in (row, was))
                 if low > high * (1 + margin):
-                    found.append(f"{shape}, {form}, {kernels} kernels: {what.replace('_', ' call, ')} {row[ms]:.3f} ms, was {was[ms]:.3f}")
+                    found.append(
+                        f"{shape}, {form}, {kernels} kernels: {what.replace('_', ' call, ')} {row[ms]:.3f} ms, was {was[ms]:.3f}"
+                    )
     return found
 
 
 def warm(case):
     "Compile what a case needs, in a separate process: the compiled kernels stay in Triton's cache on disk."
-    with contextlib.suppress(Exception), path(case.path):      # what fails here fails again, and loudly, in the parent
+    with (
+        contextlib.suppress(Exception),
+        path(case.path),
+    ):  # what fails here fails again, and loudly, in the parent
         forward, backward, *_ = calls(checked_steps(case), 0)
         forward(), backward()
 
@@ -398,9 +500,15 @@ def warm_peer(name, shape):
 
 def compile_ahead(todo, jobs):
     "Compile in several processes at once; a moment later the parent finds everything in the cache."
-    unique = {replace(t, section="", shape="", T=min(t.T, 2048)): t for t in todo if isinstance(t, Case)}
+    unique = {
+        replace(t, section="", shape="", T=min(t.T, 2048)): t for t in todo if isinstance(t, Case)
+    }
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        waits = [pool.apply_async(warm_peer, (t.name, SHAPES["S1"])) for t in todo if getattr(t, "package", "") == "fla"]
+        waits = [
+            pool.apply_async(warm_peer, (t.name, SHAPES["S1"]))
+            for t in todo
+            if getattr(t, "package", "") == "fla"
+        ]
         waits += [pool.apply_async(warm, (case,)) for case in unique.values()]
         end = time.monotonic() + 100
         for w in waits:
@@ -418,7 +526,9 @@ def peer_calls(peer, shape, seed):
     leaves = peer_leaves(peer, shape, seed)
     out = peer.run(**leaves)
     dout = torch.randn_like(out)
-    return lambda: peer.run(**leaves), lambda: torch.autograd.grad(out, list(leaves.values()), dout, retain_graph=True)
+    return lambda: peer.run(**leaves), lambda: torch.autograd.grad(
+        out, list(leaves.values()), dout, retain_graph=True
+    )
 
 
 def peer_errors(peer, shape, seed):
@@ -427,7 +537,9 @@ def peer_errors(peer, shape, seed):
     double = leaves_of(leaves, torch.float64)
     right = peer.oracle(**double)
     dout = torch.randn_like(right).bfloat16()
-    return errors_of(results((peer.run(**leaves),), (dout,), leaves), results((right,), (dout,), double))
+    return errors_of(
+        results((peer.run(**leaves),), (dout,), leaves), results((right,), (dout,), double)
+    )
 
 
 def peer_rows(peer, args):
@@ -436,10 +548,23 @@ def peer_rows(peer, args):
     small = (2, 272, D) if not INTERPRETED else (2, 16, D)
     errors = peer_errors(peer, small, args.seed)
     bad = wrong(errors, PEER_TOLERANCE)
-    lengths = (256, 512, 1024, T, 4096, 8192, 16384) if peer.name == "attention" and not INTERPRETED else (T,)
+    lengths = (
+        (256, 512, 1024, T, 4096, 8192, 16384)
+        if peer.name == "attention" and not INTERPRETED
+        else (T,)
+    )
     for T_ in lengths:
-        row = dict(section="peers", shape="S1" if T_ == T else f"S1, T={T_}", B=B, T=T_, D=D, N=16, peer=peer.name,
-                   does=peer.does, error=shown(max(errors.values())))
+        row = dict(
+            section="peers",
+            shape="S1" if T_ == T else f"S1, T={T_}",
+            B=B,
+            T=T_,
+            D=D,
+            N=16,
+            peer=peer.name,
+            does=peer.does,
+            error=shown(max(errors.values())),
+        )
         if "out" not in bad:
             forward, backward = peer_calls(peer, (B, T_, D), args.seed)
             row["forward_ms"] = round(milliseconds(forward), 4)
@@ -453,16 +578,22 @@ def decode_rows(args, rates):
     "Rows of the layer's convolution and of decoding steps; in the interpreter only their checks."
     errors = decode_times.checks()
     for kind, name, sizes in decode_times.cases() if not INTERPRETED else []:
-        found = decode_times.time_conv if kind == "conv" else lambda *a: [decode_times.time_decode(*a)]
+        found = (
+            decode_times.time_conv if kind == "conv" else lambda *a: [decode_times.time_decode(*a)]
+        )
         off = max(e for n, e in errors.items() if n.startswith(name if kind == "decode" else kind))
         done = 0
         try:
             for row in found(name, sizes, rates["bytes"]):
-                own = row["kind"] == "decode" or row["who"] == "kit" # what others compute is not checked
+                own = (
+                    row["kind"] == "decode" or row["who"] == "kit"
+                )  # what others compute is not checked
                 yield dict(section="decode") | (dict(error=off) if own else {}) | row
                 done += 1
         except Exception as error:
-            if not (kind == "conv" and done):            # the kit's comes first; another package may fail in any way
+            if not (
+                kind == "conv" and done
+            ):  # the kit's comes first; another package may fail in any way
                 raise
             print(f"convolution of another package: {type(error).__name__}", flush=True)
 
@@ -473,12 +604,27 @@ def report(row, anchors):
         what, how = row["peer"], row["shape"]
     elif "kernels" in row:
         how = row["shape"]
-        what = " ".join([row["form"], row["kernels"] if row["kernels"] == "portable" else "fast", *(
-            w for w, on in (("no gate", not row["z"]), ("state", row["state"]), ("small", row["checkpoint"] != "fast")) if on)])
+        what = " ".join(
+            [
+                row["form"],
+                row["kernels"] if row["kernels"] == "portable" else "fast",
+                *(
+                    w
+                    for w, on in (
+                        ("no gate", not row["z"]),
+                        ("state", row["state"]),
+                        ("small", row["checkpoint"] != "fast"),
+                    )
+                    if on
+                ),
+            ]
+        )
     elif row["kind"] == "decode":
         over = ", ".join(f"{n} {row[n + '_us']:.1f}" for n in ("conv", "scan", "both"))
-        print(f"B={row['B']} D={row['D']:<8}{'decode, ' + row['rule']:<34}{over} us, {row['both_over_bytes']:.2f} x bytes",
-              flush=True)
+        print(
+            f"B={row['B']} D={row['D']:<8}{'decode, ' + row['rule']:<34}{over} us, {row['both_over_bytes']:.2f} x bytes",
+            flush=True,
+        )
         return
     else:
         what, how = "conv, " + row["who"], row["shape"]
@@ -492,7 +638,10 @@ def report(row, anchors):
         if f"{way}_share" in row:
             text += f" {100 * row[f'{way}_share']:3.0f} % of {row[f'{way}_bound']:<10}"
     if "eager_forward_ms" in row:
-        text += " | " + " ".join(f"{row[f'eager_{way}_ms']:.3f} ({row[f'host_{way}_us']:.0f} us)" for way in ("forward", "backward"))
+        text += " | " + " ".join(
+            f"{row[f'eager_{way}_ms']:.3f} ({row[f'host_{way}_us']:.0f} us)"
+            for way in ("forward", "backward")
+        )
     if row.get("wrong"):
         text += "  wrong: " + ", ".join(row["wrong"])
     print(text, flush=True)
@@ -504,8 +653,13 @@ def chosen(args):
         todo = [c for c in cases() if c.section in args.sections]
     else:
         forms, dtypes = args.form or ["diagonal", "exact"], args.dtype or ["bfloat16"]
-        todo = [Case("chosen", "", B, T, D, N, form, dtype=dtype) for B, T, D in args.shape or [SHAPES["S1"]]
-                for N in args.state or [16] for form in forms for dtype in dtypes]
+        todo = [
+            Case("chosen", "", B, T, D, N, form, dtype=dtype)
+            for B, T, D in args.shape or [SHAPES["S1"]]
+            for N in args.state or [16]
+            for form in forms
+            for dtype in dtypes
+        ]
         todo = [replace(c, shape=sizes(c)) for c in todo]
     return [shrunk(c) for c in todo] if INTERPRETED else todo
 
@@ -524,7 +678,9 @@ def case_rows(case, args, rates, check, errors):
 
 def label(task):
     if isinstance(task, Case):
-        return ", ".join([task.shape, task.form, task.path, *(["small"] if task.checkpoint != "fast" else [])])
+        return ", ".join(
+            [task.shape, task.form, task.path, *(["small"] if task.checkpoint != "fast" else [])]
+        )
     return getattr(task, "name", task)
 
 
@@ -541,7 +697,11 @@ def tasks(args):
     first = [c for c in todo if c.section in ("main", "chosen")]
     if given:
         return first
-    peers = [p for p in PEERS if p.here and not (INTERPRETED and p.package != "torch")] if "peers" in args.sections else []
+    peers = (
+        [p for p in PEERS if p.here and not (INTERPRETED and p.package != "torch")]
+        if "peers" in args.sections
+        else []
+    )
     own, others = ([p for p in peers if (p.package == "torch") == mine] for mine in (True, False))
     early = [c for c in todo if c.section in ("options", "ragged", "memory", "N", "T")]
     late = [c for c in todo if c not in first and c not in early]
@@ -559,7 +719,9 @@ def main(args, environment):
     with torch.no_grad():
         rates = measure_rates(milliseconds, DEVICE, small=INTERPRETED)
     gpu = environment["gpu"]
-    print("columns: the kernels as a CUDA graph, forward and backward, ms | eager calls with gradients, ms (host)")
+    print(
+        "columns: the kernels as a CUDA graph, forward and backward, ms | eager calls with gradients, ms (host)"
+    )
     print(f"{gpu}: " + ", ".join(f"{n} {r / 1e12:.3g} T/s" for n, r in rates.items()), flush=True)
     anchors = ANCHORS if gpu == ANCHORS["gpu"] else {}
     check, rows, errors, left_out, bad = Checker(args.seed), [], {}, [], []
@@ -570,32 +732,46 @@ def main(args, environment):
         try:
             for row in rows_of(task, args, rates, check, errors):
                 rows.append(row)
-                report(row, anchors.get("mamba_cuda" if row.get("form") == "s6" else "official_longhorn_cuda", {}))
-        except (Wrong, SystemExit) as error:             # the checks of decode_times leave that way
+                report(
+                    row,
+                    anchors.get(
+                        "mamba_cuda" if row.get("form") == "s6" else "official_longhorn_cuda", {}
+                    ),
+                )
+        except (Wrong, SystemExit) as error:  # the checks of decode_times leave that way
             bad.append(str(error))
             print(f"WRONG {error}", flush=True)
         except Exception as error:
             message = re.sub(r"/\S*/", "", " ".join(str(error).split()))[:160]
             said = f"{label(task)}: {type(error).__name__}: {message}"
-            ours = not hasattr(task, "package")          # another package may fail in any way
+            ours = not hasattr(task, "package")  # another package may fail in any way
             (bad if ours else left_out).append(said)
             print("FAILED " * ours + said, flush=True)
         if not INTERPRETED and (not isinstance(task, Case) or task.B * task.T * task.D > 1e8):
             check.kept = {}
             torch.cuda.empty_cache()
     return dict(
-        **environment, seed=args.seed, seconds=round(time.monotonic() - start),
+        **environment,
+        seed=args.seed,
+        seconds=round(time.monotonic() - start),
         measure="median of triton.testing.do_bench, warm-up 10 ms, repeat 60 ms (of three runs above 0.1 s); whole forward with "
-                "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch; eager: calls of the "
-                "public function with gradients; host: the host's part of such a call; quartiles: lower and upper, over repeats",
-        rates=rates, worst_error={n: shown(e) for n, e in errors.items()}, left_out=left_out, wrong=bad,
-        absent=[p.name for p in PEERS if not p.here], others_measured_before=anchors, rows=rows)
+        "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch; eager: calls of the "
+        "public function with gradients; host: the host's part of such a call; quartiles: lower and upper, over repeats",
+        rates=rates,
+        worst_error={n: shown(e) for n, e in errors.items()},
+        left_out=left_out,
+        wrong=bad,
+        absent=[p.name for p in PEERS if not p.here],
+        others_measured_before=anchors,
+        rows=rows,
+    )
 
 
 def one_row_a_line(record):
     "JSON with a line for each row: small, and readable in a diff."
     from longhorn_kit.records import digest_of
+
     record = record | {"sha256": digest_of(record)}
     lines = ",\n".join("  " + json.dumps(row, allow_nan=False) for row in record["rows"])
     head = json.dumps({n: v for n, v in record.items() if n != "rows"}, indent=1)
-    return f"{head[:-2]},\n \"rows\": [\n{lines}\n ]\n}}\n"
+    return f'{head[:-2]},\n "rows": [\n{lines}\n ]\n}}\n'

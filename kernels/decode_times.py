@@ -9,6 +9,7 @@ triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a separate
 from its last step; time of a replay divided by 24. Bytes are those that must move: every input read once, every output
 written once. The bandwidth beside them is that of a copy, measured in the same run.
 """
+
 import argparse
 import importlib
 import pathlib
@@ -27,7 +28,7 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, torch_conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))       # B, T, D
+SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))  # B, T, D
 RULES = ("diagonal", "exact", "decoupled", "s6")
 LAYERS, WIDTH, STATE = 24, 4, 16
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
@@ -42,6 +43,7 @@ def cases():
 
 # ---- right or wrong
 
+
 def relative(a, b):
     if not torch.isfinite(a).all():
         return float("inf")
@@ -51,7 +53,12 @@ def relative(a, b):
 def conv_inputs(B, T, D, dtype, gen=None):
     "x as a layer has it, one half of a wider projection; weight, bias, and the gradient of y."
     new = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)
-    return new(B, T, 2 * D).to(dtype)[..., :D], new(D, WIDTH) / 2, new(D) / 2, new(B, T, D).to(dtype)
+    return (
+        new(B, T, 2 * D).to(dtype)[..., :D],
+        new(D, WIDTH) / 2,
+        new(D) / 2,
+        new(B, T, D).to(dtype),
+    )
 
 
 def check_conv(dtype, shape=None):
@@ -65,21 +72,32 @@ def check_conv(dtype, shape=None):
         v = c + sum(row[:, j : j + T] * w[:, j] for j in range(WIDTH))
         return v * torch.sigmoid(v), row[:, T:].transpose(1, 2)
 
-    ours = lambda x, w, c, past: causal_conv1d(x, w, c, initial_state=past, output_final_state=True, backend="triton")
+    ours = lambda x, w, c, past: causal_conv1d(
+        x, w, c, initial_state=past, output_final_state=True, backend="triton"
+    )
     both = []
     for run, like in ((ours, None), (plain, torch.float64)):
         args = [t.detach().to(like or t.dtype).requires_grad_() for t in (x, w, c, past)]
         out = run(*args)
-        both.append([*out, *torch.autograd.grad(out, args, (dy.to(out[0].dtype), past.to(out[1].dtype)))])
+        both.append(
+            [*out, *torch.autograd.grad(out, args, (dy.to(out[0].dtype), past.to(out[1].dtype)))]
+        )
     worst = max(relative(a, b) for a, b in zip(*both))
     if not worst < LIMIT[dtype]:
-        raise SystemExit(f"the convolution is wrong in {dtype}, no times: relative error {worst:.1e}")
+        raise SystemExit(
+            f"the convolution is wrong in {dtype}, no times: relative error {worst:.1e}"
+        )
     return worst
 
 
 def decode_inputs(rule, B, D, N, dtype):
     new = lambda *s: torch.randn(*s, device=DEVICE)
-    a = dict(q=new(B, N).to(dtype), k=(new(B, N) / 2).to(dtype), x=new(B, D).to(dtype), b=new(B, D).to(dtype))
+    a = dict(
+        q=new(B, N).to(dtype),
+        k=(new(B, N) / 2).to(dtype),
+        x=new(B, D).to(dtype),
+        b=new(B, D).to(dtype),
+    )
     rest = dict(bias=new(D), skip=new(D), z=new(B, D).to(dtype))
     return a, (-torch.rand(D, N, device=DEVICE) - 0.1 if rule == "s6" else None), rest
 
@@ -87,12 +105,19 @@ def decode_inputs(rule, B, D, N, dtype):
 def step(rule, a, A, rest, state, **options):
     "One decode step of the public operation."
     if A is None:
-        return longhorn_step(*a.values(), state, rest["bias"], rest["skip"], rest["z"], form=rule, **options)
+        return longhorn_step(
+            *a.values(), state, rest["bias"], rest["skip"], rest["z"], form=rule, **options
+        )
     try:
-        return selective_step(*a.values(), A, state, rest["bias"], rest["skip"], rest["z"], **options)
-    except TypeError:                                  # a selective_step without these options: the kernel itself
+        return selective_step(
+            *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], **options
+        )
+    except TypeError:  # a selective_step without these options: the kernel itself
         from longhorn_kit.scan.triton_step import triton_step
-        return triton_step("s6", *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], options["inplace"])
+
+        return triton_step(
+            "s6", *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], options["inplace"]
+        )
 
 
 def check_decode(rule, dtype):
@@ -105,11 +130,16 @@ def check_decode(rule, dtype):
         out, _ = step(rule, a, A, rest, state, inplace=True, backend="triton")
         one = [t.double()[:, None] for t in a.values()]
         given = (rest["bias"].double(), rest["skip"].double(), rest["z"].double()[:, None])
-        want, truth = (reference_scan(*one, *given, form=rule, initial_state=truth) if A is None else
-                       reference_selective_scan(*one, A.double(), *given, initial_state=truth))
+        want, truth = (
+            reference_scan(*one, *given, form=rule, initial_state=truth)
+            if A is None
+            else reference_selective_scan(*one, A.double(), *given, initial_state=truth)
+        )
         worst = max(worst, relative(out, want[:, 0]), relative(state, truth))
     if not worst < LIMIT[dtype]:
-        raise SystemExit(f"the decode step ({rule}, {dtype}) is wrong, no times: relative error {worst:.1e}")
+        raise SystemExit(
+            f"the decode step ({rule}, {dtype}) is wrong, no times: relative error {worst:.1e}"
+        )
     return worst
 
 
@@ -122,6 +152,7 @@ def checks():
 
 
 # ---- what is launched, for ahead-of-time compilation (kernels/aot.py): tensors without memory
+
 
 def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
     "(name, launches) of the convolution in both directions and of the decode steps; `record` is kernels/aot.py's."
@@ -142,14 +173,24 @@ def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
 
     yield "conv", record(conv)
     for rule in RULES:
-        k, v, S, A = new(64, STATE), new(64, 4096), full(64, 4096, STATE), full(4096, STATE) if rule == "s6" else None
-        yield f"step {rule}", record(lambda: launch_step(rule, k, k, v, v, A, S, S, full(4096), full(4096), v))
+        k, v, S, A = (
+            new(64, STATE),
+            new(64, 4096),
+            full(64, 4096, STATE),
+            full(4096, STATE) if rule == "s6" else None,
+        )
+        yield (
+            f"step {rule}",
+            record(lambda: launch_step(rule, k, k, v, v, A, S, S, full(4096), full(4096), v)),
+        )
 
 
 # ---- times
 
+
 def bench(run, grads=()):
     from triton.testing import do_bench
+
     run()
     return do_bench(run, warmup=10, rep=60, return_mode="median", grad_to_none=list(grads) or None)
 
@@ -171,14 +212,30 @@ def conv_candidates(x, w, c, dy):
         g = dy if y.shape == dy.shape else dy.transpose(1, 2)
         return (lambda: run(x, w, c)), (lambda: torch.autograd.grad(y, args, g, retain_graph=True))
 
-    ours = (lambda: conv_forward(x, w, c, None, None, True, False)), (lambda: conv_backward(dy, None, x, w, c, None, None, True))
+    ours = (
+        (lambda: conv_forward(x, w, c, None, None, True, False)),
+        (lambda: conv_backward(dy, None, x, w, c, None, None, True)),
+    )
     yield "kit", *(graphed(run).replay for run in ours)
-    yield "F.conv1d + F.silu, from (B,T,D)", *with_autograd(lambda x, w, c: torch_conv(x, w, c, None)[0])
+    yield (
+        "F.conv1d + F.silu, from (B,T,D)",
+        *with_autograd(lambda x, w, c: torch_conv(x, w, c, None)[0]),
+    )
     channels_first = lambda x: x.transpose(1, 2).contiguous()
-    xt, low, lowc = channels_first(x).requires_grad_(), w[:, None].to(x.dtype).requires_grad_(), c.to(x.dtype).requires_grad_()
-    plain = lambda x: F.silu(F.conv1d(x, low, lowc, padding=WIDTH - 1, groups=len(w))[..., : x.shape[-1]])
+    xt, low, lowc = (
+        channels_first(x).requires_grad_(),
+        w[:, None].to(x.dtype).requires_grad_(),
+        c.to(x.dtype).requires_grad_(),
+    )
+    plain = lambda x: F.silu(
+        F.conv1d(x, low, lowc, padding=WIDTH - 1, groups=len(w))[..., : x.shape[-1]]
+    )
     y, g = plain(xt), channels_first(dy)
-    yield "F.conv1d + F.silu, from (B,D,T)", (lambda: plain(xt)), (lambda: torch.autograd.grad(y, (xt, low, lowc), g, retain_graph=True))
+    yield (
+        "F.conv1d + F.silu, from (B,D,T)",
+        (lambda: plain(xt)),
+        (lambda: torch.autograd.grad(y, (xt, low, lowc), g, retain_graph=True)),
+    )
     try:
         theirs = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
     except ImportError:
@@ -200,14 +257,31 @@ def time_conv(name, shape, bandwidth):
             back = bench(backward)
         except torch.OutOfMemoryError:
             continue
-        yield dict(kind="conv", shape=name, B=B, T=T, D=D, width=WIDTH, who=who, forward_ms=round(ahead, 4), backward_ms=round(back, 4),
-                   forward_over_bytes=round(ahead / floors[0], 2), backward_over_bytes=round(back / floors[1], 2))
+        yield dict(
+            kind="conv",
+            shape=name,
+            B=B,
+            T=T,
+            D=D,
+            width=WIDTH,
+            who=who,
+            forward_ms=round(ahead, 4),
+            backward_ms=round(back, 4),
+            forward_over_bytes=round(ahead / floors[0], 2),
+            backward_over_bytes=round(back / floors[1], 2),
+        )
         torch.cuda.empty_cache()
 
 
 def decode_bytes(B, D, N, A, each=4):
     "Bytes that (scan step, convolution step) must move, with states of `each` bytes per number."
-    scan = 2 * each * B * D * N + 4 * 2 * B * D + 2 * 2 * B * N + 2 * 4 * D + (0 if A is None else 4 * D * N)
+    scan = (
+        2 * each * B * D * N
+        + 4 * 2 * B * D
+        + 2 * 2 * B * N
+        + 2 * 4 * D
+        + (0 if A is None else 4 * D * N)
+    )
     conv = 2 * 2 * B * D * (WIDTH - 1) + 2 * 2 * B * D + 4 * D * (WIDTH + 1)
     return scan, conv
 
@@ -235,45 +309,94 @@ def time_decode(rule, sizes, bandwidth):
     states = {"": torch.randn(LAYERS, B, D, N, device=DEVICE)}
     states["_bf16"] = states[""].bfloat16()
     pasts = torch.randn(LAYERS, B, D, WIDTH - 1, device=DEVICE).bfloat16()
-    scan = lambda kind="", backend="triton": [step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states[kind]]
-    conv = lambda backend="triton": [causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts]
+    scan = lambda kind="", backend="triton": [
+        step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states[kind]
+    ]
+    conv = lambda backend="triton": [
+        causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts
+    ]
     each = lambda run: bench(graphed(run).replay) / LAYERS * 1e3
     with torch.no_grad():
         micro = dict(conv=each(conv))
         for kind in states:
-            micro |= {f"scan{kind}": each(lambda: scan(kind)), f"both{kind}": each(lambda: (scan(kind), conv()))}
-        floors = {kind: [n / bandwidth * 1e6 for n in decode_bytes(B, D, N, A, states[kind].element_size())] for kind in states}
+            micro |= {
+                f"scan{kind}": each(lambda: scan(kind)),
+                f"both{kind}": each(lambda: (scan(kind), conv())),
+            }
+        floors = {
+            kind: [
+                n / bandwidth * 1e6 for n in decode_bytes(B, D, N, A, states[kind].element_size())
+            ]
+            for kind in states
+        }
         if rule in ("diagonal", "exact"):
             micro["scan_by_pytorch"] = each(lambda: scan(backend="reference"))
             micro["conv_by_pytorch"] = each(lambda: conv("torch"))
         eager = bench(scan) / LAYERS * 1e3
-    need, ratios = decode_bytes(B, D, N, A), dict(conv_over_bytes=round(micro["conv"] / floors[""][1], 2))
+    need, ratios = (
+        decode_bytes(B, D, N, A),
+        dict(conv_over_bytes=round(micro["conv"] / floors[""][1], 2)),
+    )
     for kind, (of_scan, of_conv) in floors.items():
         ratios[f"scan{kind}_over_bytes"] = round(micro[f"scan{kind}"] / of_scan, 2)
         ratios[f"both{kind}_over_bytes"] = round(micro[f"both{kind}"] / (of_scan + of_conv), 2)
-    return dict(kind="decode", rule=rule, B=B, D=D, N=N, layers=LAYERS, bytes=sum(need), **ratios,
-                **{f"{n}_us": round(t, 2) for n, t in micro.items()}, scan_without_graph_us=round(eager, 2))
+    return dict(
+        kind="decode",
+        rule=rule,
+        B=B,
+        D=D,
+        N=N,
+        layers=LAYERS,
+        bytes=sum(need),
+        **ratios,
+        **{f"{n}_us": round(t, 2) for n, t in micro.items()},
+        scan_without_graph_us=round(eager, 2),
+    )
 
 
 def sweep(bandwidth):
     "Times of other block sizes, to choose the plan by."
     from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
+
     for name in ("S1", "S3"):
         B, T, D = SHAPES[name]
         x, w, c, dy = conv_inputs(B, T, D, torch.bfloat16)
         more = torch.randn_like(dy)
-        for plan in (ConvPlan(L, U, BD, 1, warps) for L in (32, 64, 128) for U in (8, 16) for BD, warps in ((128, 1), (256, 1), (256, 2))):
+        for plan in (
+            ConvPlan(L, U, BD, 1, warps)
+            for L in (32, 64, 128)
+            for U in (8, 16)
+            for BD, warps in ((128, 1), (256, 1), (256, 2))
+        ):
             t = bench(lambda: conv_forward(x, w, c, None, None, True, False, plan))
-            print(f"{name} forward  {plan}  {t:.4f} ms  {t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes", flush=True)
-        for plan in (ConvPlan(L, U, BD, R, R * BD // 128) for L in (32, 64, 128) for U in (4, 8) for R in (1, 2, 4) for BD in (128, 256)):
+            print(
+                f"{name} forward  {plan}  {t:.4f} ms  {t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes",
+                flush=True,
+            )
+        for plan in (
+            ConvPlan(L, U, BD, R, R * BD // 128)
+            for L in (32, 64, 128)
+            for U in (4, 8)
+            for R in (1, 2, 4)
+            for BD in (128, 256)
+        ):
             for gradients in (1, 2):
-                t = bench(lambda: conv_backward(dy, None, x, w, c, None, None, True, plan, more if gradients == 2 else None))
+                t = bench(
+                    lambda: conv_backward(
+                        dy, None, x, w, c, None, None, True, plan, more if gradients == 2 else None
+                    )
+                )
                 floor = 2 * (2 + gradients) * B * T * D / bandwidth * 1e3
-                print(f"{name} backward {plan} of {gradients} gradients  {t:.4f} ms  {t / floor:.2f} x bytes", flush=True)
+                print(
+                    f"{name} backward {plan} of {gradients} gradients  {t:.4f} ms  {t / floor:.2f} x bytes",
+                    flush=True,
+                )
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--check", action="store_true", help="only the checks")
     parser.add_argument("--sweep", action="store_true", help="other block sizes of the convolution")
@@ -290,11 +413,22 @@ def main():
         return sweep(bandwidth)
     rows = []
     for kind, name, sizes in cases():
-        for row in time_conv(name, sizes, bandwidth) if kind == "conv" else [time_decode(name, sizes, bandwidth)]:
+        for row in (
+            time_conv(name, sizes, bandwidth)
+            if kind == "conv"
+            else [time_decode(name, sizes, bandwidth)]
+        ):
             rows.append(row)
             print("  ".join(f"{k}={v}" for k, v in row.items()), flush=True)
-    record = dict(environment=environment(), command="python kernels/decode_times.py", seed=0, dtype="bfloat16",
-                  copy_terabytes_per_second=round(bandwidth / 1e12, 3), relative_errors=errors, rows=rows)
+    record = dict(
+        environment=environment(),
+        command="python kernels/decode_times.py",
+        seed=0,
+        dtype="bfloat16",
+        copy_terabytes_per_second=round(bandwidth / 1e12, 3),
+        relative_errors=errors,
+        rows=rows,
+    )
     if args.out:
         write_json(args.out, record)
 

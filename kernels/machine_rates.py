@@ -9,6 +9,7 @@ between GPUs. The planner (longhorn_kit.lab.planner) reads the record.
 Writes kernels/results/machine_<gpu>.json, whole or not at all. Collectives are checked against the sum they should give. A
 number of GPUs that was measured before and is not measured now stays in the record when the GPU, torch and CUDA are the same.
 """
+
 import argparse
 import json
 import os
@@ -19,22 +20,25 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT)]   # the checkout, not another installed version
+sys.path[:0] = [str(ROOT)]  # the checkout, not another installed version
 
 RESULTS = ROOT / "kernels" / "results"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-SIZES = tuple(1 << n for n in range(16, 31, 2)) + (1 << 29,)   # bytes of the whole tensor
+SIZES = tuple(1 << n for n in range(16, 31, 2)) + (1 << 29,)  # bytes of the whole tensor
 
 
 def launch_us(device, count=2000):
     "Microseconds that the host needs for one small operation."
     import torch
+
     a = torch.zeros(8, device=device, requires_grad=True)
+
     def run():
         b = a
         for _ in range(count):
             b = b + 1.0
         return b
+
     run()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -49,6 +53,7 @@ def launch_us(device, count=2000):
 def collective(op, tensor, gathered, world):
     "The call of a collective, and the bytes of its whole tensor."
     import torch.distributed as dist
+
     if op == "all_reduce":
         return lambda: dist.all_reduce(tensor)
     if op == "all_gather":
@@ -59,13 +64,22 @@ def collective(op, tensor, gathered, world):
 def checked(op, rank, world, device):
     "One small collective with a known result; SystemExit when it is wrong."
     import torch
-    tensor, gathered = torch.full((world * 4,), rank + 1.0, device=device), torch.empty(world * 4, device=device)
+
+    tensor, gathered = (
+        torch.full((world * 4,), rank + 1.0, device=device),
+        torch.empty(world * 4, device=device),
+    )
     if op == "reduce_scatter":
         gathered.fill_(rank + 1.0)
     collective(op, tensor, gathered, world)()
     total = world * (world + 1) / 2
-    right = {"all_reduce": tensor.eq(total).all(), "reduce_scatter": tensor[:4].eq(total).all(),
-             "all_gather": gathered.view(world, 4)[:, 0].eq(torch.arange(1.0, world + 1, device=device)).all()}[op]
+    right = {
+        "all_reduce": tensor.eq(total).all(),
+        "reduce_scatter": tensor[:4].eq(total).all(),
+        "all_gather": gathered.view(world, 4)[:, 0]
+        .eq(torch.arange(1.0, world + 1, device=device))
+        .all(),
+    }[op]
     if not bool(right):
         raise SystemExit(f"machine_rates: {op} on {world} gives the wrong result")
 
@@ -74,17 +88,22 @@ def worker(rank, world, port, kind, sizes, out):
     "One process of the collectives; rank 0 writes the rows."
     import torch
     import torch.distributed as dist
+
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")   # no multicast over NVLink: not every machine lets it be used
+    os.environ.setdefault(
+        "NCCL_NVLS_ENABLE", "0"
+    )  # no multicast over NVLink: not every machine lets it be used
     device = torch.device("cpu" if kind == "cpu" else f"cuda:{rank}")
     options = {} if kind == "cpu" else {"device_id": device}
     if kind != "cpu":
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if kind == "cpu" else "nccl", rank=rank, world_size=world, **options)
+    dist.init_process_group(
+        "gloo" if kind == "cpu" else "nccl", rank=rank, world_size=world, **options
+    )
     rows = []
     for op in COLLECTIVES:
         if kind == "cpu" and op != "all_reduce":
-            continue   # gloo has no reduce_scatter into one tensor
+            continue  # gloo has no reduce_scatter into one tensor
         checked(op, rank, world, device)
         for size in sizes:
             count = size // 4 // world * world
@@ -102,8 +121,10 @@ def worker(rank, world, port, kind, sizes, out):
                 times.append(1e3 * (time.perf_counter() - begin))
                 tensor.fill_(1.0)
             slowest = torch.tensor(times[3:], device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)   # a collective is over when the last one is
-            rows.append(dict(op=op, gpus=world, bytes=size, ms=float(f"{slowest.median().item():.5g}")))
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # a collective is over when the last one is
+            rows.append(
+                dict(op=op, gpus=world, bytes=size, ms=float(f"{slowest.median().item():.5g}"))
+            )
     if rank == 0:
         pathlib.Path(out).write_text(json.dumps(rows))
     dist.destroy_process_group()
@@ -118,23 +139,44 @@ def free_port():
 def collectives(worlds, kind, sizes, folder):
     "Rows for each number of GPUs."
     import torch.multiprocessing as mp
+
     rows = []
     for world in worlds:
         out = pathlib.Path(folder) / f"{world}.json"
         mp.spawn(worker, (world, free_port(), kind, sizes, str(out)), nprocs=world)
         rows += json.loads(out.read_text())
-        best = {op: max((r["bytes"] / r["ms"] / 1e6 for r in rows if r["op"] == op and r["gpus"] == world), default=0)
-                for op in COLLECTIVES}
-        print(f"{world} processes, GB/s of the whole tensor at best:", {op: round(v, 1) for op, v in best.items()}, flush=True)
+        best = {
+            op: max(
+                (r["bytes"] / r["ms"] / 1e6 for r in rows if r["op"] == op and r["gpus"] == world),
+                default=0,
+            )
+            for op in COLLECTIVES
+        }
+        print(
+            f"{world} processes, GB/s of the whole tensor at best:",
+            {op: round(v, 1) for op, v in best.items()},
+            flush=True,
+        )
     return rows
 
 
 def parse(argv):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--gpus", type=int, nargs="+", help="numbers of GPUs to connect (default 2, 4, 8 as far as there are)")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        nargs="+",
+        help="numbers of GPUs to connect (default 2, 4, 8 as far as there are)",
+    )
     parser.add_argument("--commit", help="what to record where there is no git")
-    parser.add_argument("--out", type=pathlib.Path, help="file to write (default kernels/results/machine_<gpu>.json)")
+    parser.add_argument(
+        "--out",
+        type=pathlib.Path,
+        help="file to write (default kernels/results/machine_<gpu>.json)",
+    )
     return parser.parse_args(argv)
 
 
@@ -153,6 +195,7 @@ def main(argv=None):
     import tempfile
     import torch
     from longhorn_kit.records import commit_of_kit, write_json
+
     args, begin = parse(argv), time.monotonic()
     small, there = args.device == "cpu", torch.cuda.device_count()
     if not small and not there:
@@ -164,12 +207,17 @@ def main(argv=None):
         raise SystemExit(f"machine_rates.py: there are {there} GPUs, not {max(worlds)}")
     gpu = "cpu rehearsal" if small else torch.cuda.get_device_name(0)
     sizes = (1 << 12, 1 << 16) if small else SIZES
-    record = dict(gpu=gpu, python=platform.python_version(), torch=torch.__version__,
-                  cuda=None if small else torch.version.cuda, commit=args.commit or commit_of_kit(),
-                  command="python kernels/machine_rates.py" + (" --device cpu" if small else ""),
-                  measure="median; collectives on the host's clock, the slowest process counts; "
-                          "bytes of a collective are those of the whole tensor",
-                  memory_bytes=None if small else torch.cuda.get_device_properties(0).total_memory)
+    record = dict(
+        gpu=gpu,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda=None if small else torch.version.cuda,
+        commit=args.commit or commit_of_kit(),
+        command="python kernels/machine_rates.py" + (" --device cpu" if small else ""),
+        measure="median; collectives on the host's clock, the slowest process counts; "
+        "bytes of a collective are those of the whole tensor",
+        memory_bytes=None if small else torch.cuda.get_device_properties(0).total_memory,
+    )
     record["launch_us"] = launch_us(device)
     print(f"{record['launch_us']} us to launch an operation", flush=True)
     with tempfile.TemporaryDirectory() as folder:

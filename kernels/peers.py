@@ -3,6 +3,7 @@
 A peer is a function of separate tensors and a float64 oracle of the same function. What is checked is what is timed: the
 backward is timed only if every gradient agrees with the oracle's.
 """
+
 import math
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,12 +18,12 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
 @dataclass(frozen=True)
 class Peer:
-    name: str            # what it is
-    package: str         # importable name that it needs
-    does: str            # which recurrence it runs, and what it leaves out
-    leaves: Callable     # (new, B, T, D, N) -> its tensors; `new` draws normal numbers
-    run: Callable        # tensors -> output
-    oracle: Callable     # the same function for float64 tensors
+    name: str  # what it is
+    package: str  # importable name that it needs
+    does: str  # which recurrence it runs, and what it leaves out
+    leaves: Callable  # (new, B, T, D, N) -> its tensors; `new` draws normal numbers
+    run: Callable  # tensors -> output
+    oracle: Callable  # the same function for float64 tensors
 
     @property
     def here(self):
@@ -45,11 +46,13 @@ def matrix_loop(q, k, v, beta=None, log_decay=None):
 
 def delta_leaves(wide):
     "Keys as long as in a Longhorn layer, and rates small enough for them, one a channel or one for all."
+
     def leaves(new, B, T, D, N):
         k = new(B, T, 1, N) / 2
         rate = torch.sigmoid(new(B, T, 1, D if wide else 1))
         rate = rate / (1 + rate * k.float().square().sum(-1, keepdim=True))
         return dict(q=new(B, T, 1, N) / 2, k=k, v=new(B, T, 1, D), beta=rate.to(k.dtype))
+
     return leaves
 
 
@@ -57,6 +60,7 @@ def decay_leaves(wide):
     def leaves(new, B, T, D, N):
         decay = F.logsigmoid(new(B, T, 1, N if wide else 1).float() + 2)
         return dict(q=new(B, T, 1, N) / 2, k=new(B, T, 1, N) / 2, v=new(B, T, 1, D), g=decay)
+
     return leaves
 
 
@@ -65,16 +69,19 @@ def fla_run(module, function, squeeze=()):
         a = {n: t[..., 0] if n in squeeze else t for n, t in a.items()}
         found = getattr(__import__(f"fla.ops.{module}", fromlist=[function]), function)
         return found(scale=1.0, **a)[0]
+
     return run
 
 
 def in_heads(run, width=32):
     "The same recurrence with the channels cut into heads that share keys and queries."
+
     def cut(q, k, v, beta):
         H = v.shape[-1] // width
         q, k = (t.expand(-1, -1, H, -1).contiguous() for t in (q, k))
         v, beta = (t.unflatten(-1, (H, width))[:, :, 0] for t in (v, beta))
         return run(q=q, k=k, v=v, beta=beta).flatten(2)[:, :, None]
+
     return cut
 
 
@@ -84,7 +91,9 @@ def heads(new, B, T, D, N):
 
 
 def attention(q, k, v):
-    return F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True).transpose(1, 2)
+    return F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)), is_causal=True
+    ).transpose(1, 2)
 
 
 def attention_oracle(q, k, v):
@@ -95,8 +104,15 @@ def attention_oracle(q, k, v):
 
 def layer(new, B, T, D, N):
     "Return the inputs of a Longhorn scan."
-    return dict(q=new(B, T, N) / 2, k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D), b_bias=new(D).float(),
-                D_skip=new(D).float(), z=new(B, T, D))
+    return dict(
+        q=new(B, T, N) / 2,
+        k=new(B, T, N) / 2,
+        x=new(B, T, D),
+        b=new(B, T, D),
+        b_bias=new(D).float(),
+        D_skip=new(D).float(),
+        z=new(B, T, D),
+    )
 
 
 def time_last(new, B, T, D, N):
@@ -110,6 +126,7 @@ def steps_first(a):
 
 def official(q, k, x, b, b_bias, D_skip, z):
     from mamba_ssm.ops.selective_scan_interface import selective_scan_online7_fn
+
     return selective_scan_online7_fn(x, q, k, b, D=D_skip, t_bias=b_bias, z=z)
 
 
@@ -119,12 +136,15 @@ def mamba_leaves(new, B, T, D, N):
 
 def mamba(q, k, x, b, b_bias, D_skip, z, A):
     from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+
     return selective_scan_fn(x, b, A, k, q, D=D_skip, z=z, delta_bias=b_bias, delta_softplus=True)
 
 
 def mamba_oracle(b_bias, **a):
     a = steps_first({n: t for n, t in a.items()})
-    return reference_selective_scan(a["q"], a["k"], a["x"], a["b"], a["A"], b_bias, a["D_skip"], a["z"])[0].mT
+    return reference_selective_scan(
+        a["q"], a["k"], a["x"], a["b"], a["A"], b_bias, a["D_skip"], a["z"]
+    )[0].mT
 
 
 def scan_of(scan, form):
@@ -133,25 +153,92 @@ def scan_of(scan, form):
 
 CORE = "the recurrence alone: no rate, skip or gate to compute"
 PEERS = (
-    Peer("loop, diagonal", "torch", "the whole operation, one step after the other in PyTorch", layer,
-         scan_of(reference_scan, "diagonal"), scan_of(reference_scan, "diagonal")),
-    Peer("chunks, diagonal", "torch", "the whole operation in chunks in PyTorch", layer,
-         scan_of(chunked_scan, "diagonal"), scan_of(reference_scan, "diagonal")),
-    Peer("chunks, exact", "torch", "the whole operation in chunks in PyTorch", layer,
-         scan_of(chunked_scan, "exact"), scan_of(reference_scan, "exact")),
-    Peer("attention", "torch", "causal softmax attention of the same width, heads of 64", heads, attention, attention_oracle),
-    Peer("fla fused_recurrent_delta_rule", "fla", f"exact Longhorn's recurrence with given rates, {CORE}", delta_leaves(True),
-         fla_run("delta_rule", "fused_recurrent_delta_rule"), matrix_loop),
-    Peer("fla fused_recurrent_delta_rule, heads of 32", "fla", f"the same with the channels cut into heads, {CORE}",
-         delta_leaves(True), in_heads(fla_run("delta_rule", "fused_recurrent_delta_rule")), matrix_loop),
-    Peer("fla chunk_delta_rule", "fla", f"one rate for all channels, {CORE}", delta_leaves(False),
-         fla_run("delta_rule", "chunk_delta_rule", ("beta",)), matrix_loop),
-    Peer("fla chunk_gla", "fla", f"gated linear attention: a decay for each state coordinate, no correction, {CORE}",
-         decay_leaves(True), fla_run("gla", "chunk_gla"), lambda q, k, v, g: matrix_loop(q, k, v, log_decay=g)),
-    Peer("fla chunk_simple_gla", "fla", f"one decay for all, no correction, {CORE}", decay_leaves(False),
-         fla_run("simple_gla", "chunk_simple_gla", ("g",)), lambda q, k, v, g: matrix_loop(q, k, v, log_decay=g)),
-    Peer("official Longhorn CUDA", "online_selective_scan_cuda", "the whole operation, diagonal, in its layout (B,D,T)",
-         time_last, lambda **a: official(**a), lambda **a: reference_scan(**steps_first(a))[0].mT),
-    Peer("mamba_ssm selective_scan", "selective_scan_cuda", "Mamba's S6, whole operation, in its layout (B,D,T)",
-         mamba_leaves, lambda **a: mamba(**a), mamba_oracle),
+    Peer(
+        "loop, diagonal",
+        "torch",
+        "the whole operation, one step after the other in PyTorch",
+        layer,
+        scan_of(reference_scan, "diagonal"),
+        scan_of(reference_scan, "diagonal"),
+    ),
+    Peer(
+        "chunks, diagonal",
+        "torch",
+        "the whole operation in chunks in PyTorch",
+        layer,
+        scan_of(chunked_scan, "diagonal"),
+        scan_of(reference_scan, "diagonal"),
+    ),
+    Peer(
+        "chunks, exact",
+        "torch",
+        "the whole operation in chunks in PyTorch",
+        layer,
+        scan_of(chunked_scan, "exact"),
+        scan_of(reference_scan, "exact"),
+    ),
+    Peer(
+        "attention",
+        "torch",
+        "causal softmax attention of the same width, heads of 64",
+        heads,
+        attention,
+        attention_oracle,
+    ),
+    Peer(
+        "fla fused_recurrent_delta_rule",
+        "fla",
+        f"exact Longhorn's recurrence with given rates, {CORE}",
+        delta_leaves(True),
+        fla_run("delta_rule", "fused_recurrent_delta_rule"),
+        matrix_loop,
+    ),
+    Peer(
+        "fla fused_recurrent_delta_rule, heads of 32",
+        "fla",
+        f"the same with the channels cut into heads, {CORE}",
+        delta_leaves(True),
+        in_heads(fla_run("delta_rule", "fused_recurrent_delta_rule")),
+        matrix_loop,
+    ),
+    Peer(
+        "fla chunk_delta_rule",
+        "fla",
+        f"one rate for all channels, {CORE}",
+        delta_leaves(False),
+        fla_run("delta_rule", "chunk_delta_rule", ("beta",)),
+        matrix_loop,
+    ),
+    Peer(
+        "fla chunk_gla",
+        "fla",
+        f"gated linear attention: a decay for each state coordinate, no correction, {CORE}",
+        decay_leaves(True),
+        fla_run("gla", "chunk_gla"),
+        lambda q, k, v, g: matrix_loop(q, k, v, log_decay=g),
+    ),
+    Peer(
+        "fla chunk_simple_gla",
+        "fla",
+        f"one decay for all, no correction, {CORE}",
+        decay_leaves(False),
+        fla_run("simple_gla", "chunk_simple_gla", ("g",)),
+        lambda q, k, v, g: matrix_loop(q, k, v, log_decay=g),
+    ),
+    Peer(
+        "official Longhorn CUDA",
+        "online_selective_scan_cuda",
+        "the whole operation, diagonal, in its layout (B,D,T)",
+        time_last,
+        lambda **a: official(**a),
+        lambda **a: reference_scan(**steps_first(a))[0].mT,
+    ),
+    Peer(
+        "mamba_ssm selective_scan",
+        "selective_scan_cuda",
+        "Mamba's S6, whole operation, in its layout (B,D,T)",
+        mamba_leaves,
+        lambda **a: mamba(**a),
+        mamba_oracle,
+    ),
 )

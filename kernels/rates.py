@@ -2,6 +2,7 @@
 
 The floors of `longhorn_kit.scan.speed` divide work by these. Plain Triton, so the interpreter runs them too.
 """
+
 import torch
 import triton
 import triton.language as tl
@@ -36,15 +37,23 @@ def _specials_kernel(out_ptr, steps, BLOCK: tl.constexpr):
 
 def measure_rates(milliseconds, device, small=False):
     "Rates a second: `bytes` (read plus written), `operations`, `specials`, `products` (multiply-adds of a matrix product)."
-    programs, block, steps, size, side = (2, 64, 1, 1 << 12, 16) if small else (132 * 64, 1024, 64, 1 << 29, 8192)
+    programs, block, steps, size, side = (
+        (2, 64, 1, 1 << 12, 16) if small else (132 * 64, 1024, 64, 1 << 29, 8192)
+    )
     source = torch.randn(size // 2, device=device).bfloat16().repeat(2)
     target, out = torch.empty_like(source), torch.empty(programs * block, device=device)
     a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     work = {
         "bytes": (4 * size, lambda: _copy_kernel[(size // 2048 or 1,)](target, source, BLOCK=2048)),
-        "operations": (programs * block * steps * 16, lambda: _operations_kernel[(programs,)](out, steps, BLOCK=block)),
-        "specials": (programs * block * steps * 16, lambda: _specials_kernel[(programs,)](out, steps, BLOCK=block)),
-        "products": (side ** 3, lambda: a @ b),
+        "operations": (
+            programs * block * steps * 16,
+            lambda: _operations_kernel[(programs,)](out, steps, BLOCK=block),
+        ),
+        "specials": (
+            programs * block * steps * 16,
+            lambda: _specials_kernel[(programs,)](out, steps, BLOCK=block),
+        ),
+        "products": (side**3, lambda: a @ b),
     }
     rates = {}
     for name, (amount, run) in work.items():

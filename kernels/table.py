@@ -1,8 +1,9 @@
 """Write the tables of README.md from the records, or check that they are what the records say.
 
-    python kernels/table.py            # rewrite the text between the markers
-    python kernels/table.py --check    # exit 1 if that would change anything
+python kernels/table.py            # rewrite the text between the markers
+python kernels/table.py --check    # exit 1 if that would change anything
 """
+
 import argparse
 import functools
 import json
@@ -13,15 +14,57 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent))
 from longhorn_kit.scan.speed import row_floors
 
-SCANS = (   # form, kernels in the record, name, notebook, module, runs on
+SCANS = (  # form, kernels in the record, name, notebook, module, runs on
     ("exact", "exact", "exact, Gluon", "14_triton_exact", "triton_exact", "NVIDIA, sm_80 on"),
-    ("diagonal", "diagonal", "diagonal, Gluon", "13_triton_diagonal", "triton_diagonal", "NVIDIA, sm_80 on"),
-    ("decoupled", "decoupled", "decoupled, Gluon", "triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
+    (
+        "diagonal",
+        "diagonal",
+        "diagonal, Gluon",
+        "13_triton_diagonal",
+        "triton_diagonal",
+        "NVIDIA, sm_80 on",
+    ),
+    (
+        "decoupled",
+        "decoupled",
+        "decoupled, Gluon",
+        "triton_selective",
+        "triton_selective",
+        "NVIDIA, sm_80 on",
+    ),
     ("s6", "s6", "Mamba's S6, Gluon", "triton_selective", "triton_selective", "NVIDIA, sm_80 on"),
-    ("exact", "portable", "exact, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
-    ("diagonal", "portable", "diagonal, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
-    ("decoupled", "portable", "decoupled, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
-    ("s6", "portable", "Mamba's S6, portable", "triton_portable", "triton_portable", "any GPU, interpreter"),
+    (
+        "exact",
+        "portable",
+        "exact, portable",
+        "triton_portable",
+        "triton_portable",
+        "any GPU, interpreter",
+    ),
+    (
+        "diagonal",
+        "portable",
+        "diagonal, portable",
+        "triton_portable",
+        "triton_portable",
+        "any GPU, interpreter",
+    ),
+    (
+        "decoupled",
+        "portable",
+        "decoupled, portable",
+        "triton_portable",
+        "triton_portable",
+        "any GPU, interpreter",
+    ),
+    (
+        "s6",
+        "portable",
+        "Mamba's S6, portable",
+        "triton_portable",
+        "triton_portable",
+        "any GPU, interpreter",
+    ),
 )
 TORCH = (
     ("loop, diagonal", "loop (the oracle)", "10_reference", "reference"),
@@ -39,7 +82,9 @@ def shares(row, rates, compiled):
     "Share of the largest floor, and its name."
     floors = {w: row_floors(row, w, rates, compiled) for w in ("forward", "backward")}
     bound = {w: max(floors[w], key=floors[w].get) for w in floors}
-    return " / ".join(f"{100 * floors[w][bound[w]] / row[f'{w}_ms']:.0f} % {bound[w]}" for w in floors)
+    return " / ".join(
+        f"{100 * floors[w][bound[w]] / row[f'{w}_ms']:.0f} % {bound[w]}" for w in floors
+    )
 
 
 def linked(notebook):
@@ -51,63 +96,126 @@ def gpu_table(record, compiled=None):
     """One line for each kernel: notebook, module, where it runs, times at the three shapes, share of the nearest floor at S1.
 
     Eager calls have columns from the first record that has them on."""
-    main = {(r["form"], r["kernels"], r["shape"]): r for r in record["rows"] if r["section"] == "main"}
+    main = {
+        (r["form"], r["kernels"], r["shape"]): r for r in record["rows"] if r["section"] == "main"
+    }
     called = any("eager_forward_ms" in row for row in main.values())
-    columns = ["kernel", "notebook", "module `longhorn_kit.scan.`", "runs on", "S1", "S2", "S3",
-               *["eager call, S1", "host's part, S1 (µs)"] * called, "share of the floor, S1"]
-    lines = [f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, triton {record['triton']}, "
-             f"commit {record['commit']}).", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    columns = [
+        "kernel",
+        "notebook",
+        "module `longhorn_kit.scan.`",
+        "runs on",
+        "S1",
+        "S2",
+        "S3",
+        *["eager call, S1", "host's part, S1 (µs)"] * called,
+        "share of the floor, S1",
+    ]
+    lines = [
+        f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, triton {record['triton']}, "
+        f"commit {record['commit']}).",
+        "",
+        f"| {' | '.join(columns)} |",
+        "|---" * len(columns) + "|",
+    ]
     for form, kernels, name, notebook, module, where in SCANS:
         rows = [main[form, kernels, shape] for shape in ("S1", "S2", "S3")]
-        cells = [*map(times, rows), *[times(rows[0], name="eager_{}_ms"), times(rows[0], 0, "host_{}_us")] * called]
+        cells = [
+            *map(times, rows),
+            *[times(rows[0], name="eager_{}_ms"), times(rows[0], 0, "host_{}_us")] * called,
+        ]
         cells.append(shares(rows[0], record["rates"], compiled))
-        lines.append(f"| {name} | {linked(notebook)} | `{module}` | {where} | {' | '.join(cells)} |")
+        lines.append(
+            f"| {name} | {linked(notebook)} | `{module}` | {where} | {' | '.join(cells)} |"
+        )
     empty = " |" * (4 + 2 * called)
     peers = {r["peer"]: r for r in record["rows"] if r.get("peer") and r["shape"] == "S1"}
     for peer, name, notebook, module in TORCH:
         if peer in peers:
-            lines.append(f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)}{empty}")
-    convolution = {r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"}
+            lines.append(
+                f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)}{empty}"
+            )
+    convolution = {
+        r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"
+    }
     if convolution:
-        share = " / ".join(f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward"))
-        lines.append(f"| short convolution and SiLU | {linked('triton_conv')} | `triton_conv` | any GPU, interpreter | "
-                     + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3")) + " | " * (1 + 2 * called) + f"{share} bytes |")
+        share = " / ".join(
+            f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward")
+        )
+        lines.append(
+            f"| short convolution and SiLU | {linked('triton_conv')} | `triton_conv` | any GPU, interpreter | "
+            + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3"))
+            + " | " * (1 + 2 * called)
+            + f"{share} bytes |"
+        )
     steps = [r for r in record["rows"] if r.get("kind") == "decode"]
     if steps:
         rules = list(dict.fromkeys(r["rule"] for r in steps))
-        lines += ["", f"Decoding ({linked('21_triton_step')}): the convolution's step and the scan's, one layer in a CUDA graph, "
-                  "microseconds and, in brackets, how many times the bytes' floor.", "",
-                  "| B, D, N | " + " | ".join(rules) + " |", "|---" * (1 + len(rules)) + "|"]
+        lines += [
+            "",
+            f"Decoding ({linked('21_triton_step')}): the convolution's step and the scan's, one layer in a CUDA graph, "
+            "microseconds and, in brackets, how many times the bytes' floor.",
+            "",
+            "| B, D, N | " + " | ".join(rules) + " |",
+            "|---" * (1 + len(rules)) + "|",
+        ]
         for size in dict.fromkeys((r["B"], r["D"], r["N"]) for r in steps):
-            cells = [f"{r['both_us']:.1f} ({r['both_over_bytes']:.2f})" for r in steps if (r["B"], r["D"], r["N"]) == size]
+            cells = [
+                f"{r['both_us']:.1f} ({r['both_over_bytes']:.2f})"
+                for r in steps
+                if (r["B"], r["D"], r["N"]) == size
+            ]
             lines.append(f"| {', '.join(map(str, size))} | " + " | ".join(cells) + " |")
     return lines
 
 
 def cpu_table(record):
     "One line for each form and shape: time and memory against the loop and against mambapy."
-    lines = ["| form | (B, T, D), N | time against the loop | against mambapy | extra memory against the loop | against mambapy |",
-             "|---|---|---|---|---|---|"]
+    lines = [
+        "| form | (B, T, D), N | time against the loop | against mambapy | extra memory against the loop | against mambapy |",
+        "|---|---|---|---|---|---|",
+    ]
     for row in record["results"]:
         s, against = row["shape"], row["chunked_against"]
-        cell = lambda rival, what: f"{against[rival][what]:.2f}" if rival in against and what in against[rival] else "–"
-        lines.append(f"| {row['form']} | ({s['B']}, {s['T']}, {s['D']}), {s['N']} | " + " | ".join(
-            cell(rival, what) for what in ("time", "memory") for rival in ("loop", "mambapy")) + " |")
+        cell = lambda rival, what: (
+            f"{against[rival][what]:.2f}" if rival in against and what in against[rival] else "–"
+        )
+        lines.append(
+            f"| {row['form']} | ({s['B']}, {s['T']}, {s['D']}), {s['N']} | "
+            + " | ".join(
+                cell(rival, what) for what in ("time", "memory") for rival in ("loop", "mambapy")
+            )
+            + " |"
+        )
     e = record["environment"]
     busy = max(r.get("cores_used_by_others", 0.0) for r in record["results"])
-    missed = [f"{r['form']} at ({r['shape']['B']}, {r['shape']['T']}, {r['shape']['D']}) against {name}"
-              for r in record["results"] for name, a in r["chunked_against"].items() if a["time"] > a["time_target"]]
-    lines += ["", f"{e['rounds']} rounds, {e['threads']} threads, torch {e['torch']}, commit {str(e['commit'])[:7]}; other programs "
-              f"used up to {busy:.1f} cores meanwhile. The aim is 0.20 of the loop's time and 0.25 of mambapy's, and half of their memory; "
-              + ("missed by " + ", ".join(missed) + "." if missed else "reached everywhere.")]
+    missed = [
+        f"{r['form']} at ({r['shape']['B']}, {r['shape']['T']}, {r['shape']['D']}) against {name}"
+        for r in record["results"]
+        for name, a in r["chunked_against"].items()
+        if a["time"] > a["time_target"]
+    ]
+    lines += [
+        "",
+        f"{e['rounds']} rounds, {e['threads']} threads, torch {e['torch']}, commit {str(e['commit'])[:7]}; other programs "
+        f"used up to {busy:.1f} cores meanwhile. The aim is 0.20 of the loop's time and 0.25 of mambapy's, and half of their memory; "
+        + ("missed by " + ", ".join(missed) + "." if missed else "reached everywhere."),
+    ]
     return lines
 
 
 def releases_table(record):
     "One line for each release of Triton that was tried."
-    lines = [f"At commit {record['commit']}, for sm_90.", "", "| Triton | kernels that compile | that do not | with spills | most bytes spilled |",
-             "|---|---|---|---|---|"]
-    return lines + [f"| {r['triton']} | {r['compiled']} | {len(r['failed'])} | {r['spilling']} | {r['most']} |" for r in record["rows"]]
+    lines = [
+        f"At commit {record['commit']}, for sm_90.",
+        "",
+        "| Triton | kernels that compile | that do not | with spills | most bytes spilled |",
+        "|---|---|---|---|---|",
+    ]
+    return lines + [
+        f"| {r['triton']} | {r['compiled']} | {len(r['failed'])} | {r['spilling']} | {r['most']} |"
+        for r in record["rows"]
+    ]
 
 
 def filled(text, name, lines):
@@ -122,7 +230,11 @@ def readme(folder=FOLDER):
     text = (folder / "README.md").read_text(encoding="utf-8")
     path = lambda name: folder / "results" / f"{name}.json"
     read = lambda name: json.loads(path(name).read_text(encoding="utf-8"))
-    for name, make in (("h200", functools.partial(gpu_table, compiled=read("sm_90"))), ("cpu", cpu_table), ("triton", releases_table)):
+    for name, make in (
+        ("h200", functools.partial(gpu_table, compiled=read("sm_90"))),
+        ("cpu", cpu_table),
+        ("triton", releases_table),
+    ):
         text = filled(text, name, make(read(name))) if path(name).exists() else text
     return text
 

@@ -20,16 +20,41 @@ import tyro
 
 from . import __version__
 from .extras import pip_command
-from .lab.claims import (
-    PLATFORM, SCALES, Claim, all_claims, find_claim, find_experiment, runnable, suggest)
-from .lab.ledger import (
-    cells, ledger, ledger_json, ledger_text, load_record, measured_minutes, read_outcomes, reason)
-from .lab.use import Eval, Export, Generate, NoDefault, UsageError, model_folder, writable_folder
+from longhorn_kit.lab.claims import (
+    PLATFORM,
+    SCALES,
+    Claim,
+    all_claims,
+    find_claim,
+    find_experiment,
+    runnable,
+    suggest,
+)
+from longhorn_kit.lab.ledger import (
+    cells,
+    ledger,
+    ledger_json,
+    ledger_text,
+    load_record,
+    measured_minutes,
+    read_outcomes,
+    reason,
+)
+from longhorn_kit.lab.use import (
+    Eval,
+    Export,
+    Generate,
+    NoDefault,
+    UsageError,
+    model_folder,
+    writable_folder,
+)
 from .records import in_one_line, plural, readable, to_plain, warn
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
     "tyro could not read the command line; `box` is what it printed."
+
     def __init__(self, box: str):
         super().__init__(" ".join(re.sub("[╭╮╰╯│─]", " ", box).split()))
         self.box = box
@@ -40,7 +65,7 @@ def one_line(error: BaseException) -> str:
     text = in_one_line(" ".join(str(error).split()))
     if isinstance(error, OSError) and error.strerror and error.filename:
         return in_one_line(f"{error.strerror.lower()}: {error.filename}")
-    if tried := re.search(r"[Tt]ried to allocate (\d[\d.]* \w+)", text): # on the CPU, on a GPU
+    if tried := re.search(r"[Tt]ried to allocate (\d[\d.]* \w+)", text):  # on the CPU, on a GPU
         return f"not enough memory: PyTorch tried to allocate {tried[1]}; lower the sizes of model or batch"
     if isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and text:
         return text
@@ -48,25 +73,34 @@ def one_line(error: BaseException) -> str:
 
 # %% ../nbs/machine/cli.ipynb #cli-010
 S = TypeVar("S")
-Settings = Annotated[S, tyro.conf.OmitArgPrefixes] # a dataclass, whose fields become flags
+Settings = Annotated[S, tyro.conf.OmitArgPrefixes]  # a dataclass, whose fields become flags
+
 
 @dataclass(frozen=True)
 class NoSettings:
     "Stand in for the settings of a command whose preset is not named yet."
+
 
 def subcommand(kind: type, argv: list[str]) -> tuple[type, dict]:
     "Return the type that tyro parses for a command, and its options: the settings of the typed preset as defaults."
     if not hasattr(kind, "settings_of"):
         return kind, {}
     settings, more = kind.settings_of(argv)
-    needed = {f.name: tyro.MISSING for f in fields(kind) if f.default is MISSING and f.name != "settings"}
-    return kind[type(settings)], dict(default=kind(settings=settings, **needed), description=kind.__doc__ + more)
+    needed = {
+        f.name: tyro.MISSING for f in fields(kind) if f.default is MISSING and f.name != "settings"
+    }
+    return kind[type(settings)], dict(
+        default=kind(settings=settings, **needed), description=kind.__doc__ + more
+    )
 
 # %% ../nbs/machine/cli.ipynb #cli-012
 def value_of(flag: str, argv: list[str], default: str = "") -> str:
     "Return the last value typed after a flag."
     words = [word for typed in argv for word in typed.split("=", 1)]
-    return next((value for name, value in zip(words[-2::-1], words[:0:-1]) if name == flag), default)
+    return next(
+        (value for name, value in zip(words[-2::-1], words[:0:-1]) if name == flag), default
+    )
+
 
 def count_of(name: str, argv: list[str]) -> dict:
     "Return the count typed after a flag as {name: count}; {} for any other text, which tyro refuses."
@@ -80,33 +114,38 @@ def changed(settings: Any, preset: Any) -> dict:
     return {name: now[name] for name in before if now[name] != before[name]}
 
 # %% ../nbs/machine/cli.ipynb #cli-015-2
-def trials(out: Path) -> list[tuple[Path, dict]]: # -> folder, record
+def trials(out: Path) -> list[tuple[Path, dict]]:  # -> folder, record
     "Return the finished trials in a folder of runs: runs with other settings than their scale's."
     found = []
     for path in sorted(out.glob("*/*.trial/record.json")):
         name, scale = path.parts[-3], path.parts[-2].removesuffix(".trial")
-        with contextlib.suppress(ValueError): # damaged, or of an experiment that is gone
+        with contextlib.suppress(ValueError):  # damaged, or of an experiment that is gone
             record = load_record(path, name)
             if scale in find_experiment(find_claim(name)).presets:
                 found.append((path.parent, record))
     return found
 
+
 def trial_settings(record: dict) -> str:
     "Return the settings of a trial that differ from those of its scale."
     preset = find_experiment(find_claim(record["experiment"])).config(record["scale"])
     usual = to_plain(vars(preset))
-    places = {f.name for f in fields(preset) if f.metadata.get("place")} # do not make a trial
-    return ", ".join(f"{name} {usual.get(name)} -> {value}" for name, value in record["settings"].items()
-                     if name not in places and usual.get(name) != value)
+    places = {f.name for f in fields(preset) if f.metadata.get("place")}  # do not make a trial
+    return ", ".join(
+        f"{name} {usual.get(name)} -> {value}"
+        for name, value in record["settings"].items()
+        if name not in places and usual.get(name) != value
+    )
 
 # %% ../nbs/machine/cli.ipynb #cli-016
 @dataclass
 class Claims:
     "Print the ledger: what the paper says, what was found, the verdict."
-    claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to print; by default all
+
+    claims: tyro.conf.Positional[tuple[str, ...]] = ()  # claims to print; by default all
     out: str = "runs"  # folder of your runs
-    json: bool = False # print all fields of every row, as JSON
-    logbook: NoDefault[str] = None # write a page per claim into this folder, for Trackio
+    json: bool = False  # print all fields of every row, as JSON
+    logbook: NoDefault[str] = None  # write a page per claim into this folder, for Trackio
 
     def __call__(self):
         for name in self.claims:
@@ -116,6 +155,7 @@ class Claims:
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
         if self.logbook:
             from longhorn_kit.lab.logbook import write_logbook
+
             folder = write_logbook(rows, self.logbook)
             return print(f"written: {folder}; trackio logbook serve {folder} shows it")
         if self.json:
@@ -123,15 +163,17 @@ class Claims:
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
         for folder, record in trials(Path(self.out)):
             if not self.claims or record["experiment"] in self.claims:
-                print(f"\ntrial, not counted above: {in_one_line(folder)}\n  {in_one_line(trial_settings(record))}")
+                print(
+                    f"\ntrial, not counted above: {in_one_line(folder)}\n  {in_one_line(trial_settings(record))}"
+                )
         names = ", ".join(claim.name for claim in runnable("laptop"))
         print(f"\nRun one: longhorn reproduce CLAIM --scale laptop   (on a laptop: {names})")
 
 # %% ../nbs/machine/cli.ipynb #cli-018
 def recipe(
     claim: Claim,
-    scale: str, # "laptop", "gpu" or "paper"
-) -> str:       # "" without a recipe, or if it names a folder to be filled in
+    scale: str,  # "laptop", "gpu" or "paper"
+) -> str:  # "" without a recipe, or if it names a folder to be filled in
     "Return the shell command of a claim that has a recipe and no run."
     command = "" if claim.module else claim.commands.get(scale, "")
     return "" if "FOLDER" in command else command
@@ -147,12 +189,17 @@ def chosen_claims(names: tuple[str, ...], scale: str) -> list[Claim]:
         raise UsageError(error) from None
     for claim in claims:
         if claim not in possible and not recipe(claim, scale):
-            other = next((f"; it has a recipe: --scale {s}" for s in SCALES if recipe(claim, s)), "")
-            raise ValueError(f"{claim.name} has no run at scale {scale}{other}; "
-                             f"those that have one: {listed(scale) or 'none yet'}")
+            other = next(
+                (f"; it has a recipe: --scale {s}" for s in SCALES if recipe(claim, s)), ""
+            )
+            raise ValueError(
+                f"{claim.name} has no run at scale {scale}{other}; "
+                f"those that have one: {listed(scale) or 'none yet'}"
+            )
     if not claims:
         raise ValueError(
-            f"no claim has a run at scale {scale}; at scale laptop: {listed('laptop')}")
+            f"no claim has a run at scale {scale}; at scale laptop: {listed('laptop')}"
+        )
     return claims
 
 # %% ../nbs/machine/cli.ipynb #cli-023
@@ -167,23 +214,29 @@ def set_aside(folder: Path) -> Path | None:
 
 # %% ../nbs/machine/cli.ipynb #cli-023-3
 def rest_of_claims(
-    claims: tuple, # that are still to run
-    pace: float,   # measured / recorded time of a claim
-    scale: str,    # "laptop", "gpu" or "paper"
+    claims: tuple,  # that are still to run
+    pace: float,  # measured / recorded time of a claim
+    scale: str,  # "laptop", "gpu" or "paper"
 ) -> float:
     "Return the seconds that claims are expected to take on this machine."
     return sum(60 * claim.minutes.get(scale, 0) * pace for claim in claims)
 
+
 def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) -> Callable:
     "Return a function that prints an estimate of the time left, once per claim."
-    waiting = [other for other in later
-               if options.fresh or not (out / other.name / options.scale / "record.json").exists()]
+    waiting = [
+        other
+        for other in later
+        if options.fresh or not (out / other.name / options.scale / "record.json").exists()
+    ]
     printed = []
+
     def on_estimate(found):
         if printed or not (found.jobs or waiting):
             return
         from longhorn_kit.lab.run import roughly
         from tqdm import tqdm
+
         recorded = 60 * claim.minutes.get(options.scale, 0)
         pace = found.whole / recorded if recorded else 0.0
         left = found.left + rest_of_claims(waiting, pace, options.scale)
@@ -191,22 +244,28 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
         where = f"on this machine ({plural(found.workers, 'job')} at a time)"
         if options.launcher != "local":
             where = f"after the wait in the queue (up to {plural(found.workers, 'job')} at a time)"
-        own = f", of which {claim.name} {roughly(found.left)}" if roughly(found.left) != roughly(left) else ""
+        own = (
+            f", of which {claim.name} {roughly(found.left)}"
+            if roughly(found.left) != roughly(left)
+            else ""
+        )
         above_bar = tqdm.external_write_mode() if sys.stderr.isatty() else contextlib.nullcontext()
         with above_bar:
             print(f"  {roughly(left)} left {where}{own}", flush=True)
+
     return on_estimate
 
 # %% ../nbs/machine/cli.ipynb #cli-025
 def run_claim(
     claim: Claim,
     options: "Reproduce",
-    out: Path,         # folder of runs
-    later: tuple = (), # claims to run next
+    out: Path,  # folder of runs
+    later: tuple = (),  # claims to run next
 ) -> None:
     "Run one claim, or find that it is done, and print its verdict."
     from longhorn_kit.lab.report import duration, rows_of
     from longhorn_kit.lab.run import finished, run
+
     if command := recipe(claim, options.scale):
         print(f"  {command}", flush=True)
         if code := subprocess.run(["sh", "-c", command]).returncode:
@@ -214,11 +273,16 @@ def run_claim(
         return
     experiment = find_experiment(claim)
     preset = experiment.config(options.scale)
-    overrides = {} if isinstance(options.settings, NoSettings) else changed(options.settings, preset)
+    overrides = (
+        {} if isinstance(options.settings, NoSettings) else changed(options.settings, preset)
+    )
     trial = any(not f.metadata.get("place") for f in fields(preset) if f.name in overrides)
     folder = out / claim.name / (options.scale + ".trial" * trial)
     if trial:
-        print("  a trial, since its settings are not those of the scale; the ledger does not count it", flush=True)
+        print(
+            "  a trial, since its settings are not those of the scale; the ledger does not count it",
+            flush=True,
+        )
     if options.fresh and set_aside(folder):
         print(f"  the earlier run is now {folder}.previous")
     if record := finished(experiment, folder, experiment.config(options.scale, **overrides)):
@@ -226,12 +290,25 @@ def run_claim(
     else:
         if folder.exists():
             print(f"  resuming {folder}", flush=True)
-        cluster = {name: int(value) if value.isdigit() else value
-                   for name, value in (option.split("=", 1) for option in options.slurm)}
-        record = run(experiment, options.scale, folder, options.launcher, options.workers, options.minutes, cluster,
-                     time_printer(claim, options, out, later), **overrides)
+        cluster = {
+            name: int(value) if value.isdigit() else value
+            for name, value in (option.split("=", 1) for option in options.slurm)
+        }
+        record = run(
+            experiment,
+            options.scale,
+            folder,
+            options.launcher,
+            options.workers,
+            options.minutes,
+            cluster,
+            time_printer(claim, options, out, later),
+            **overrides,
+        )
     rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
-    for row in [row for row in rows if row.claim.name == claim.name] or rows: # a part of a plan can be another claim's
+    for row in [
+        row for row in rows if row.claim.name == claim.name
+    ] or rows:  # a part of a plan can be another claim's
         label, paper, here, n, verdict = cells(replace(row, scale=""))
         print(f"  {label}: {here}, n = {n}, {verdict}{reason(row)}")
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
@@ -259,6 +336,7 @@ def finished_records(out: Path) -> list[dict]:
 # %% ../nbs/machine/cli.ipynb #cli-029
 Scale = Literal["laptop", "gpu", "paper"]
 
+
 @contextlib.contextmanager
 def noted_failure(name: str, failed: dict) -> Iterator[None]:
     "Context manager that adds an error to `failed` and prints it, so that the others still run."
@@ -275,12 +353,14 @@ def noted_failure(name: str, failed: dict) -> Iterator[None]:
 def sigterm_interrupts() -> Iterator[None]:
     "Context manager that turns SIGTERM into a KeyboardInterrupt whose argument is its name; in the main thread only."
     owner = os.getpid()
+
     def interrupt(number, frame):
         if os.getpid() == owner:
             raise KeyboardInterrupt("SIGTERM")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread(): # signal handlers work only there
+
+    if threading.current_thread() is not threading.main_thread():  # signal handlers work only there
         yield
         return
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -288,6 +368,7 @@ def sigterm_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
 
 def interruption(stop: KeyboardInterrupt, command: Any) -> str:
     "Return the line of an interrupted command; a training loop has written its own."
@@ -300,14 +381,21 @@ def interruption(stop: KeyboardInterrupt, command: Any) -> str:
 @dataclass
 class Reproduce(Generic[S]):
     "Run claims of the paper again and write a report page. One claim alone takes its settings as flags."
-    claims: tyro.conf.Positional[tuple[str, ...]] = () # claims to run; by default the quick ones of this scale
-    scale: Scale = "laptop" # laptop: CPU, minutes; gpu: one GPU; paper: the full recipe
-    out: str = "runs"       # folder for runs and report
-    fresh: bool = False     # run finished claims again (the earlier run is moved aside)
-    launcher: Literal["local", "slurm", "dask"] = "local" # how jobs are started; dask needs DASK_SCHEDULER
-    workers: NoDefault[int] = None # jobs at a time; 0: in this process; by default one per core or GPU
+
+    claims: tyro.conf.Positional[
+        tuple[str, ...]
+    ] = ()  # claims to run; by default the quick ones of this scale
+    scale: Scale = "laptop"  # laptop: CPU, minutes; gpu: one GPU; paper: the full recipe
+    out: str = "runs"  # folder for runs and report
+    fresh: bool = False  # run finished claims again (the earlier run is moved aside)
+    launcher: Literal["local", "slurm", "dask"] = (
+        "local"  # how jobs are started; dask needs DASK_SCHEDULER
+    )
+    workers: NoDefault[int] = (
+        None  # jobs at a time; 0: in this process; by default one per core or GPU
+    )
     minutes: float = math.inf  # stop after so many minutes; the same command resumes
-    slurm: tuple[str, ...] = () # options of submitit, such as slurm_partition=gpu timeout_min=600
+    slurm: tuple[str, ...] = ()  # options of submitit, such as slurm_partition=gpu timeout_min=600
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
     interrupted = "interrupted; what is finished is kept, and the same command resumes"
@@ -324,10 +412,14 @@ class Reproduce(Generic[S]):
     def __call__(self) -> None:
         "Run the claims one after another, and write the page after each of them."
         for name in ("workers", "minutes"):
-            if not (getattr(self, name) or 0) >= 0: # also NaN
+            if not (getattr(self, name) or 0) >= 0:  # also NaN
                 raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
-        if odd := [option for option in self.slurm if "=" not in option or self.launcher != "slurm"]:
-            raise UsageError(f"--slurm takes NAME=VALUE with --launcher slurm; got {odd[0]!r} with {self.launcher}")
+        if odd := [
+            option for option in self.slurm if "=" not in option or self.launcher != "slurm"
+        ]:
+            raise UsageError(
+                f"--slurm takes NAME=VALUE with --launcher slurm; got {odd[0]!r} with {self.launcher}"
+            )
         claims, out = chosen_claims(self.claims, self.scale), writable_folder(self.out)
         minutes = [claim.minutes.get(self.scale) for claim in claims]
         total = f"about {sum(minutes):g} min" if all(minutes) else "the full recipe"
@@ -336,12 +428,15 @@ class Reproduce(Generic[S]):
             total = measured_minutes()
         if self.changes(claims):
             total = "its time is estimated after its first job, since settings are changed"
-        print(f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total}", flush=True)
+        print(
+            f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total}",
+            flush=True,
+        )
         failed = {}
         for i, claim in enumerate(claims):
             print(f"\n[{i + 1}/{len(claims)}] {claim.name}")
             print(f"  {claim.statement}", flush=True)
-            later = tuple(claims[i + 1:])
+            later = tuple(claims[i + 1 :])
             with noted_failure(claim.name, failed):
                 run_claim(claim, self, out, later)
             if later and claim.name not in failed:
@@ -361,9 +456,12 @@ class Reproduce(Generic[S]):
         claim = next(claim for claim in claims if claim.module)
         return changed(self.settings, find_experiment(claim).config(self.scale))
 
-    def report(self, out: Path, later: tuple[Claim, ...] = ()) -> Path: # later: claims that run next
+    def report(
+        self, out: Path, later: tuple[Claim, ...] = ()
+    ) -> Path:  # later: claims that run next
         "Write the page about every finished run in the folder."
         from longhorn_kit.lab.report import write_report
+
         names = [claim.name for claim in later]
         return write_report(finished_records(out), out / "report.html", ledger(out), names)
 
@@ -371,26 +469,34 @@ class Reproduce(Generic[S]):
 @dataclass
 class Prepare:
     "Turn text into tokens, once, with all cores; the same command resumes an interrupted preparation."
-    source: tyro.conf.Positional[str] # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
-    tokenizer: str = "bytes"     # bytes, gpt2, or gpt2:FOLDER with encoder.json and vocab.bpe
+
+    source: tyro.conf.Positional[
+        str
+    ]  # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
+    tokenizer: str = "bytes"  # bytes, gpt2, or gpt2:FOLDER with encoder.json and vocab.bpe
     val: NoDefault[str] = None  # source of the held-out part; by default a share of the source
-    fraction: float = 0.05       # that share
-    text_column: str = "text"    # name of the field with the text, in .jsonl, .parquet and hf:NAME
-    cache: NoDefault[str] = None     # folder of corpora; by default $LONGHORN_CACHE or the user's cache
-    workers: NoDefault[int] = None   # processes; by default one per core
-    limit: NoDefault[int] = None     # use only this many documents
-    tokens: NoDefault[int] = None    # stop after the document that reaches this many training tokens
-    verify: bool = False             # compare all tokens with their SHA-256, not only samples
+    fraction: float = 0.05  # that share
+    text_column: str = "text"  # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    cache: NoDefault[str] = (
+        None  # folder of corpora; by default $LONGHORN_CACHE or the user's cache
+    )
+    workers: NoDefault[int] = None  # processes; by default one per core
+    limit: NoDefault[int] = None  # use only this many documents
+    tokens: NoDefault[int] = None  # stop after the document that reaches this many training tokens
+    verify: bool = False  # compare all tokens with their SHA-256, not only samples
 
     interrupted = "interrupted; what was prepared is kept, and the same command resumes"
 
     def __call__(self):
         from longhorn_kit.lab.corpus import prepare
+
         corpus = prepare(**vars(self))
         for part, name in (("train", "to train on"), ("val", "held out")):
             about = corpus.index[part]
-            print(f"{name}: {plural(about['tokens'], 'token')} of "
-                  f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}")
+            print(
+                f"{name}: {plural(about['tokens'], 'token')} of "
+                f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}"
+            )
         print(f"tokenizer: {corpus.tokenizer.name}; {corpus.checked}")
         print(f"prepared: {corpus.folder}")
 
@@ -398,37 +504,47 @@ class Prepare:
 @dataclass
 class HoldOut:
     "Copy a text of NAME.train.txt and NAME.val.txt, with long documents moved to NAME.long.txt.xz."
-    folder: tyro.conf.Positional[str] # folder of the text, its files compressed or not
-    out: tyro.conf.Positional[str]    # folder to make
-    count: int = 100                  # documents to move, in equal shares of the names
-    least: int = 16384                # bytes of a long document
+
+    folder: tyro.conf.Positional[str]  # folder of the text, its files compressed or not
+    out: tyro.conf.Positional[str]  # folder to make
+    count: int = 100  # documents to move, in equal shares of the names
+    least: int = 16384  # bytes of a long document
 
     def __call__(self):
         from longhorn_kit.lab.data import hold_out_long
+
         for name, (documents, size) in hold_out_long(**vars(self)).items():
-            print(f"{in_one_line(name)}: {plural(documents, 'document')} held out, {plural(size, 'byte')}")
+            print(
+                f"{in_one_line(name)}: {plural(documents, 'document')} held out, {plural(size, 'byte')}"
+            )
         print(f"written: {self.out}")
 
 # %% ../nbs/machine/cli.ipynb #cli-033-5
 @dataclass
 class Retrain:
     "Train a run of a one-pass record again, and export it (needs the extra hf)."
-    record: tyro.conf.Positional[str] # such as nbs/lab/results/one-pass/second-plan.json
+
+    record: tyro.conf.Positional[str]  # such as nbs/lab/results/one-pass/second-plan.json
     model: tyro.conf.Positional[str]  # its name in the record, such as 'exact N=64'
-    out: str                      # folder of transformers to write
-    seed: NoDefault[int] = None   # of the run; by default the first one that was judged
-    lr: NoDefault[float] = None   # its learning rate; by default the judged one
-    data: str = ""                # the text; by default the record's source, or $LONGHORN_TEXT
-    other_text: bool = False      # train on a text that is not the record's
+    out: str  # folder of transformers to write
+    seed: NoDefault[int] = None  # of the run; by default the first one that was judged
+    lr: NoDefault[float] = None  # its learning rate; by default the judged one
+    data: str = ""  # the text; by default the record's source, or $LONGHORN_TEXT
+    other_text: bool = False  # train on a text that is not the record's
 
     def __call__(self):
         from longhorn_kit.lab.retrain import retrain
+
         found = retrain(**vars(self))
-        print(f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; "
-              f"the record has {found.recorded:.4f}")
+        print(
+            f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; "
+            f"the record has {found.recorded:.4f}"
+        )
         print(found.sentence)
-        print(f"{self.out} loads with "
-              f"AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)")
+        print(
+            f"{self.out} loads with "
+            f"AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)"
+        )
 
 # %% ../nbs/machine/cli.ipynb #cli-035
 def known(kind: str, name: str, names: Iterable[str]) -> None:
@@ -442,12 +558,15 @@ def train_from(options) -> None:
     from longhorn_kit.lab.language_training import train_lm
     from longhorn_kit.lab.presets import LM_PRESETS
     from longhorn_kit.models import MIXERS
+
     known("mixer", options.mixer, MIXERS)
     preset = LM_PRESETS[options.preset]
     overrides = changed(options.settings, preset) | changed(options.settings.train, preset.train)
     overrides.pop("train", None)
     data = overrides.pop("data", None)
-    machine = {name: getattr(options, name) for name in MACHINE if getattr(options, name) is not None}
+    machine = {
+        name: getattr(options, name) for name in MACHINE if getattr(options, name) is not None
+    }
     layer = {}
     for name in LAYER:
         value = getattr(options, name)
@@ -455,19 +574,36 @@ def train_from(options) -> None:
             layer[name] = value
     if options.plan:
         from longhorn_kit.lab.planner import plan_text
+
         parts = overrides.get("gradient_accumulation_steps")
-        print(plan_text(options.settings, options.mixer, options=layer, micro_batches=parts, **machine))
+        print(
+            plan_text(
+                options.settings, options.mixer, options=layer, micro_batches=parts, **machine
+            )
+        )
     elif not options.out:
         raise UsageError("--out FOLDER is missing: the folder of the run")
     elif machine:
-        raise UsageError(f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
-                         "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`")
+        raise UsageError(
+            f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
+            "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`"
+        )
     else:
         start = str(model_folder(options.init_from)) if options.init_from else ""
-        train_lm(options.preset, options.mixer, data, options.out, options.text_column, options.verify, layer,
-                 start, **overrides)
+        train_lm(
+            options.preset,
+            options.mixer,
+            data,
+            options.out,
+            options.text_column,
+            options.verify,
+            layer,
+            start,
+            **overrides,
+        )
 
-LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm") # flags that are options of mixers
+
+LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm")  # flags that are options of mixers
 MACHINE = ("gpus", "gpu", "network")
 
 # %% ../nbs/machine/cli.ipynb #cli-039
@@ -476,21 +612,24 @@ class TrainLM(Generic[S]):
     """Train a language model; the same command resumes an interrupted run, more --steps lengthen a finished one.
 
     --preset NAME --help shows its values."""
-    preset: str              # a name that --help lists
-    out: NoDefault[str] = None   # folder of the run; --plan needs none
+
+    preset: str  # a name that --help lists
+    out: NoDefault[str] = None  # folder of the run; --plan needs none
     mixer: str = "longhorn"  # a name that --help lists
-    text_column: str = "text" # name of the field with the text, in .jsonl, .parquet and hf:NAME
-    verify: bool = False     # compare all prepared tokens with their SHA-256, not only samples
-    d_state: NoDefault[int] = None # numbers in the state per channel; by default the mixer's own number
+    text_column: str = "text"  # name of the field with the text, in .jsonl, .parquet and hf:NAME
+    verify: bool = False  # compare all prepared tokens with their SHA-256, not only samples
+    d_state: NoDefault[int] = (
+        None  # numbers in the state per channel; by default the mixer's own number
+    )
     d_conv: NoDefault[int] = None  # width of the mixer's convolution; by default its own
     expand: NoDefault[int] = None  # width of the mixer / d_model; by default its own
-    n_heads: NoDefault[int] = None # heads of a mixer that has them; by default its own number
-    key_norm: bool = False   # give the keys of Longhorn one learnt length
-    init_from: str = ""      # start from these weights: a run of train-lm or a model's folder
-    plan: bool = False       # train nothing: print memory, tokens per second and hours
+    n_heads: NoDefault[int] = None  # heads of a mixer that has them; by default its own number
+    key_norm: bool = False  # give the keys of Longhorn one learnt length
+    init_from: str = ""  # start from these weights: a run of train-lm or a model's folder
+    plan: bool = False  # train nothing: print memory, tokens per second and hours
     gpus: NoDefault[int] = None  # with --plan: how many; by default one
-    gpu: NoDefault[str] = None   # with --plan: NVIDIA H200 (default) or NVIDIA H100
-    network: NoDefault[float] = None # with --plan: GB/s per GPU between nodes; by default 40
+    gpu: NoDefault[str] = None  # with --plan: NVIDIA H200 (default) or NVIDIA H100
+    network: NoDefault[float] = None  # with --plan: GB/s per GPU between nodes; by default 40
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
     interrupted = "interrupted; the same command resumes from the last checkpoint"
@@ -500,6 +639,7 @@ class TrainLM(Generic[S]):
         "Return the settings of the preset that is named, or of any; and presets and mixers, for the help."
         from longhorn_kit.lab.presets import LM_PRESETS, listed, of_any_preset, override
         from longhorn_kit.models import MIXERS
+
         more = f"{listed(LM_PRESETS)}\n\nMixers: {', '.join(MIXERS)}"
         if not (name := value_of("--preset", argv)):
             return of_any_preset(LM_PRESETS["laptop"]), more
@@ -513,8 +653,9 @@ class TrainLM(Generic[S]):
 @dataclass
 class TrainVision(Generic[S]):
     "Train a vision model; the same command resumes an interrupted run. --preset NAME --help shows its values."
-    preset: str # a name that --help lists
-    out: str    # folder of the run
+
+    preset: str  # a name that --help lists
+    out: str  # folder of the run
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
     interrupted = "interrupted; the same command resumes from the last checkpoint"
@@ -523,12 +664,16 @@ class TrainVision(Generic[S]):
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the preset that is named, or of any; and the presets, for the help."
         from longhorn_kit.lab.presets import listed, of_any_preset
+
         try:
             from longhorn_kit.lab.vision_training import VISION_PRESETS
         except ModuleNotFoundError:
             if not {"-h", "--help"} & set(argv):
                 raise
-            return NoSettings(), f'\n\nIts flags and presets need the extra "vision": {pip_command("vision")}'
+            return (
+                NoSettings(),
+                f'\n\nIts flags and presets need the extra "vision": {pip_command("vision")}',
+            )
         if not (name := value_of("--preset", argv)):
             return of_any_preset(VISION_PRESETS["digits"].config), listed(VISION_PRESETS)
         known("preset", name, VISION_PRESETS)
@@ -537,45 +682,71 @@ class TrainVision(Generic[S]):
     def __call__(self):
         from longhorn_kit.lab.processes import is_main_process
         from longhorn_kit.lab.vision_training import VISION_PRESETS, train_vision
-        found = train_vision(self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config))
+
+        found = train_vision(
+            self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config)
+        )
         if is_main_process():
-            print(f"epoch {found['epoch']}: {accuracies(found)}; model in {Path(self.out) / 'model'}")
-            print(f"{found['images_per_second']:,.0f} images/s; the loader alone {found['loader_images_per_second']:,} "
-                  f"images/s; {found['waiting_percent']} % of the time went to waiting for images")
+            print(
+                f"epoch {found['epoch']}: {accuracies(found)}; model in {Path(self.out) / 'model'}"
+            )
+            print(
+                f"{found['images_per_second']:,.0f} images/s; the loader alone {found['loader_images_per_second']:,} "
+                f"images/s; {found['waiting_percent']} % of the time went to waiting for images"
+            )
 
 # %% ../nbs/machine/cli.ipynb #cli-043
 def accuracies(found: dict) -> str:
     "Describe an evaluation of images."
-    return (f"top 1 {100 * found.get('ema_top1', found['top1']):.2f} %, top 5 "
-            f"{100 * found.get('ema_top5', found['top5']):.2f} % of {plural(found['val_images'], 'image')}, "
-            f"{found['skipped']} skipped")
+    return (
+        f"top 1 {100 * found.get('ema_top1', found['top1']):.2f} %, top 5 "
+        f"{100 * found.get('ema_top5', found['top5']):.2f} % of {plural(found['val_images'], 'image')}, "
+        f"{found['skipped']} skipped"
+    )
 
 # %% ../nbs/machine/cli.ipynb #cli-045
 @dataclass
 class EvalVision:
     "Evaluate a vision model on held-out images, at any size."
-    model: tyro.conf.Positional[str] # folder of a run or of a model, or its model.safetensors
-    data: str              # digits, a folder with val, hf:NAME or wds:FOLDER
-    img_size: int = 0      # pixels per side; 0: that of the training
-    batch_size: int = 64   # images at a time, per process
-    workers: int = 4       # processes that load images
-    cpu: bool = False      # stay on the CPU
+
+    model: tyro.conf.Positional[str]  # folder of a run or of a model, or its model.safetensors
+    data: str  # digits, a folder with val, hf:NAME or wds:FOLDER
+    img_size: int = 0  # pixels per side; 0: that of the training
+    batch_size: int = 64  # images at a time, per process
+    workers: int = 4  # processes that load images
+    cpu: bool = False  # stay on the CPU
 
     def __call__(self):
         from longhorn_kit.lab.processes import is_main_process
         from longhorn_kit.lab.vision_training import eval_vision
-        found = eval_vision(self.model, self.data, self.img_size, self.batch_size, self.workers, self.cpu)
+
+        found = eval_vision(
+            self.model, self.data, self.img_size, self.batch_size, self.workers, self.cpu
+        )
         if is_main_process():
             print(accuracies(found))
 
 # %% ../nbs/machine/cli.ipynb #cli-047
-COMMANDS = {"reproduce": Reproduce, "claims": Claims, "prepare": Prepare, "train-lm": TrainLM,
-            "generate": Generate, "eval": Eval, "export": Export, "train-vision": TrainVision,
-            "eval-vision": EvalVision, "hold-out": HoldOut, "retrain": Retrain}
+COMMANDS = {
+    "reproduce": Reproduce,
+    "claims": Claims,
+    "prepare": Prepare,
+    "train-lm": TrainLM,
+    "generate": Generate,
+    "eval": Eval,
+    "export": Export,
+    "train-vision": TrainVision,
+    "eval-vision": EvalVision,
+    "hold-out": HoldOut,
+    "retrain": Retrain,
+}
 ABOUT = """Run, check and use Longhorn (arXiv 2407.14207).
 `longhorn COMMAND --help` explains a command; `longhorn --version` prints the version."""
-OPTIONS = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName,
-           tyro.conf.DisallowNone)
+OPTIONS = (
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.PositionalMetavarFromFieldName,
+    tyro.conf.DisallowNone,
+)
 
 # %% ../nbs/machine/cli.ipynb #cli-049
 def parse(argv: list[str]) -> Any:
@@ -585,15 +756,27 @@ def parse(argv: list[str]) -> Any:
         kind, more = subcommand(COMMANDS[argv[0]], argv[1:])
     else:
         plain = lambda kind: kind[NoSettings] if hasattr(kind, "settings_of") else kind
-        kinds = (Annotated[plain(kind), tyro.conf.subcommand(name)] for name, kind in COMMANDS.items())
+        kinds = (
+            Annotated[plain(kind), tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()
+        )
         kind, more = Union[tuple(kinds)], {"description": ABOUT}
     try:
         with contextlib.redirect_stderr(box := io.StringIO()):
-            return tyro.cli(kind, prog=" ".join(["longhorn", *argv[:named]]), args=argv[named:], config=OPTIONS, **more)
+            return tyro.cli(
+                kind,
+                prog=" ".join(["longhorn", *argv[:named]]),
+                args=argv[named:],
+                config=OPTIONS,
+                **more,
+            )
     except SystemExit as stop:
         if stop.code in (0, None):
             return None
-        text = re.sub(r"Error parsing settings[.\w]*: ([^│\n]*)", lambda m: m[1].ljust(len(m[0])), box.getvalue())
+        text = re.sub(
+            r"Error parsing settings[.\w]*: ([^│\n]*)",
+            lambda m: m[1].ljust(len(m[0])),
+            box.getvalue(),
+        )
         raise Misread(text) from None
 
 # %% ../nbs/machine/cli.ipynb #cli-051
@@ -603,9 +786,10 @@ def open_closed_streams() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))
 
+
 def fail(message: str, code: int) -> int:
     "Print the one line of a failure and return its exit code."
-    with contextlib.suppress(OSError, ValueError): # flush earlier output first
+    with contextlib.suppress(OSError, ValueError):  # flush earlier output first
         sys.stdout.flush()
     print(f"longhorn: error: {in_one_line(message)}", file=sys.stderr, flush=True)
     return code
@@ -615,24 +799,28 @@ def several_processes() -> bool:
     "Check whether a launcher started this process as one of several."
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
+
 def agreed(function: Callable, *arguments: Any) -> Any:
     "Call a function; if it fails in one of several processes it fails in all, so that none waits for another."
     if not several_processes():
         return function(*arguments)
     from longhorn_kit.lab.processes import together
+
     with together():
         return function(*arguments)
 
 # %% ../nbs/machine/cli.ipynb #cli-055
 def main(
-    argv: list[str] | None = None, # the words after `longhorn`; by default the command line's
-) -> int:                          # exit code
+    argv: list[str] | None = None,  # the words after `longhorn`; by default the command line's
+) -> int:  # exit code
     "Run a command and return 0 (done), 1 (failed), 2 (a mistake in the command line) or 130 (interrupted)."
     argv = sys.argv[1:] if argv is None else argv
     open_closed_streams()
-    os.environ.setdefault("MPLBACKEND", "Agg") # figures go to files
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive") # waiting threads must not spin on a busy machine
-    if hasattr(sys.stdout, "reconfigure"): # characters that the terminal lacks become ?
+    os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # waiting threads must not spin on a busy machine
+    if hasattr(sys.stdout, "reconfigure"):  # characters that the terminal lacks become ?
         sys.stdout.reconfigure(errors="replace")
     command = None
     try:
@@ -643,12 +831,13 @@ def main(
                 command()
             if several_processes():
                 from longhorn_kit.lab.processes import leave
+
                 atexit.register(leave)
         sys.stdout.flush()
         return 0
-    except KeyboardInterrupt as stop: # the training loop reports the step
+    except KeyboardInterrupt as stop:  # the training loop reports the step
         return fail(interruption(stop, command), 130)
-    except BrokenPipeError: # the reader of our output has gone, as in `longhorn claims | head`
+    except BrokenPipeError:  # the reader of our output has gone, as in `longhorn claims | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Misread as error:
@@ -663,5 +852,7 @@ def main(
 
 # %% ../nbs/machine/cli.ipynb #cli-057
 #| eval: false
-if __name__ == "__main__" and "ipykernel" not in sys.modules: # not where this page is run in JupyterLab
+if (
+    __name__ == "__main__" and "ipykernel" not in sys.modules
+):  # not where this page is run in JupyterLab
     sys.exit(main())

@@ -13,16 +13,18 @@ from importlib.util import find_spec
 import torch
 
 # %% ../nbs/machine/compat.ipynb #compat-t01
-NEEDS_TRITON = "needs Triton, which runs on Linux, in WSL, in a container and on Colab (README, Install)"
+NEEDS_TRITON = (
+    "needs Triton, which runs on Linux, in WSL, in a container and on Colab (README, Install)"
+)
 
 
 def use_triton(
-    rest: str = "read it: its outputs are stored", # what one can do without Triton, for the message
-) -> str: # device of the page's tensors: "cuda", or "cpu" if Triton interprets
+    rest: str = "read it: its outputs are stored",  # what one can do without Triton, for the message
+) -> str:  # device of the page's tensors: "cuda", or "cpu" if Triton interprets
     "Prepare a page of kernels; without Triton print one sentence, with which cells that need it then fail."
     gpu = torch.cuda.is_available()
     if not gpu:
-        os.environ.setdefault("TRITON_INTERPRET", "1") # Triton reads it once, when it is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when it is imported
     if find_spec("triton") is None:
         message = f"This page {NEEDS_TRITON}."
         print(message, "Without it you can still", rest + ".")
@@ -32,6 +34,7 @@ def use_triton(
 # %% ../nbs/machine/compat.ipynb #compat-t03
 def names_read(statement: ast.stmt) -> set:
     "Return the global names that a statement reads, also inside its functions."
+
     def of_scope(scope, top):
         for symbol in scope.get_symbols():
             if symbol.is_referenced() and (top or symbol.is_global()):
@@ -59,13 +62,15 @@ def imports_triton(statement: ast.stmt) -> bool:
             modules += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             modules.append(node.module or "")
-    return any(part.startswith(("triton", "gluon")) for module in modules for part in module.split("."))
+    return any(
+        part.startswith(("triton", "gluon")) for module in modules for part in module.split(".")
+    )
 
 # %% ../nbs/machine/compat.ipynb #compat-t03b
 def simple_statements(body: list) -> Iterator[ast.stmt]:
     "Yield the statements of a cell in order, with loops, conditions and other blocks taken apart."
     for statement in body:
-        parts = [] # pairs of a target, or None, and an expression: the first line of a block
+        parts = []  # pairs of a target, or None, and an expression: the first line of a block
         match statement:
             case ast.For():
                 parts = [(statement.target, statement.iter)]
@@ -90,9 +95,10 @@ def simple_statements(body: list) -> Iterator[ast.stmt]:
 # %% ../nbs/machine/compat.ipynb #compat-t05
 class CellsWithoutTriton:
     "An AST transformer of IPython: cells that need Triton raise `message`, all others run."
+
     def __init__(self, message: str):
         self.message = message
-        self.missing: set[str] = set() # names that cells with Triton would have bound
+        self.missing: set[str] = set()  # names that cells with Triton would have bound
 
     def visit(self, cell: ast.Module) -> ast.Module:
         "Return the cell, without what needs Triton and with an error in its place."
@@ -107,11 +113,15 @@ class CellsWithoutTriton:
         kept = [statement for statement in cell.body if statement not in blocked]
         if not all(is_import(statement) and statement in cell.body for statement in blocked):
             kept = list(filter(is_import, kept))
-            missing = self.missing.union(*map(names_bound, cell.body)).difference(*map(names_bound, kept))
+            missing = self.missing.union(*map(names_bound, cell.body)).difference(
+                *map(names_bound, kept)
+            )
         self.missing = missing
         if blocked:
             error = ast.parse(f"raise ModuleNotFoundError({self.message!r}, name='triton')").body[0]
-            for node in ast.walk(error): # the traceback points at the first statement that needs Triton
+            for node in ast.walk(
+                error
+            ):  # the traceback points at the first statement that needs Triton
                 ast.copy_location(node, blocked[0])
             kept.append(error)
         return ast.Module(kept, cell.type_ignores)
@@ -119,14 +129,17 @@ class CellsWithoutTriton:
 
 def guard_cells(message: str) -> None:
     "Let the cells of this page that need Triton raise `message`; outside of IPython do nothing."
-    ipython = sys.modules.get("IPython") # a page runs in it; a model's exported code must not ask for it
+    ipython = sys.modules.get(
+        "IPython"
+    )  # a page runs in it; a model's exported code must not ask for it
     shell = ipython and ipython.get_ipython()
     if shell and not any(isinstance(t, CellsWithoutTriton) for t in shell.ast_transformers):
         shell.ast_transformers.append(CellsWithoutTriton(message))
 
 # %% ../nbs/machine/compat.ipynb #compat-005
 BOX_OPERATORS = ("nms", "qnms")
-_declared = [] # keeps the declarations alive
+_declared = []  # keeps the declarations alive
+
 
 def declare_box_operators() -> None:
     "Declare torchvision's box operators, without an implementation."
@@ -137,7 +150,7 @@ def declare_box_operators() -> None:
     _declared.append(library)
 
 # %% ../nbs/machine/compat.ipynb #compat-006
-def mend_torchvision() -> bool: # True if it was needed
+def mend_torchvision() -> bool:  # True if it was needed
     "Make torchvision importable if its extension does not fit; call this before importing timm or transformers."
     try:
         import torchvision
@@ -148,5 +161,6 @@ def mend_torchvision() -> bool: # True if it was needed
             raise
         declare_box_operators()
         import torchvision  # noqa: F401
+
         return True
     return False

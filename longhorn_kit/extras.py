@@ -9,28 +9,50 @@ __all__ = ['EXTRAS', 'PUBLISHED', 'pip_command', 'need']
 from importlib.util import find_spec
 
 # %% ../nbs/machine/extras.ipynb #extras-005
-_LAB = ("accelerate", "datasets", "jinja2", "joblib", "pyarrow", "scipy", "tabulate", "tqdm", "tyro")
+_LAB = (
+    "accelerate",
+    "datasets",
+    "jinja2",
+    "joblib",
+    "pyarrow",
+    "scipy",
+    "tabulate",
+    "tqdm",
+    "tyro",
+)
 _LM = (*_LAB, "tiktoken", "zstandard")
 _HF = (*_LM, "tokenizers", "transformers")
-EXTRAS = {"lab": _LAB, "lm": _LM, "vision": (*_LAB, "PIL", "sklearn", "timm"), "hf": _HF, "eval": (*_HF, "lm_eval"),
-          "cluster": ("distributed", "submitit"), "track": ("tensorboard",), "book": ("matplotlib",),
-          "onnx": ("onnx", "onnxruntime", "onnxscript")}
+EXTRAS = {
+    "lab": _LAB,
+    "lm": _LM,
+    "vision": (*_LAB, "PIL", "sklearn", "timm"),
+    "hf": _HF,
+    "eval": (*_HF, "lm_eval"),
+    "cluster": ("distributed", "submitit"),
+    "track": ("tensorboard",),
+    "book": ("matplotlib",),
+    "onnx": ("onnx", "onnxruntime", "onnxscript"),
+}
 
 # %% ../nbs/machine/extras.ipynb #extras-007
-PUBLISHED = False # as in settings.ini
+PUBLISHED = False  # as in settings.ini
 
-def pip_command(extra: str) -> str: # a name in `EXTRAS`
+
+def pip_command(extra: str) -> str:  # a name in `EXTRAS`
     "Return the command that installs an extra."
     if PUBLISHED:
         return f'pip install "longhorn-kit[{extra}]"'
     return f'pip install ".[{extra}]" in a clone of the repository'
 
+
 def need(
-    who: str,       # command, module or task, for the message
-    extra: str,     # a name in `EXTRAS`
-    *packages: str, # import names that it uses; by default all of the extra
+    who: str,  # command, module or task, for the message
+    extra: str,  # a name in `EXTRAS`
+    *packages: str,  # import names that it uses; by default all of the extra
 ) -> None:
     "Raise ModuleNotFoundError with the pip command if a package of an extra is missing."
     for package in packages or EXTRAS[extra]:
         if find_spec(package) is None:
-            raise ModuleNotFoundError(f'{who} needs the extra "{extra}": {pip_command(extra)}', name=package)
+            raise ModuleNotFoundError(
+                f'{who} needs the extra "{extra}": {pip_command(extra)}', name=package
+            )

@@ -19,12 +19,22 @@ import numpy as np
 
 # %% ../nbs/machine/plots.ipynb #plots-005
 COLORS = {
-    "longhorn_exact": "#0072B2", "longhorn": "#E69F00",
-    "longhorn_scalar": "#009E73", "longhorn_decoupled": "#CC79A7",
-    "mamba": "#D55E00", "attention": "#8C8C8C", "deltanet": "#56B4E9",
-    "linear_attention": "#B8A800", "gla": "#A0522D",
-    "mamba_input_a": "#785A78", "mamba2": "#B42D4B", "gated_deltanet": "#5A96F0", "retnet": "#96A55A",
-    "hgrn2": "#D200B4", "rwkv5": "#6978FF", "rwkv6": "#692DFF",
+    "longhorn_exact": "#0072B2",
+    "longhorn": "#E69F00",
+    "longhorn_scalar": "#009E73",
+    "longhorn_decoupled": "#CC79A7",
+    "mamba": "#D55E00",
+    "attention": "#8C8C8C",
+    "deltanet": "#56B4E9",
+    "linear_attention": "#B8A800",
+    "gla": "#A0522D",
+    "mamba_input_a": "#785A78",
+    "mamba2": "#B42D4B",
+    "gated_deltanet": "#5A96F0",
+    "retnet": "#96A55A",
+    "hgrn2": "#D200B4",
+    "rwkv5": "#6978FF",
+    "rwkv6": "#692DFF",
 }
 LABELS = {name: NAMES[name] for name in COLORS}
 INK = "#7A7A7A"
@@ -32,25 +42,49 @@ INK = "#7A7A7A"
 # %% ../nbs/machine/plots.ipynb #plots-006
 def use_style() -> None:
     "Set matplotlib's defaults to the look of the book; call it once, after the imports."
-    ink = ("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor",
-           "xtick.color", "ytick.color", "grid.color")
-    mpl.rcParams.update({
-        "figure.figsize": (5.6, 3.2), "figure.dpi": 110, "savefig.dpi": 110,
-        "savefig.transparent": True, "figure.facecolor": "none", "axes.facecolor": "none",
-        "figure.constrained_layout.use": True, "lines.linewidth": 1.6, "image.cmap": "RdBu_r",
-        "axes.spines.top": False, "axes.spines.right": False,
-        "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6,
-        "font.size": 9, "axes.titlesize": 10, "axes.titlelocation": "left", "legend.frameon": False,
-        **dict.fromkeys(ink, INK),
-    })
-    if shell := "IPython" in sys.modules and sys.modules["IPython"].get_ipython(): # twice the pixels in a notebook
+    ink = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.titlecolor",
+        "axes.edgecolor",
+        "xtick.color",
+        "ytick.color",
+        "grid.color",
+    )
+    mpl.rcParams.update(
+        {
+            "figure.figsize": (5.6, 3.2),
+            "figure.dpi": 110,
+            "savefig.dpi": 110,
+            "savefig.transparent": True,
+            "figure.facecolor": "none",
+            "axes.facecolor": "none",
+            "figure.constrained_layout.use": True,
+            "lines.linewidth": 1.6,
+            "image.cmap": "RdBu_r",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.grid": True,
+            "grid.alpha": 0.25,
+            "grid.linewidth": 0.6,
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.titlelocation": "left",
+            "legend.frameon": False,
+            **dict.fromkeys(ink, INK),
+        }
+    )
+    if (
+        shell := "IPython" in sys.modules and sys.modules["IPython"].get_ipython()
+    ):  # twice the pixels in a notebook
         from matplotlib_inline.config import InlineBackend
+
         InlineBackend.instance(parent=shell).figure_formats = {"retina"}
 
 # %% ../nbs/machine/plots.ipynb #plots-008
 def label_ends(
-    ax: Any, # axes whose lines have their name in `label=`
-    gap: float = 0.065, # smallest distance between two labels, as a fraction of the axes' height
+    ax: Any,  # axes whose lines have their name in `label=`
+    gap: float = 0.065,  # smallest distance between two labels, as a fraction of the axes' height
 ) -> None:
     "Write every line's label beside its last finite point, in the line's colour."
     ax.autoscale_view()  # limits may be stale until the first drawing
@@ -64,19 +98,24 @@ def label_ends(
     ends.sort(key=lambda end: end[0])
     for below, end in zip(ends, ends[1:]):
         end[0] = max(end[0], below[0] + gap)
-    for rank, end in enumerate(reversed(ends)): # no label above the axes
+    for rank, end in enumerate(reversed(ends)):  # no label above the axes
         end[0] = min(end[0], 1 - rank * gap)
     for height, line in ends:
-        ax.annotate(line.get_label(), (1.01, height), xycoords="axes fraction",
-                    color=line.get_color(), va="center")
+        ax.annotate(
+            line.get_label(),
+            (1.01, height),
+            xycoords="axes fraction",
+            color=line.get_color(),
+            va="center",
+        )
 
 # %% ../nbs/machine/plots.ipynb #plots-010
 def plot_seeds(
-    ax: Any, # axes to draw on
-    steps: Any, # (T,) common x values
-    runs: Any, # (seeds,T), one row per seed
-    name: str, # a key of `COLORS`, which gives colour and label
-    **options: Any, # passed on to `ax.plot`
+    ax: Any,  # axes to draw on
+    steps: Any,  # (T,) common x values
+    runs: Any,  # (seeds,T), one row per seed
+    name: str,  # a key of `COLORS`, which gives colour and label
+    **options: Any,  # passed on to `ax.plot`
 ) -> Any:
     "Draw the mean over seeds as a line and the range over seeds as a band; return the line."
     runs = np.atleast_2d(np.asarray(runs, float))
@@ -85,9 +124,10 @@ def plot_seeds(
     return line
 
 # %% ../nbs/machine/plots.ipynb #plots-table
-def show_table(title: str, header: list, rows: list) -> None: # title: may be empty; rows: of cells
+def show_table(title: str, header: list, rows: list) -> None:  # title: may be empty; rows: of cells
     "Show a Markdown table in a notebook."
     from IPython.display import Markdown, display
+
     cells = lambda row: " | ".join(str(cell).replace("|", "\\|") for cell in row)
     lines = [f"| {cells(row)} |" for row in (header, ["---"] * len(header), *rows)]
     display(Markdown("\n".join([f"**{title}**\n"] * bool(title) + lines)))

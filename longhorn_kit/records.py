@@ -21,13 +21,17 @@ from pathlib import Path
 from typing import Any, Callable, Iterable, Iterator
 
 import longhorn_kit
+
 try:
     import fcntl
-except ImportError: # Windows has none
+except ImportError:  # Windows has none
     fcntl = None
 
 # %% ../nbs/machine/records.ipynb #records-006
-HERE = hashlib.sha256(platform.node().encode()).hexdigest()[:6] # identifies this machine without its name
+HERE = hashlib.sha256(platform.node().encode()).hexdigest()[
+    :6
+]  # identifies this machine without its name
+
 
 def beside(path: Path) -> Path:
     "Return the temporary name that this process uses while it writes a path."
@@ -58,11 +62,12 @@ def runs(process: int) -> bool:
     except PermissionError:
         return True
 
+
 def discard(path: Path) -> None:
     "Remove a file or folder if it exists; a folder disappears in one step, under a hidden name."
     if path.is_dir() and not path.name.startswith("."):
         hidden = beside(path)
-        with suppress(OSError): # otherwise it is removed file by file
+        with suppress(OSError):  # otherwise it is removed file by file
             os.replace(path, hidden)
             path = hidden
     shutil.rmtree(path, ignore_errors=True)
@@ -73,12 +78,13 @@ def discard(path: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     "Swap two paths in one step; False if the system cannot."
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    here, both = -100, 2 # AT_FDCWD, RENAME_EXCHANGE
+    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(swap) and swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0
+
 
 def put_in_place(
     new: Path,  # complete, on the same file system
-    path: Path, # the new name; whatever has this name is removed
+    path: Path,  # the new name; whatever has this name is removed
 ) -> None:
     "Rename a file or a folder, replacing what is there."
     old = path.with_name(f".{path.name}.old")
@@ -103,8 +109,8 @@ def standing(path: str | Path) -> Path:
 # %% ../nbs/machine/records.ipynb #records-011
 @contextmanager
 def atomic_path(
-    path: str | Path, # file or folder to write; its parent is made if missing
-    inside: bool = False, # write in a temporary folder, for a library that writes files beside its target
+    path: str | Path,  # file or folder to write; its parent is made if missing
+    inside: bool = False,  # write in a temporary folder, for a library that writes files beside its target
 ) -> Iterator[Path]:
     "Context manager that yields a temporary path, which becomes `path` when the block ends; OSError names the path."
     path = Path(path)
@@ -122,10 +128,11 @@ def atomic_path(
     finally:
         discard(partial)
 
+
 @contextmanager
 def final_name(
-    partial: Path, # temporary path
-    path: Path,    # path that it will have
+    partial: Path,  # temporary path
+    path: Path,  # path that it will have
 ) -> Iterator[None]:
     "Context manager whose OSErrors name the final path."
     try:
@@ -133,21 +140,24 @@ def final_name(
     except OSError as error:
         if error.strerror:
             raise cannot_write(path, error) from error
-        error.args = (str(error).replace(str(partial), str(path)),) # a message already
+        error.args = (str(error).replace(str(partial), str(path)),)  # a message already
         raise
+
 
 def put_on_disk(path: Path) -> None:
     "Wait until a file or folder is on the disk."
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
-            with open(file, "rb+" if os.name == "nt" else "rb") as handle: # Windows refuses a handle for reading
+            with open(
+                file, "rb+" if os.name == "nt" else "rb"
+            ) as handle:  # Windows refuses a handle for reading
                 os.fsync(handle.fileno())
 
 # %% ../nbs/machine/records.ipynb #records-012
 @contextmanager
 def atomic_file(
     path: str | Path,
-    mode: str = "w", # "w" for text (UTF-8, newlines as written) or "wb" for bytes
+    mode: str = "w",  # "w" for text (UTF-8, newlines as written) or "wb" for bytes
 ) -> Iterator[Any]:
     "Context manager that yields an open file, which appears under `path` whole when the block ends, or not at all."
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
@@ -159,7 +169,9 @@ def cannot_write(path: str | Path, error: Exception) -> OSError:
     "Return an OSError that names the path and the reason, and reports that the old contents are unchanged."
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     number = getattr(error, "errno", None)
-    hidden = re.search(r"\(os error (\d+)\)", reason) # a library in Rust gives the number in its text
+    hidden = re.search(
+        r"\(os error (\d+)\)", reason
+    )  # a library in Rust gives the number in its text
     if hidden:
         number = int(hidden[1])
         reason = os.strerror(number)
@@ -169,27 +181,29 @@ def cannot_write(path: str | Path, error: Exception) -> OSError:
 
 # %% ../nbs/machine/records.ipynb #records-016
 def check_ranges(
-    settings: Any, # object with these attributes
-    **ranges: tuple, # attribute=(lowest, highest), also of each number in a tuple
+    settings: Any,  # object with these attributes
+    **ranges: tuple,  # attribute=(lowest, highest), also of each number in a tuple
 ) -> None:
     "Raise ValueError for the first attribute outside its range."
     for name, (low, high) in ranges.items():
         for number in value if isinstance(value := getattr(settings, name), tuple) else (value,):
-            if not low <= number <= high: # nor is NaN
+            if not low <= number <= high:  # nor is NaN
                 raise ValueError(f"{name} is {number}; it must be from {low} to {high}")
 
 # %% ../nbs/machine/records.ipynb #records-016-3
 def check_same_settings(
-    folder: str | Path, # folder of a run
-    known: dict, # settings of its run
-    ours: dict, # settings of the run that wants the folder
-    names: Iterable[str], # names of the settings that must agree
+    folder: str | Path,  # folder of a run
+    known: dict,  # settings of its run
+    ours: dict,  # settings of the run that wants the folder
+    names: Iterable[str],  # names of the settings that must agree
 ) -> None:
     "Raise ValueError for the first setting that differs from the run in a folder."
     for name in names:
         if known[name] != ours[name]:
-            raise ValueError(f"{folder} holds a run with {name}={known[name]}; this one has {name}={ours[name]}; "
-                             "use another folder or delete it")
+            raise ValueError(
+                f"{folder} holds a run with {name}={known[name]}; this one has {name}={ours[name]}; "
+                "use another folder or delete it"
+            )
 
 # %% ../nbs/machine/records.ipynb #records-019
 def to_plain(value: Any) -> Any:
@@ -200,7 +214,7 @@ def to_plain(value: Any) -> Any:
         return [to_plain(item) for item in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return to_plain(dataclasses.asdict(value))
-    if hasattr(value, "tolist"): # tensors, numpy arrays and numpy numbers
+    if hasattr(value, "tolist"):  # tensors, numpy arrays and numpy numbers
         return to_plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -212,6 +226,7 @@ def to_plain(value: Any) -> Any:
 class FullPath(str):
     "Absolute path that is independent of the working folder."
 
+
 def without_machine_paths(text: str) -> str:
     "Replace the working folder, except in a `FullPath`, by `.` and the home folder by `~`."
     for folder, short in ((os.getcwd(), "."), (os.path.expanduser("~"), "~")):
@@ -219,14 +234,21 @@ def without_machine_paths(text: str) -> str:
             text = type(text)(re.sub(rf"(?<![\w./~-]){re.escape(folder)}(?![\w.-])", short, text))
     return text
 
-PATH_START = r"(?:(?<![\w./~-])|(?<=file://))(?:/(?=[^/\s])|[A-Za-z]:[\\/]|\\\\)" # where an absolute path starts
-FULL_PATH = re.compile(PATH_START + r"(?:[^\s/\\'\"<>|`]+[\\/]+)+([^\s/\\'\"<>|`]*)") # group: its last part
-LONE_SURROGATES = re.compile("[\ud800-\udfff]") # a name of a file that is not UTF-8; JSON cannot hold them
+
+PATH_START = r"(?:(?<![\w./~-])|(?<=file://))(?:/(?=[^/\s])|[A-Za-z]:[\\/]|\\\\)"  # where an absolute path starts
+FULL_PATH = re.compile(
+    PATH_START + r"(?:[^\s/\\'\"<>|`]+[\\/]+)+([^\s/\\'\"<>|`]*)"
+)  # group: its last part
+LONE_SURROGATES = re.compile(
+    "[\ud800-\udfff]"
+)  # a name of a file that is not UTF-8; JSON cannot hold them
+
 
 def last_part(path: str) -> str:
     "Return `.../NAME` for an absolute path."
     *_, name = re.split(r"[\\/]", re.sub(r"[\\/]+$", "", path))
     return f".../{name}"
+
 
 def without_full_paths(text: str) -> str:
     "Shorten all absolute paths in a text: to `./`, `~/`, or their last part."
@@ -236,17 +258,19 @@ def without_full_paths(text: str) -> str:
         return f"{last_part(short)} ({digest[:6]})" if os.path.isabs(short) else short
     text = short
     start = re.search(PATH_START, text)
-    if start and "\n" not in text and is_path(text[start.start():]):
-        return text[:start.start()] + last_part(text[start.start():])
+    if start and "\n" not in text and is_path(text[start.start() :]):
+        return text[: start.start()] + last_part(text[start.start() :])
     return FULL_PATH.sub(lambda path: last_part(path[0]), text)
+
 
 def is_path(text: str) -> bool:
     "Check whether the whole text is an existing path, or a pattern of names in an existing folder."
     try:
         exists = os.path.exists(text) or os.path.isdir(os.path.dirname(text))
         return text.count("/") > 1 and exists
-    except (OSError, ValueError): # too long, or a NUL character
+    except (OSError, ValueError):  # too long, or a NUL character
         return False
+
 
 def write_json(path: str | Path, value: Any) -> Path:
     "Write a value as JSON, whole or not at all, and return the path."
@@ -258,6 +282,7 @@ def write_json(path: str | Path, value: Any) -> Path:
 # %% ../nbs/machine/records.ipynb #records-022
 class JsonObject(dict):
     "Object of a JSON file; a missing key raises a ValueError that names the file."
+
     def __init__(self, items: Any = (), place: Any = "a JSON file"):
         super().__init__(items)
         self.place = str(place)
@@ -265,17 +290,20 @@ class JsonObject(dict):
     def __missing__(self, key):
         raise ValueError(f"key {key!r} is missing in {self.place}")
 
+
 def read_json(path: str | Path) -> Any:
     "Return the value in a JSON file, with objects as `JsonObject`; ValueError if the file is not JSON."
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"), object_hook=partial(JsonObject, place=path))
-    except (ValueError, RecursionError) as error: # also a UnicodeDecodeError
+        return json.loads(
+            Path(path).read_text(encoding="utf-8"), object_hook=partial(JsonObject, place=path)
+        )
+    except (ValueError, RecursionError) as error:  # also a UnicodeDecodeError
         raise ValueError(f"{path} is not a JSON file: {str(error).splitlines()[0]}") from error
 
 # %% ../nbs/machine/records.ipynb #records-025
 @contextmanager
 def atomic_folder(
-    path: str | Path, # folder to make; an existing one is replaced when the new one is complete
+    path: str | Path,  # folder to make; an existing one is replaced when the new one is complete
 ) -> Iterator[Path]:
     "Context manager that yields a folder to write into; it gets a manifest and becomes `path` when the block ends."
     with atomic_path(path) as partial:
@@ -283,20 +311,24 @@ def atomic_folder(
         yield partial
         write_json(partial / "manifest.json", {"files": contents(partial)})
 
-def contents(folder: Path) -> dict: # -> name -> bytes and sha256
+
+def contents(folder: Path) -> dict:  # -> name -> bytes and sha256
     "Return size and SHA-256 of every file in a folder except its manifest."
     files = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.name != "manifest.json":
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest}
+            files[path.relative_to(folder).as_posix()] = {
+                "bytes": path.stat().st_size,
+                "sha256": digest,
+            }
     return files
 
 # %% ../nbs/machine/records.ipynb #records-025-3
 def check_folder(
-    folder: str | Path, # made by `atomic_folder`; without a manifest nothing is checked
-    remedy: str,        # what to do if the folder is damaged
+    folder: str | Path,  # made by `atomic_folder`; without a manifest nothing is checked
+    remedy: str,  # what to do if the folder is damaged
 ) -> None:
     "Raise ValueError for the first file that differs from the manifest."
     manifest = Path(folder) / "manifest.json"
@@ -308,13 +340,15 @@ def check_folder(
         raise ValueError(f"{manifest} is damaged; {remedy}") from None
     for name in known:
         if files.get(name) != known[name]:
-            raise ValueError(f"{Path(folder) / name} is {'damaged' if name in files else 'missing'}; {remedy}")
+            raise ValueError(
+                f"{Path(folder) / name} is {'damaged' if name in files else 'missing'}; {remedy}"
+            )
 
 # %% ../nbs/machine/records.ipynb #records-026-whole
 def read_whole(
-    folder: str | Path, # a writer may replace it at any moment
-    names: Iterable[str], # patterns of the files that `read` reads
-    read: Callable, # gets a path to the folder
+    folder: str | Path,  # a writer may replace it at any moment
+    names: Iterable[str],  # patterns of the files that `read` reads
+    read: Callable,  # gets a path to the folder
     attempts: int = 100,
 ) -> Any:
     "Return read(path) of one version of a folder; raises the errors of `read`, with the folder's name."
@@ -333,22 +367,28 @@ def read_whole(
         if not changed:
             return value
         time.sleep(0.05)
-    raise OSError(f"{folder} was replaced {attempts} times while it was read; try again when no process "
-                  "writes to it")
+    raise OSError(
+        f"{folder} was replaced {attempts} times while it was read; try again when no process "
+        "writes to it"
+    )
+
 
 def with_name(error: OSError | ValueError, path: str, name: str) -> OSError | ValueError:
     "Return the error with another name of a path in its text."
     if isinstance(error, OSError) and error.strerror:
-        return OSError(error.errno, error.strerror, str(error.filename).replace(path, name)) # of the same kind
+        return OSError(
+            error.errno, error.strerror, str(error.filename).replace(path, name)
+        )  # of the same kind
     kind = OSError if isinstance(error, OSError) else ValueError
     return kind(str(error).replace(path, name))
+
 
 @contextmanager
 def kept_open(folder: Path) -> Iterator[Path]:
     "Context manager that yields a path that stays with this folder if it is renamed (on Linux; else its name)."
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except OSError: # missing, or Windows
+    except OSError:  # missing, or Windows
         yield folder
         return
     try:
@@ -357,11 +397,12 @@ def kept_open(folder: Path) -> Iterator[Path]:
     finally:
         os.close(handle)
 
-def stamps(folder: Path, names: Iterable[str]) -> list: # names: patterns
+
+def stamps(folder: Path, names: Iterable[str]) -> list:  # names: patterns
     "Return name, number, size and date of files, which differ after a file was replaced."
     found = []
     for path in sorted(file for name in names for file in folder.glob(name)):
-        with suppress(OSError): # it has just been removed
+        with suppress(OSError):  # it has just been removed
             about = path.stat()
             found.append((path.name, about.st_ino, about.st_size, about.st_mtime_ns))
     return found
@@ -369,7 +410,10 @@ def stamps(folder: Path, names: Iterable[str]) -> list: # names: patterns
 # %% ../nbs/machine/records.ipynb #records-028
 # Control characters except tab and newline, line separators, marks that reverse the order of letters, and
 # halves of characters.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
 
 def readable(value: Any) -> Any:
     "Replace control characters, except tab and newline, in all strings of a value."
@@ -380,24 +424,30 @@ def readable(value: Any) -> Any:
         return [readable(item) for item in value]
     return CONTROL.sub("\ufffd", value) if isinstance(value, str) else value
 
+
 def in_one_line(text: Any) -> str:
     "Return a text for the terminal: no control characters, one line."
     return readable(re.sub(r"\s*[\r\n]+\s*", " ", str(text)).replace("\t", " "))
+
 
 def warn(message: str) -> None:
     "Print a warning as one line; words from foreign data are escaped."
     print(f"longhorn: warning: {in_one_line(message)}", file=sys.stderr)
 
+
 def digest_of(record: dict) -> str:
     "Return the SHA-256 of a record's contents."
     known = {name: value for name, value in record.items() if name != "sha256"}
-    return hashlib.sha256(json.dumps(known, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(known, sort_keys=True, ensure_ascii=False).encode()
+    ).hexdigest()
 
 # %% ../nbs/machine/records.ipynb #records-029
 def write_record(path: str | Path, record: dict) -> Path:
     "Write a record with its SHA-256, and return the path."
     record = to_plain(record)
     return write_json(path, record | {"sha256": digest_of(record)})
+
 
 def read_record(path: str | Path) -> dict:
     "Return a record; ValueError names the file and the remedy if it is missing or damaged."
@@ -419,9 +469,10 @@ def json_line(value: Any) -> str:
     "Return the object as one line of strict JSON, with its newline."
     return json.dumps(to_plain(value), ensure_ascii=False, allow_nan=False) + "\n"
 
+
 def append_jsonl(
-    path: str | Path, # made if missing
-    *values: Any, # one object per new line
+    path: str | Path,  # made if missing
+    *values: Any,  # one object per new line
 ) -> None:
     "Append one line per value, all of them or none; OSError names the file."
     data = "".join(map(json_line, values)).encode()
@@ -455,6 +506,7 @@ def read_jsonl(path: str | Path) -> list:
                 raise ValueError(f"{path}, line {number}, is not JSON: {error}") from error
     return values
 
+
 def write_jsonl(path: str | Path, values: Iterable) -> None:
     "Write a file of JSON lines, whole or not at all."
     with atomic_file(path) as file:
@@ -463,18 +515,22 @@ def write_jsonl(path: str | Path, values: Iterable) -> None:
 # %% ../nbs/machine/records.ipynb #records-037
 @contextmanager
 def exclusive_lock(
-    folder: str | Path, # made if missing
+    folder: str | Path,  # made if missing
     wait: bool = True,  # False: raise BlockingIOError if another process has the folder
 ) -> Iterator[bool]:
     "Context manager that keeps other processes out of a folder; yields False if the file system has no locks."
     folder, handle = Path(folder), None
     while fcntl:
         folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError): # removed before it was opened
+        with suppress(FileNotFoundError):  # removed before it was opened
             handle = locked(folder, wait)
-            if handle is None or folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
+            if (
+                handle is None
+                or folder.exists()
+                and os.path.samestat(os.fstat(handle), folder.stat())
+            ):
                 break
-            os.close(handle) # while we waited the folder was renamed or removed
+            os.close(handle)  # while we waited the folder was renamed or removed
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield handle is not None
@@ -483,7 +539,13 @@ def exclusive_lock(
             os.close(handle)
 
 # %% ../nbs/machine/records.ipynb #records-038
-NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK} # errors of a file system without locks
+NO_LOCKS = {
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.ENOLCK,
+}  # errors of a file system without locks
+
 
 def locked(folder: Path, wait: bool) -> int | None:
     "Return a handle that holds the folder's lock; None, after a warning, on a file system without locks."
@@ -501,18 +563,34 @@ def locked(folder: Path, wait: bool) -> int | None:
         if error.errno not in NO_LOCKS:
             error.filename = str(folder)
             raise
-        print(f"the file system of {folder} has no locks; do not start a second run there", file=sys.stderr)
+        print(
+            f"the file system of {folder} has no locks; do not start a second run there",
+            file=sys.stderr,
+        )
         return None
     return handle
 
 # %% ../nbs/machine/records.ipynb #records-names
 NAMES = {
-    "longhorn": "diagonal", "longhorn_exact": "exact", "longhorn_scalar": "one rate",
-    "longhorn_decoupled": "decoupled", "mamba": "Mamba", "attention": "attention", "gla": "GLA",
-    "deltanet": "DeltaNet", "gated_deltanet": "Gated DeltaNet", "deit": "DeiT",
-    "mamba_input_a": "Mamba with A from the input", "linear_attention": "linear attention",
-    "mamba2": "Mamba-2", "retnet": "RetNet", "hgrn2": "HGRN2", "rwkv5": "RWKV-5", "rwkv6": "RWKV-6",
-    "attention_without_positions": "plain attention"}
+    "longhorn": "diagonal",
+    "longhorn_exact": "exact",
+    "longhorn_scalar": "one rate",
+    "longhorn_decoupled": "decoupled",
+    "mamba": "Mamba",
+    "attention": "attention",
+    "gla": "GLA",
+    "deltanet": "DeltaNet",
+    "gated_deltanet": "Gated DeltaNet",
+    "deit": "DeiT",
+    "mamba_input_a": "Mamba with A from the input",
+    "linear_attention": "linear attention",
+    "mamba2": "Mamba-2",
+    "retnet": "RetNet",
+    "hgrn2": "HGRN2",
+    "rwkv5": "RWKV-5",
+    "rwkv6": "RWKV-6",
+    "attention_without_positions": "plain attention",
+}
 
 # %% ../nbs/machine/records.ipynb #records-root-2
 def records_root() -> Path:
@@ -522,7 +600,9 @@ def records_root() -> Path:
 
 # %% ../nbs/machine/records.ipynb #records-041
 def commit_of_kit(
-    root: str | Path | None = None, # root of the repository; by default the folder above the package
+    root: str
+    | Path
+    | None = None,  # root of the repository; by default the folder above the package
 ) -> str | None:
     """Return the commit that the kit runs from, with `+` if its files have been changed.
 
@@ -530,13 +610,17 @@ def commit_of_kit(
     root = Path(root or Path(longhorn_kit.__file__).parent.parent)
     if not ((root / ".git").exists() and (root / "longhorn_kit").is_dir()):
         return None
+
     def git(*words):
         command = ["git", "-C", str(root), *words]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+
     try:
         dirty = git("status", "--porcelain", "--untracked-files=no", "--", "longhorn_kit")
         return git("rev-parse", "--short=12", "HEAD") + ("+" if dirty else "")
-    except (OSError, subprocess.SubprocessError): # no git, or no commit yet
+    except (OSError, subprocess.SubprocessError):  # no git, or no commit yet
         return None
 
 # %% ../nbs/machine/records.ipynb #records-042
@@ -550,6 +634,7 @@ def cpu_name() -> str:
         pass
     return platform.processor() or platform.machine()
 
+
 def version_of(package: str) -> str | None:
     "Return a package's version without importing it; None if missing."
     try:
@@ -560,26 +645,40 @@ def version_of(package: str) -> str | None:
 # %% ../nbs/machine/records.ipynb #records-043
 def environment() -> dict:
     "Return versions and hardware, without host, user or path."
-    import torch # imported here: reading the ledger does not need it
+    import torch  # imported here: reading the ledger does not need it
+
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "kit": longhorn_kit.__version__, "commit": commit_of_kit(), "python": platform.python_version(),
-        "torch": torch.__version__, "triton": version_of("triton"), "accelerate": version_of("accelerate"),
-        "platform": f"{platform.system()} {platform.machine()}", "cpu": cpu_name(), "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(), "gpu": gpu, "gpus": torch.cuda.device_count() if gpu else 0,
-        "cuda": torch.version.cuda if gpu else None}
+        "kit": longhorn_kit.__version__,
+        "commit": commit_of_kit(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "accelerate": version_of("accelerate"),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu,
+        "gpus": torch.cuda.device_count() if gpu else 0,
+        "cuda": torch.version.cuda if gpu else None,
+    }
 
 # %% ../nbs/machine/records.ipynb #records-046
 def command_line() -> str:
     "Return the command that started this program, quoted for a shell, without machine paths."
-    program, module = Path(sys.argv[0] or "python").name, getattr(sys.modules["__main__"], "__spec__", None)
-    if module: # python -m
+    program, module = (
+        Path(sys.argv[0] or "python").name,
+        getattr(sys.modules["__main__"], "__spec__", None),
+    )
+    if module:  # python -m
         words = ["python", "-m", module.name.removesuffix(".__main__")]
     elif program == "-c" and "-c" in sys.orig_argv:
-        words = ["python", *sys.orig_argv[(at := sys.orig_argv.index("-c")):at + 2]]
+        words = ["python", *sys.orig_argv[(at := sys.orig_argv.index("-c")) : at + 2]]
     else:
         words = ["python", program] if program.endswith(".py") else [program]
     return " ".join(quoted(without_full_paths(word)) for word in [*words, *sys.argv[1:]])
+
 
 def quoted(word: str) -> str:
     "Quote a word for a shell, which replaces ~ only outside quotes."
@@ -588,14 +687,15 @@ def quoted(word: str) -> str:
 
 # %% ../nbs/machine/records.ipynb #records-048
 def progress(
-    iterable: Any = None, # what to loop over; None to count by `update`
-    desc: str = "", # name of the work
-    total: int | None = None, # number of items, if known
-    initial: int = 0, # first count
-    disable: bool = False, # True on processes that should be silent
+    iterable: Any = None,  # what to loop over; None to count by `update`
+    desc: str = "",  # name of the work
+    total: int | None = None,  # number of items, if known
+    initial: int = 0,  # first count
+    disable: bool = False,  # True on processes that should be silent
 ) -> Any:
     "Return a tqdm bar; outside a terminal it prints a line every ten seconds."
     from tqdm import tqdm
+
     slow = {"mininterval": 10, "maxinterval": 10, "delay": 10, "ncols": 100}
     pace = {"leave": False, "dynamic_ncols": True} if sys.stderr.isatty() else slow
     return tqdm(iterable, desc, total, initial=initial, disable=disable, **pace)

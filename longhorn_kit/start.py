@@ -11,11 +11,22 @@ import sys
 from .extras import need
 
 # %% ../nbs/machine/start.ipynb #start-010
-NEEDS = {"reproduce": "lab", "claims": "lab", "prepare": "lm", "train-lm": "lm", "generate": "lm", "eval": "eval",
-         "export": "hf", "train-vision": "vision", "eval-vision": "vision", "hold-out": "lab",
-         "retrain": "hf"} # command: extra
+NEEDS = {
+    "reproduce": "lab",
+    "claims": "lab",
+    "prepare": "lm",
+    "train-lm": "lm",
+    "generate": "lm",
+    "eval": "eval",
+    "export": "hf",
+    "train-vision": "vision",
+    "eval-vision": "vision",
+    "hold-out": "lab",
+    "retrain": "hf",
+}  # command: extra
 
-def start() -> int: # exit code
+
+def start() -> int:  # exit code
     "Run the command line; if a package is missing, name its extra."
     command = next((word for word in sys.argv[1:2] if word in NEEDS), "longhorn")
     helps = any(word in ("-h", "--help") for word in sys.argv)
@@ -25,4 +36,5 @@ def start() -> int: # exit code
         print(f"longhorn: error: {error}", file=sys.stderr)
         return 1
     from longhorn_kit.cli import main
+
     return main()

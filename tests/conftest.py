@@ -1,4 +1,5 @@
 """Where there is no GPU, Triton's interpreter runs the kernels: the variable must be set before triton is imported."""
+
 import hashlib
 import os
 import signal
@@ -21,14 +22,20 @@ def two_configurations_a_kernel():
     with pytest.MonkeyPatch.context() as patch:
         if torch.cuda.is_available():
             from triton.runtime.autotuner import Autotuner
+
             prune = Autotuner.prune_configs
             patch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:2])
         yield
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "mixer: what every mixer must do; -k NAME runs the checks of one")
-    config.addinivalue_line("markers", "numeric: compares numbers that processors round differently; also run with ATEN_CPU_CAPABILITY=default")
+    config.addinivalue_line(
+        "markers", "mixer: what every mixer must do; -k NAME runs the checks of one"
+    )
+    config.addinivalue_line(
+        "markers",
+        "numeric: compares numbers that processors round differently; also run with ATEN_CPU_CAPABILITY=default",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -44,9 +51,16 @@ def pytest_runtest_makereport(item, call):
 
 
 LONG = ("slow", "faults", "release")
-LONG_SECONDS = 1200 # a long test that takes more is stuck, also on a machine three times as slow
+LONG_SECONDS = 1200  # a long test that takes more is stuck, also on a machine three times as slow
 # Files whose tests take long run first, so that no worker ends with one while the other has nothing to do.
-FIRST = ("test_site", "test_layouts", "test_cluster", "test_vision_training", "test_triton_compile", "test_gluon_cpu")
+FIRST = (
+    "test_site",
+    "test_layouts",
+    "test_cluster",
+    "test_vision_training",
+    "test_triton_compile",
+    "test_gluon_cpu",
+)
 # Long tests that no sample contains, and why.
 NOT_SAMPLED = {
     "test_all_kernels_compile": "up to an hour",
@@ -57,7 +71,9 @@ NOT_SAMPLED = {
 
 
 def pytest_addoption(parser):
-    parser.addoption("--sample", metavar="SEED", help="run one case of every test, chosen by this seed")
+    parser.addoption(
+        "--sample", metavar="SEED", help="run one case of every test, chosen by this seed"
+    )
 
 
 def one_case_per_test(cases, seed):
@@ -70,7 +86,9 @@ def sampled(items, seed):
     "Return the items of a sample; UsageError if NOT_SAMPLED names a test that does not exist."
     unknown = NOT_SAMPLED.keys() - {item.originalname for item in items}
     if unknown:
-        raise pytest.UsageError(f"NOT_SAMPLED in tests/conftest.py names {', '.join(sorted(unknown))}, not a test of this run")
+        raise pytest.UsageError(
+            f"NOT_SAMPLED in tests/conftest.py names {', '.join(sorted(unknown))}, not a test of this run"
+        )
     cases = defaultdict(list)
     for item in items:
         if item.originalname not in NOT_SAMPLED:
@@ -79,7 +97,7 @@ def sampled(items, seed):
     return [item for item in items if item.nodeid in chosen]
 
 
-@pytest.hookimpl(trylast=True) # after -m and -k
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     "Skip what this machine cannot run (`cuda`), and what takes long unless its mark is asked for (`-m slow`, `-m release`)."
     asked, seed = config.getoption("-m"), config.getoption("--sample")

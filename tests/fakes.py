@@ -1,4 +1,5 @@
 """A claim that runs in no time, for tests of the ledger, the report and the command line."""
+
 import os
 import sys
 import types
@@ -8,8 +9,8 @@ from longhorn_kit.lab.claims import Claim
 from longhorn_kit.lab.run import Experiment
 from longhorn_kit.lab.stats import Comparison
 
-calls, errors = [], {} # names of the experiments that ran; name -> what its job raises
-during = {} # name -> function that its job calls
+calls, errors = [], {}  # names of the experiments that ran; name -> what its job raises
+during = {}  # name -> function that its job calls
 
 
 def kills(most):
@@ -19,8 +20,8 @@ def kills(most):
 
 @dataclass(frozen=True)
 class Config:
-    steps: int = 3 # steps to take
-    seeds: tuple = (0,) # seeds to take them with
+    steps: int = 3  # steps to take
+    seeds: tuple = (0,)  # seeds to take them with
 
 
 def experiment(name):
@@ -35,7 +36,9 @@ def experiment(name):
         return {"score": 2}
 
     def summarize(config, results):
-        return {"score": sum(row["score"] for s in jobs(config, results) if (row := results.get(s)))}
+        return {
+            "score": sum(row["score"] for s in jobs(config, results) if (row := results.get(s)))
+        }
 
     return Experiment(name, {"laptop": Config()}, jobs, run_job, summarize)
 
@@ -50,11 +53,20 @@ def claim(name="fake", **options):
     module.EXPERIMENT = experiment(name)
     sys.modules[module.__name__] = module
     fields = {"module": module.__name__, "compare": compare, "minutes": {"laptop": 1}} | options
-    return Claim(name, f"The {name} claim < & holds.", "1.0", "official code", "score above zero", **fields)
+    return Claim(
+        name, f"The {name} claim < & holds.", "1.0", "official code", "score above zero", **fields
+    )
 
 
 def record(name="fake", scale="laptop", **fields):
     return {
-        "experiment": name, "scale": scale, "settings": {"steps": 3, "seeds": [0]}, "results": {"score": 2}, "seconds": 1.5, "missing": 0,
-        "made": {"commit": ["abc"], "device": ["cpu"]}, "environment": {"torch": "2.13", "threads": 2, "gpu": None},
-        "command": f"longhorn reproduce {name}"} | fields
+        "experiment": name,
+        "scale": scale,
+        "settings": {"steps": 3, "seeds": [0]},
+        "results": {"score": 2},
+        "seconds": 1.5,
+        "missing": 0,
+        "made": {"commit": ["abc"], "device": ["cpu"]},
+        "environment": {"torch": "2.13", "threads": 2, "gpu": None},
+        "command": f"longhorn reproduce {name}",
+    } | fields

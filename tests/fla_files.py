@@ -1,4 +1,5 @@
 "flash-linear-attention's files, read or run one by one: importing the package itself takes seconds."
+
 import importlib.util
 from functools import cache
 from pathlib import Path
@@ -17,7 +18,9 @@ def ops_folder():
 @cache
 def naive(path, name):
     "A function of one of its plain PyTorch files."
-    spec = importlib.util.spec_from_file_location("naive_" + path.replace("/", "_"), ops_folder() / f"{path}.py")
+    spec = importlib.util.spec_from_file_location(
+        "naive_" + path.replace("/", "_"), ops_folder() / f"{path}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)

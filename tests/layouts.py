@@ -1,4 +1,5 @@
 """Processes that are started once and then run functions together, as `torchrun` would start them: `Pool(4).run(function, ...)`."""
+
 import contextlib
 import io
 import multiprocessing
@@ -17,6 +18,7 @@ def serve(pipe, environment):
     "Run what comes through the pipe until it is closed; runs in a process of the pool."
     os.environ |= environment
     import torch
+
     torch.set_num_threads(1)
     while True:
         try:
@@ -39,8 +41,10 @@ def called(function, arguments, options):
 
 class Alone:
     "A pool of one process: this one, which finds no other."
+
     def run(self, function, *arguments, **options):
         import torch
+
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -57,10 +61,17 @@ class Alone:
 
 class Pool:
     "Several processes. Only without `daemon` they may start processes themselves."
+
     def __init__(self, count, daemon=True):
         spawn, port = multiprocessing.get_context("spawn"), str(free_port())
-        shared = dict(WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
-                      OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        shared = dict(
+            WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(count),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=port,
+            OMP_NUM_THREADS="1",
+            CUDA_VISIBLE_DEVICES="",
+        )
         self.pipes, self.processes = [], []
         for rank in range(count):
             ours, theirs = spawn.Pipe()

@@ -1,4 +1,5 @@
 """Checks of every mixer. `python -m pytest -m mixer -k NAME` runs all of them for one; a failure starts with the docstring of its check."""
+
 import pytest
 from sweep import slow_case
 
@@ -11,8 +12,8 @@ KINDS = {name: getattr(MIXERS[name], "func", MIXERS[name]) for name in NAMES}
 KIT = [name for name in NAMES if KINDS[name].__module__.startswith("longhorn_kit.")]
 SCANS = [name for name in NAMES if issubclass(KINDS[name], ScanMixer)]
 MATRICES = [name for name in NAMES if issubclass(KINDS[name], MatrixMixer)]
-GROWING = ("attention",) # caches that grow with every token
-OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm") # mixers with an option that is on
+GROWING = ("attention",)  # caches that grow with every token
+OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm")  # mixers with an option that is on
 
 
 def parts(name):
@@ -24,15 +25,21 @@ def parts(name):
 def every(names, quick=None):
     "Run a check for these mixers; its docstring says in one sentence what it demands. Those not in `quick` run in `make test-slow`."
     cases = [name if quick is None or name in quick else slow_case(name) for name in names]
+
     def mark(check):
-        assert (check.__doc__ or "").strip().endswith("."), f"{check.__name__} does not say what it demands"
+        assert (check.__doc__ or "").strip().endswith("."), (
+            f"{check.__name__} does not say what it demands"
+        )
         return pytest.mark.mixer(pytest.mark.parametrize("name", cases)(check))
+
     return mark
 
 
 every_mixer, every_scan, every_matrix = every(NAMES), every(SCANS), every(MATRICES)
-every_mixer_of_kit = every(KIT) # not demanded of a layer from elsewhere: tracing at any length, keys, skipping padding in one pass
-every_layer = every([*NAMES, *OPTIONS]) # names for `parts`
+every_mixer_of_kit = every(
+    KIT
+)  # not demanded of a layer from elsewhere: tracing at any length, keys, skipping padding in one pass
+every_layer = every([*NAMES, *OPTIONS])  # names for `parts`
 # for long checks: `make test` runs one mixer of each family of code
 FAMILIES = ("longhorn", "longhorn_exact", "mamba", "deltanet", "attention")
 every_family = every(NAMES, FAMILIES)

@@ -1,4 +1,5 @@
 """How much rounding may change a result, from the arithmetic alone."""
+
 import torch
 
 
@@ -16,4 +17,8 @@ def error(a, b):
     "Relative error in the Euclidean norm; not a number never passes."
     if not torch.isfinite(a).all():
         return float("inf")
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item() if a.numel() else 0.0
+    return (
+        ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+        if a.numel()
+        else 0.0
+    )

@@ -7,7 +7,8 @@ export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 if [ $# -gt 0 ]; then
   exec python -m pytest -q "$@"
 fi
-echo "== lint (ruff)"
+echo "== format and lint (ruff)"
+ruff format -q --check || { echo "make test: run 'ruff format' and commit the result"; exit 1; }
 ruff check -q
 echo "== notebooks (nbdev_test)"
 nbdev_test --n_workers 2

@@ -1,4 +1,5 @@
 """Sweeps over many cases: `make test` runs a part that covers every path of the code, `make test-slow` the rest."""
+
 import pytest
 import torch
 

@@ -1,6 +1,7 @@
 """Every baseline against an independent implementation on shared weights, outputs and all gradients: mamba.py and
 transformers for the Mambas, flash-linear-attention's naive operations for the matrix states, a plain softmax with
 complex rotations for attention."""
+
 import json
 from dataclasses import replace
 from functools import cache
@@ -15,11 +16,28 @@ from sweep import slow_case
 from mixers import MATRICES, SCANS, every_family, every_matrix, every_mixer
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import LMConfig, SequenceLM, lm
-from longhorn_kit.models.baselines import Attention, Mamba, MambaInputA, default_heads, mask_options, rotate
+from longhorn_kit.models.baselines import (
+    Attention,
+    Mamba,
+    MambaInputA,
+    default_heads,
+    mask_options,
+    rotate,
+)
 from longhorn_kit.models.files import match_parameters
 from longhorn_kit.models.lm import count_parameters
 from longhorn_kit.models.matrix_mixers import (
-    GLA, HGRN2, RWKV5, RWKV6, DeltaNet, GatedDeltaNet, Mamba2, RetNet, head_sizes, scan_backend)
+    GLA,
+    HGRN2,
+    RWKV5,
+    RWKV6,
+    DeltaNet,
+    GatedDeltaNet,
+    Mamba2,
+    RetNet,
+    head_sizes,
+    scan_backend,
+)
 from longhorn_kit.models.mixer import Mixer, build_mixer
 
 pytestmark = pytest.mark.numeric
@@ -29,7 +47,9 @@ def pair(d_model=24, d_state=5, d_conv=3, expand=2, seed=0):
     "Our layer and mamba.py's, with the same weights; nothing left at a value that could hide a missing term."
     torch.manual_seed(seed)
     ours = Mamba(d_model, d_state=d_state, d_conv=d_conv, expand=expand)
-    theirs = MambaBlock(MambaConfig(d_model, 1, d_state=d_state, d_conv=d_conv, expand_factor=expand))
+    theirs = MambaBlock(
+        MambaConfig(d_model, 1, d_state=d_state, d_conv=d_conv, expand_factor=expand)
+    )
     for parameter in ours.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     theirs.load_state_dict({"D" if n == "D_skip" else n: p for n, p in ours.state_dict().items()})
@@ -49,7 +69,9 @@ def test_mamba_equals_mambapy(steps):
     theirs_grads = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         other = theirs_grads["D" if name == "D_skip" else name].grad
-        torch.testing.assert_close(parameter.grad, other, atol=2e-4, rtol=1e-3, msg=lambda m: f"{name}: {m}")
+        torch.testing.assert_close(
+            parameter.grad, other, atol=2e-4, rtol=1e-3, msg=lambda m: f"{name}: {m}"
+        )
 
 
 def test_mamba_decodes_like_mambapy():
@@ -82,7 +104,9 @@ def naive_attention(layer, h):
     B, T, d = h.shape
     H, P = layer.n_heads, d // layer.n_heads
     q, k, v = (h.double() @ layer.qkv_proj.weight.double().T).view(B, T, 3, H, P).unbind(2)
-    angle = torch.arange(T)[:, None] * layer.rope_base ** (-torch.arange(0, P, 2, dtype=torch.float64) / P)
+    angle = torch.arange(T)[:, None] * layer.rope_base ** (
+        -torch.arange(0, P, 2, dtype=torch.float64) / P
+    )
     turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
     q, k = (torch.complex(t[..., : P // 2], t[..., P // 2 :]) * turn for t in (q, k))
     y = torch.zeros(B, T, H, P, dtype=torch.float64)
@@ -92,7 +116,9 @@ def naive_attention(layer, h):
     return y.flatten(2) @ layer.out_proj.weight.double().T
 
 
-@pytest.mark.parametrize("d_model, n_heads, T", [(12, 1, 7), (12, 3, 1), (32, 4, 19), (128, None, 6)])
+@pytest.mark.parametrize(
+    "d_model, n_heads, T", [(12, 1, 7), (12, 3, 1), (32, 4, 19), (128, None, 6)]
+)
 def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
     torch.manual_seed(0)
     layer, h = Attention(d_model, n_heads=n_heads, rope_base=50.0), torch.randn(2, T, d_model)
@@ -101,7 +127,7 @@ def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
     _, cache = layer.prefill(h[:, : T // 2])
     late = layer.prefill(h[:, T // 2 :], cache)[0]
     torch.testing.assert_close(late.double(), expected[:, T // 2 :], atol=1e-5, rtol=1e-4)
-    if T > 1: # a single token looks at itself, whatever its query
+    if T > 1:  # a single token looks at itself, whatever its query
         agree(layer, layer, lambda h: naive_attention(layer, h).float(), h)
 
 
@@ -127,12 +153,15 @@ def test_mask_lets_new_tokens_see_the_past_and_themselves():
     assert mask_options(3, 0) == {"is_causal": True} and mask_options(1, 9) == {"is_causal": False}
 
 
-@pytest.mark.parametrize("d_model, heads", [(2, 1), (64, 1), (96, 2), (128, 2), (768, 12), (1024, 16), (134, 1)])
+@pytest.mark.parametrize(
+    "d_model, heads", [(2, 1), (64, 1), (96, 2), (128, 2), (768, 12), (1024, 16), (134, 1)]
+)
 def test_heads_are_of_a_size_near_64(d_model, heads):
     assert default_heads(d_model) == heads
 
 
 # The matrix mixers ---------------------------------------------------------------------------------------------
+
 
 def split(t, heads, *sizes):
     "(B,T,C) -> pieces (B,T,H,F) of these sizes a head."
@@ -161,10 +190,14 @@ def their_retnet(layer, h):
     q, k, v, g = split(h @ layer.in_proj.weight.T, H, N, N, P, P)
     angle = torch.arange(h.shape[1])[:, None] * layer.rope_base ** (-torch.arange(0, N, 2) / N)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+
     def turned(t):
         t = torch.complex(t[..., : N // 2], t[..., N // 2 :]) * turn
         return torch.cat([t.real, t.imag], -1).transpose(1, 2)
-    y = naive("retention/naive", "naive_retention")(turned(q), turned(k), v.transpose(1, 2)).transpose(1, 2)
+
+    y = naive("retention/naive", "naive_retention")(
+        turned(q), turned(k), v.transpose(1, 2)
+    ).transpose(1, 2)
     return (rms(y) * F.silu(g)).flatten(2) @ layer.out_proj.weight.T
 
 
@@ -187,7 +220,9 @@ def their_hgrn2(layer, h):
 
 def their_deltanet(layer, h):
     H, N, P = layer.n_heads, layer.d_key, layer.d_value
-    q, k, v = (t.transpose(1, 2) for t in split(short_conv(layer, h @ layer.in_proj.weight.T), H, N, N, P))
+    q, k, v = (
+        t.transpose(1, 2) for t in split(short_conv(layer, h @ layer.in_proj.weight.T), H, N, N, P)
+    )
     q, k = (t / t.square().sum(-1, keepdim=True).sqrt() for t in (q, k))
     beta = torch.sigmoid(h @ layer.beta_proj.weight.T).transpose(1, 2)
     y, _ = naive("delta_rule/naive", "delta_rule_recurrence")(q, k, v, beta)
@@ -201,14 +236,20 @@ def their_gated_deltanet(layer, h):
     q, k = (t / t.square().sum(-1, keepdim=True).sqrt() for t in (q, k))
     beta, dt = (h @ layer.rate_proj.weight.T).chunk(2, -1)
     decay = -layer.A_log.exp() * torch.log1p((dt + layer.dt_bias).exp())
-    y, _ = naive("gated_delta_rule/naive", "naive_recurrent_gated_delta_rule")(q, k, v, beta.sigmoid(), decay)
-    return (rms(y, layer.norm_weight) * F.silu(g.view(y.shape))).flatten(2) @ layer.out_proj.weight.T
+    y, _ = naive("gated_delta_rule/naive", "naive_recurrent_gated_delta_rule")(
+        q, k, v, beta.sigmoid(), decay
+    )
+    return (rms(y, layer.norm_weight) * F.silu(g.view(y.shape))).flatten(
+        2
+    ) @ layer.out_proj.weight.T
 
 
 def their_rwkv(layer, h, r, k, v, g, log_decay, bonus):
     H, N = layer.n_heads, layer.d_key
     r, k, v, log_decay = (t.view(*h.shape[:2], H, N).transpose(1, 2) for t in (r, k, v, log_decay))
-    y, _ = naive("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(r, k, v, log_decay, bonus, scale=1.0)
+    y, _ = naive("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(
+        r, k, v, log_decay, bonus, scale=1.0
+    )
     y = y.transpose(1, 2)
     y = (y - y.mean(-1, keepdim=True)) / (y.var(-1, keepdim=True, unbiased=False) + 64e-5).sqrt()
     y = y.flatten(2) * layer.norm.weight + layer.norm.bias
@@ -217,7 +258,9 @@ def their_rwkv(layer, h, r, k, v, g, log_decay, bonus):
 
 def their_rwkv5(layer, h):
     mixed = lambda i: h + (previous(h) - h) * layer.mix[i]
-    k, v, r, g = (mixed(i) @ getattr(layer, f"{name}_proj").weight.T for i, name in enumerate("kvrg"))
+    k, v, r, g = (
+        mixed(i) @ getattr(layer, f"{name}_proj").weight.T for i, name in enumerate("kvrg")
+    )
     decay = -layer.decay.exp().repeat_interleave(layer.d_key).expand(k.shape)
     return their_rwkv(layer, h, r, k, v, g, decay, layer.bonus[:, None].expand(-1, layer.d_key))
 
@@ -227,7 +270,10 @@ def their_rwkv6(layer, h):
     low = torch.tanh((h + delta * layer.mix[0]) @ layer.mix_down.weight.T).chunk(5, -1)
     for i in range(5):
         mixed.append(h + delta * (layer.mix[i + 1] + low[i] @ layer.mix_up[i]))
-    w = torch.tanh(mixed[0] @ layer.decay_down.weight.T) @ layer.decay_up.weight.T + layer.decay_up.bias
+    w = (
+        torch.tanh(mixed[0] @ layer.decay_down.weight.T) @ layer.decay_up.weight.T
+        + layer.decay_up.bias
+    )
     k, v, r, g = (t @ getattr(layer, f"{name}_proj").weight.T for t, name in zip(mixed[1:], "kvrg"))
     return their_rwkv(layer, h, r, k, v, g, -w.exp(), layer.bonus)
 
@@ -237,8 +283,12 @@ def their_mamba_input_a(layer, h):
     x, z = (h @ layer.in_proj.weight.T).chunk(2, -1)
     taps, T = layer.conv1d.weight[:, 0], h.shape[1]
     padded = torch.cat([torch.zeros(len(h), taps.shape[1] - 1, x.shape[2]), x], 1)
-    x = F.silu(layer.conv1d.bias + sum(padded[:, i : i + T] * taps[:, i] for i in range(taps.shape[1])))
-    dt_low_rank, k, q = (x @ layer.x_proj.weight.T).split([layer.rank, layer.d_state, layer.d_state], -1)
+    x = F.silu(
+        layer.conv1d.bias + sum(padded[:, i : i + T] * taps[:, i] for i in range(taps.shape[1]))
+    )
+    dt_low_rank, k, q = (x @ layer.x_proj.weight.T).split(
+        [layer.rank, layer.d_state, layer.d_state], -1
+    )
     A = -torch.log1p((x @ layer.A_proj.weight.T + layer.A_proj.bias).exp())
     theirs = MambaBlock(MambaConfig(layer.d_model, 1, d_state=layer.d_state))
     delta = torch.log1p((dt_low_rank @ layer.dt_proj.weight.T + layer.dt_proj.bias).exp())
@@ -247,10 +297,14 @@ def their_mamba_input_a(layer, h):
 
 
 THEIRS = {
-    "retnet": (their_retnet, dict(n_heads=2, expand=1.5, rope_base=50.0)), "gla": (their_gla, dict(n_heads=3, gate_rank=5)),
-    "hgrn2": (their_hgrn2, dict(n_heads=2)), "deltanet": (their_deltanet, dict(n_heads=2, d_conv=3)),
-    "gated_deltanet": (their_gated_deltanet, dict(n_heads=2)), "rwkv5": (their_rwkv5, dict(n_heads=3)),
-    "rwkv6": (their_rwkv6, dict(n_heads=2, mix_rank=4, decay_rank=6)), "mamba_input_a": (their_mamba_input_a, dict(d_state=5)),
+    "retnet": (their_retnet, dict(n_heads=2, expand=1.5, rope_base=50.0)),
+    "gla": (their_gla, dict(n_heads=3, gate_rank=5)),
+    "hgrn2": (their_hgrn2, dict(n_heads=2)),
+    "deltanet": (their_deltanet, dict(n_heads=2, d_conv=3)),
+    "gated_deltanet": (their_gated_deltanet, dict(n_heads=2)),
+    "rwkv5": (their_rwkv5, dict(n_heads=3)),
+    "rwkv6": (their_rwkv6, dict(n_heads=2, mix_rank=4, decay_rank=6)),
+    "mamba_input_a": (their_mamba_input_a, dict(d_state=5)),
 }
 
 
@@ -296,6 +350,7 @@ def from_transformers(kind):
     from transformers import Mamba2Config, MambaConfig
     from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     from transformers.models.mamba.modeling_mamba import MambaMixer
+
     return {"mamba": (MambaMixer, MambaConfig), "mamba2": (Mamba2Mixer, Mamba2Config)}[kind]
 
 
@@ -303,23 +358,38 @@ def beside(kind, d_model, **options):
     "Our layer, theirs as a function that runs on our parameters."
     Theirs, Config = from_transformers(kind)
     layer = perturbed(kind, d_model, **options)
-    config = dict(hidden_size=d_model, state_size=options["d_state"], expand=2,
-                  conv_kernel=options["d_conv"], use_bias=False, use_conv_bias=True, num_hidden_layers=1)
+    config = dict(
+        hidden_size=d_model,
+        state_size=options["d_state"],
+        expand=2,
+        conv_kernel=options["d_conv"],
+        use_bias=False,
+        use_conv_bias=True,
+        num_hidden_layers=1,
+    )
     if kind == "mamba2":
         config |= dict(num_heads=layer.n_heads, head_dim=layer.d_value, n_groups=1, chunk_size=8)
     else:
         config |= dict(time_step_rank=layer.rank)
     module = Theirs(Config(**config), layer_idx=0)
     renamed = {"D_skip": "D", "norm_weight": "norm.weight"}
+
     def run(h):
         weights = {renamed.get(name, name): p for name, p in layer.named_parameters()}
         assert weights.keys() == dict(module.named_parameters()).keys()
         return torch.func.functional_call(module, weights, (h,))
+
     return layer, run
 
 
-@pytest.mark.parametrize("kind, options", [
-    ("mamba", dict(d_state=5, d_conv=3)), ("mamba2", dict(d_state=5, d_conv=4, n_heads=3)), ("mamba2", dict(d_state=8, d_conv=2))])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("mamba", dict(d_state=5, d_conv=3)),
+        ("mamba2", dict(d_state=5, d_conv=4, n_heads=3)),
+        ("mamba2", dict(d_state=8, d_conv=2)),
+    ],
+)
 @pytest.mark.parametrize("steps", [2, 70])
 def test_the_mambas_equal_those_of_transformers(kind, options, steps):
     layer, theirs = beside(kind, 24, **options)
@@ -327,6 +397,7 @@ def test_the_mambas_equal_those_of_transformers(kind, options, steps):
 
 
 # Properties of all baselines ----------------------------------------------------------------------------
+
 
 @every_mixer
 def test_changing_a_token_changes_nothing_before_it(name):
@@ -337,7 +408,9 @@ def test_changing_a_token_changes_nothing_before_it(name):
     with torch.no_grad():
         a, b = layer(h), layer(other)
     assert torch.equal(a[:, :67], b[:, :67]), "an output before the token changed"
-    assert (a[:, 67:] - b[:, 67:]).abs().amax((0, 2)).min() > 0, "an output from the token on did not change"
+    assert (a[:, 67:] - b[:, 67:]).abs().amax((0, 2)).min() > 0, (
+        "an output from the token on did not change"
+    )
 
 
 @every_matrix
@@ -372,7 +445,12 @@ def test_gradients_are_finite_after_a_long_sequence_of_large_inputs(name):
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-SIZES = {"small": (8192, 512, 12), "owt-120m": (50304, 768, 24), "owt-350m": (50304, 1024, 48), "slimpajama-1.3b": (50304, 2048, 48)}
+SIZES = {
+    "small": (8192, 512, 12),
+    "owt-120m": (50304, 768, 24),
+    "owt-350m": (50304, 1024, 48),
+    "slimpajama-1.3b": (50304, 2048, 48),
+}
 
 
 def config_at(size, name):
@@ -392,11 +470,15 @@ def one_block(config):
 def count_alike(config):
     "`count_parameters` without building every block: they are all alike."
     one = one_block(json.dumps(replace(config, n_layer=1).to_dict()))
-    return one.num_parameters() + (config.n_layer - 1) * sum(p.numel() for p in one.blocks.parameters())
+    return one.num_parameters() + (config.n_layer - 1) * sum(
+        p.numel() for p in one.blocks.parameters()
+    )
 
 
 @every_family
-@pytest.mark.parametrize("size", ["small", slow_case("owt-120m"), slow_case("owt-350m"), "slimpajama-1.3b"])
+@pytest.mark.parametrize(
+    "size", ["small", slow_case("owt-120m"), slow_case("owt-350m"), "slimpajama-1.3b"]
+)
 def test_all_models_of_a_size_have_the_same_number_of_parameters(name, size, monkeypatch):
     "A model of the paper's sizes can be matched to Longhorn's parameters within 1 %, and to its width within 2 %."
     monkeypatch.setattr(lm, "count_parameters", count_alike)
@@ -405,14 +487,18 @@ def test_all_models_of_a_size_have_the_same_number_of_parameters(name, size, mon
     matched = match_parameters(config_at(size, name), target)
     assert abs(count_alike(matched) / target - 1) <= 0.01
     assert abs(matched.d_model / SIZES[size][1] - 1) <= 0.02
-    assert replace(matched, d_model=SIZES[size][1], d_mlp=0) == replace(config_at(size, name), d_mlp=0)
+    assert replace(matched, d_model=SIZES[size][1], d_mlp=0) == replace(
+        config_at(size, name), d_mlp=0
+    )
 
 
 @every_family
 def test_every_model_learns_a_short_text_and_goes_on_with_it(name):
     "A model of one block learns a text of 36 tokens in 60 steps, and continues it without a mistake."
     torch.manual_seed(0)
-    model = SequenceLM(LMConfig(16, 32, 1, name, d_mlp=0 if name.startswith(("longhorn", "mamba")) else 48))
+    model = SequenceLM(
+        LMConfig(16, 32, 1, name, d_mlp=0 if name.startswith(("longhorn", "mamba")) else 48)
+    )
     tokens = torch.randint(16, (1, 12)).repeat(1, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     for _ in range(60):
@@ -421,7 +507,9 @@ def test_every_model_learns_a_short_text_and_goes_on_with_it(name):
         loss.backward()
         optimizer.step()
     found = model.generate(tokens[:, :24], 12, temperature=0)[0, 24:]
-    assert torch.equal(found, tokens[0, :12]), f"it continues with {found.tolist()} at a loss of {loss.item():.2f} nats"
+    assert torch.equal(found, tokens[0, :12]), (
+        f"it continues with {found.tolist()} at a loss of {loss.item():.2f} nats"
+    )
 
 
 def test_starting_values_are_those_of_the_sources():
@@ -431,9 +519,15 @@ def test_starting_values_are_those_of_the_sources():
     assert (RetNet(768).n_heads, RetNet(768).d_key, RetNet(768).d_value) == (3, 256, 512)
     assert (GLA(1024).n_heads, GLA(1024).d_key, GLA(1024).d_value) == (4, 128, 256)
     assert (DeltaNet(1024).n_heads, DeltaNet(1024).d_key, DeltaNet(1024).d_value) == (8, 128, 128)
-    assert (GatedDeltaNet(2048).n_heads, GatedDeltaNet(2048).d_key, GatedDeltaNet(2048).d_value) == (6, 256, 512)
+    assert (
+        GatedDeltaNet(2048).n_heads,
+        GatedDeltaNet(2048).d_key,
+        GatedDeltaNet(2048).d_value,
+    ) == (6, 256, 512)
     assert (HGRN2(1024).n_heads, HGRN2(1024).d_key) == (8, 128)
-    assert (RWKV6(768).n_heads, RWKV6(768).d_key) == (RWKV5(768).n_heads, RWKV5(768).d_key) == (12, 64)
+    assert (
+        (RWKV6(768).n_heads, RWKV6(768).d_key) == (RWKV5(768).n_heads, RWKV5(768).d_key) == (12, 64)
+    )
     x = torch.zeros(1, 1, 64)
     torch.testing.assert_close(MambaInputA(32).rates(x)[0, 0], -torch.arange(1.0, 17))
 
@@ -448,11 +542,14 @@ def test_heads_are_found_for_every_width():
 def test_the_backend_can_be_told():
     assert {scan_backend(build_mixer(name, 16)) for name in SCANS + MATRICES} == {"chunked"}
     assert scan_backend(build_mixer("attention", 16)) == "scaled_dot_product_attention"
+
     class Other(Mixer):
         def __init__(self, d_model):
             super().__init__(d_model)
             self.out_proj = torch.nn.Linear(d_model, d_model)
+
         run = empty_cache = None
+
     assert scan_backend(Other(16)) == "Other.run"
 
 
@@ -460,8 +557,11 @@ def test_the_backend_can_be_told():
 def test_the_backend_is_told_for_what_each_mixer_passes(name, monkeypatch):
     "`scan_backend` picks the backend from what the layer passes to its scan."
     from longhorn_kit.scan import matrix
+
     asked = []
-    monkeypatch.setattr(matrix, "fla_obstacle", lambda q, x, beta: asked.append(beta is None) or "no GPU")
+    monkeypatch.setattr(
+        matrix, "fla_obstacle", lambda q, x, beta: asked.append(beta is None) or "no GPU"
+    )
     layer = build_mixer(name, 16)
     layer(torch.randn(1, 4, 16))
     passed = set(asked)
@@ -472,32 +572,46 @@ def test_the_backend_is_told_for_what_each_mixer_passes(name, monkeypatch):
 
 def test_the_backend_on_a_gpu_follows_the_dtype(monkeypatch):
     from longhorn_kit.models import matrix_mixers
+
     asked = []
-    monkeypatch.setattr(matrix_mixers, "pick_matrix_backend", lambda *args: asked.append(args) or "chunked")
+    monkeypatch.setattr(
+        matrix_mixers, "pick_matrix_backend", lambda *args: asked.append(args) or "chunked"
+    )
     layer = build_mixer("deltanet", 16)
     scan_backend(layer)
     scan_backend(layer, torch.bfloat16)
     with torch.autocast("cpu", torch.float16):
         scan_backend(layer)
     scan_backend(build_mixer("gla", 16).bfloat16())
-    assert [args[2].dtype for args in asked] == [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
+    assert [args[2].dtype for args in asked] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float16,
+        torch.bfloat16,
+    ]
     assert [args[3] is None for args in asked] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda: Attention(65), "d_model is 65; rotary positions need an even size"),
-    (lambda: Attention(64, n_heads=3), "d_model is 64; expected a multiple of 2 n_heads = 6"),
-    (lambda: Attention(64, n_heads=0), "n_heads is 0; expected an integer of at least 1"),
-    (lambda: Mamba(16, d_state=-1), "d_state is -1; expected an integer of at least 1"),
-    (lambda: GLA(64, n_heads=0), "n_heads is 0; expected an integer of at least 1"),
-    (lambda: GLA(64, gate_rank=1.5), "gate_rank is 1.5; expected an integer of at least 1"),
-    (lambda: DeltaNet(64, d_conv=0), "d_conv is 0; expected an integer of at least 1"),
-    (lambda: Mamba2(64, d_state="64"), "d_state is '64'; expected an integer of at least 1"),
-    (lambda: HGRN2(64, lower_bound=1.0), "lower_bound is 1.0; expected a number of at least 0 and below 1"),
-    (lambda: RetNet(64, expand=0), "expand is 0; expected a number above 0"),
-    (lambda: GLA(64, temperature=-1), "temperature is -1; expected a number above 0"),
-    (lambda: RWKV6(64, mix_rank=0), "mix_rank is 0; expected an integer of at least 1"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda: Attention(65), "d_model is 65; rotary positions need an even size"),
+        (lambda: Attention(64, n_heads=3), "d_model is 64; expected a multiple of 2 n_heads = 6"),
+        (lambda: Attention(64, n_heads=0), "n_heads is 0; expected an integer of at least 1"),
+        (lambda: Mamba(16, d_state=-1), "d_state is -1; expected an integer of at least 1"),
+        (lambda: GLA(64, n_heads=0), "n_heads is 0; expected an integer of at least 1"),
+        (lambda: GLA(64, gate_rank=1.5), "gate_rank is 1.5; expected an integer of at least 1"),
+        (lambda: DeltaNet(64, d_conv=0), "d_conv is 0; expected an integer of at least 1"),
+        (lambda: Mamba2(64, d_state="64"), "d_state is '64'; expected an integer of at least 1"),
+        (
+            lambda: HGRN2(64, lower_bound=1.0),
+            "lower_bound is 1.0; expected a number of at least 0 and below 1",
+        ),
+        (lambda: RetNet(64, expand=0), "expand is 0; expected a number above 0"),
+        (lambda: GLA(64, temperature=-1), "temperature is -1; expected a number above 0"),
+        (lambda: RWKV6(64, mix_rank=0), "mix_rank is 0; expected an integer of at least 1"),
+    ],
+)
 def test_mistakes_are_told_in_one_line(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong()

@@ -1,4 +1,5 @@
 """The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs without a GPU."""
+
 import dataclasses
 import importlib
 import json
@@ -16,10 +17,14 @@ from sweep import slow_case
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
 sys.path.insert(0, str(KERNELS))
-bench, bench_cpu, gpu, peers, table = map(importlib.import_module, ("bench", "bench_cpu", "bench_gpu", "peers", "table"))
+bench, bench_cpu, gpu, peers, table = map(
+    importlib.import_module, ("bench", "bench_cpu", "bench_gpu", "peers", "table")
+)
 SMALL = ["--shape", "1,9,3", "--state", "2", "--rounds", "2"]
 INTERPRET = ["--device", "interpret", "--shape", "1,9,8", "--state", "2", "--form", "diagonal"]
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is for machines without a GPU"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -29,12 +34,21 @@ def threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("words, wrong, time", [
-    ([*SMALL, "--form", "exact"], "WRONG chunked, exact", "ms"), pytest.param(INTERPRET, "WRONG", "% of", marks=without_gpu)])
+@pytest.mark.parametrize(
+    "words, wrong, time",
+    [
+        ([*SMALL, "--form", "exact"], "WRONG chunked, exact", "ms"),
+        pytest.param(INTERPRET, "WRONG", "% of", marks=without_gpu),
+    ],
+)
 def test_a_wrong_scan_prints_no_time_and_fails(words, wrong, time, monkeypatch, capsys, tmp_path):
     right = gpu.by_kernels
     monkeypatch.setattr(gpu, "by_kernels", lambda *a: tuple(t * 1.1 for t in right(*a)))
-    monkeypatch.setitem(bench_cpu.CANDIDATES, "chunked", lambda *inputs, form: bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001)
+    monkeypatch.setitem(
+        bench_cpu.CANDIDATES,
+        "chunked",
+        lambda *inputs, form: bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001,
+    )
     assert bench.main([*words, "--out", str(tmp_path / "new.json")]) == 1
     printed = capsys.readouterr().out
     assert wrong in printed and time not in printed and not list(tmp_path.iterdir())
@@ -45,7 +59,10 @@ def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path)
     file = tmp_path / "cpu.json"
     assert bench.main([*SMALL, "--form", "diagonal", "--out", str(file)]) == 0
     found = json.loads(file.read_text())
-    assert found["environment"]["torch"] == torch.__version__ and "--rounds 2" in found["environment"]["command"]
+    assert (
+        found["environment"]["torch"] == torch.__version__
+        and "--rounds 2" in found["environment"]["command"]
+    )
     assert found["results"][0]["candidates"]["chunked"]["ratio"] > 0
     assert "parity with float64 checked" in capsys.readouterr().out
 
@@ -55,28 +72,56 @@ def test_only_a_run_of_everything_takes_the_place_of_a_record(monkeypatch, capsy
     monkeypatch.setattr(bench_cpu, "memory", lambda *a: 1.0)
     record = tmp_path / "cpu.json"
     record.write_text("{}")
-    for part in (SMALL, ["--form", "exact", "--shape", "1,9,3"], ["--state", "2", "--shape", "1,9,3"]):
+    for part in (
+        SMALL,
+        ["--form", "exact", "--shape", "1,9,3"],
+        ["--state", "2", "--shape", "1,9,3"],
+    ):
         assert bench.main([*part, "--rounds", "1"]) == 0
-        assert "nothing is written without --out" in capsys.readouterr().out and record.read_text() == "{}"
-    monkeypatch.setattr(bench, "CPU_DEFAULTS", dict(shape=[(1, 9, 3)], form=["diagonal"], state=[2]))
+        assert (
+            "nothing is written without --out" in capsys.readouterr().out
+            and record.read_text() == "{}"
+        )
+    monkeypatch.setattr(
+        bench, "CPU_DEFAULTS", dict(shape=[(1, 9, 3)], form=["diagonal"], state=[2])
+    )
     assert bench.main(["--rounds", "1"]) == 0
-    assert json.loads(record.read_text())["results"] and [f.name for f in tmp_path.iterdir()] == ["cpu.json"]
+    assert json.loads(record.read_text())["results"] and [f.name for f in tmp_path.iterdir()] == [
+        "cpu.json"
+    ]
 
 
 def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
-    where = lambda *words, **found: bench.destination(bench.parse(["--device", "cuda", *words]), "gpu.json", **found)
+    where = lambda *words, **found: bench.destination(
+        bench.parse(["--device", "cuda", *words]), "gpu.json", **found
+    )
     assert where() == bench.RESULTS / "gpu.json"
-    for part in (["--sections", "main"], ["--form", "s6"], ["--shape", "1,9,3"], ["--state", "4"], ["--dtype", "float16"]):
-        assert where(*part) is None and where(*part, "--out", "mine.json") == pathlib.Path("mine.json")
+    for part in (
+        ["--sections", "main"],
+        ["--form", "s6"],
+        ["--shape", "1,9,3"],
+        ["--state", "4"],
+        ["--dtype", "float16"],
+    ):
+        assert where(*part) is None and where(*part, "--out", "mine.json") == pathlib.Path(
+            "mine.json"
+        )
     for found in (dict(wrong=["S1"]), dict(left_out=["S1: out of time"])):
         assert where(**found) == bench.RESULTS / "gpu.partial.json"
     assert where("--out", "mine.json", left_out=["S1"]) == pathlib.Path("mine.json")
     assert bench.destination(bench.parse(["--device", "interpret"]), "interpreter.json") is None
 
 
-@pytest.mark.parametrize("words, says", [
-    *((["--shape", shape], "expected B,T,D as in 4,256,512") for shape in ("4,256", "a,b,c", "0,1,1")),
-    (["--form", "s6"], "on a CPU --form is of diagonal, exact")])
+@pytest.mark.parametrize(
+    "words, says",
+    [
+        *(
+            (["--shape", shape], "expected B,T,D as in 4,256,512")
+            for shape in ("4,256", "a,b,c", "0,1,1")
+        ),
+        (["--form", "s6"], "on a CPU --form is of diagonal, exact"),
+    ],
+)
 def test_a_bad_shape_and_a_form_that_the_device_does_not_time_are_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(words)
@@ -90,12 +135,19 @@ def test_without_a_gpu_the_gpu_side_says_so():
 
 
 @without_gpu
-@pytest.mark.parametrize("form", ["exact", slow_case("diagonal"), slow_case("decoupled"), slow_case("s6")])
+@pytest.mark.parametrize(
+    "form", ["exact", slow_case("diagonal"), slow_case("decoupled"), slow_case("s6")]
+)
 def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(form, tmp_path):
     file = tmp_path / "gpu.json"
     assert bench.main([*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]) == 0
     found = json.loads(file.read_text())
-    assert found["commit"] == "abc" and found["triton"] and found["seed"] == 0 and "--device interpret" in found["command"]
+    assert (
+        found["commit"] == "abc"
+        and found["triton"]
+        and found["seed"] == 0
+        and "--device interpret" in found["command"]
+    )
     (row,) = found["rows"]
     assert row["form"] == form and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
     for way in ("forward", "backward"):
@@ -107,52 +159,104 @@ def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(f
 
 
 def main_row(**other):
-    return dict(section="main", shape="S1", form="exact", kernels="exact", forward_ms=1.0, backward_ms=2.0, forward_quartiles=[0.9, 1.1]) | other
+    return (
+        dict(
+            section="main",
+            shape="S1",
+            form="exact",
+            kernels="exact",
+            forward_ms=1.0,
+            backward_ms=2.0,
+            forward_quartiles=[0.9, 1.1],
+        )
+        | other
+    )
 
 
-@pytest.mark.parametrize("new, found", [
-    (dict(forward_ms=1.3, forward_quartiles=[1.15, 1.5]), 0),                # 1.1 and 5 % are 1.155
-    (dict(forward_ms=1.3, forward_quartiles=[1.16, 1.5]), 1), (dict(backward_ms=2.09), 0), (dict(backward_ms=2.11), 1),
-    (dict(eager_forward_ms=9.0, host_forward_us=9.0), 0),                    # the earlier record has none
-    (dict(kernels="portable", forward_ms=9.0, backward_ms=9.0), 0), (dict(section="T", forward_ms=9.0, forward_quartiles=[9.0, 9.0]), 0)])
+@pytest.mark.parametrize(
+    "new, found",
+    [
+        (dict(forward_ms=1.3, forward_quartiles=[1.15, 1.5]), 0),  # 1.1 and 5 % are 1.155
+        (dict(forward_ms=1.3, forward_quartiles=[1.16, 1.5]), 1),
+        (dict(backward_ms=2.09), 0),
+        (dict(backward_ms=2.11), 1),
+        (dict(eager_forward_ms=9.0, host_forward_us=9.0), 0),  # the earlier record has none
+        (dict(kernels="portable", forward_ms=9.0, backward_ms=9.0), 0),
+        (dict(section="T", forward_ms=9.0, forward_quartiles=[9.0, 9.0]), 0),
+    ],
+)
 def test_slower_is_beyond_the_quartiles_and_the_margin(new, found):
     said = gpu.slower(dict(rows=[main_row(**new)]), dict(rows=[main_row()]))
-    assert len(said) == found and all(line.startswith("S1, exact, exact kernels: ") for line in said)
+    assert len(said) == found and all(
+        line.startswith("S1, exact, exact kernels: ") for line in said
+    )
 
 
 @without_gpu
 def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(gpu, "cases", lambda: [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")])
-    record, words = tmp_path / "old.json", ["--device", "interpret", "--check", str(tmp_path / "old.json")]
+    monkeypatch.setattr(
+        gpu,
+        "cases",
+        lambda: [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")],
+    )
+    record, words = (
+        tmp_path / "old.json",
+        ["--device", "interpret", "--check", str(tmp_path / "old.json")],
+    )
     made = bench.on_gpu(bench.parse(words))
     assert [row["section"] for row in made["rows"]] == ["main"]
     monkeypatch.setattr(bench, "on_gpu", lambda args: made)
     check = lambda: (bench.main(words), capsys.readouterr().out)
     status, said = check()
     assert status == 2 and "nothing to compare with" in said
-    times = {f"{what}_ms": 1e9 for what in ("forward", "backward", "eager_forward", "eager_backward")}
-    rows = [main_row(form="diagonal", kernels="portable") | times | dict(forward_quartiles=[1e9, 1e9])]
+    times = {
+        f"{what}_ms": 1e9 for what in ("forward", "backward", "eager_forward", "eager_backward")
+    }
+    rows = [
+        main_row(form="diagonal", kernels="portable") | times | dict(forward_quartiles=[1e9, 1e9])
+    ]
     old = dict(gpu="interpreter", torch="2.0", triton=None, commit="abc", rows=rows)
     record.write_text(json.dumps(old))
     status, said = check()
-    assert status == 0 and "against commit abc" in said and "nothing is slower" in said and "the record has torch 2.0" in said
+    assert (
+        status == 0
+        and "against commit abc" in said
+        and "nothing is slower" in said
+        and "the record has torch 2.0" in said
+    )
     rows[0]["eager_backward_ms"] = 1e-9
     record.write_text(json.dumps(old))
     status, said = check()
-    assert status == 1 and "S1, diagonal, portable kernels: eager call, backward" in said and said.count("was 0.000") == 1
+    assert (
+        status == 1
+        and "S1, diagonal, portable kernels: eager call, backward" in said
+        and said.count("was 0.000") == 1
+    )
     record.write_text(json.dumps(old | dict(gpu="NVIDIA H100")))
     status, said = check()
-    assert status == 2 and "is of NVIDIA H100, this is interpreter" in said and {f.name for f in tmp_path.iterdir()} == {"old.json"}
+    assert (
+        status == 2
+        and "is of NVIDIA H100, this is interpreter" in said
+        and {f.name for f in tmp_path.iterdir()} == {"old.json"}
+    )
 
 
 def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
     monkeypatch.setattr(gpu, "INTERPRETED", False)
-    fast, portable = gpu.Case("main", "S1", 8, 2048, 2048), gpu.Case("main", "S1", 8, 2048, 2048, path="portable")
+    fast, portable = (
+        gpu.Case("main", "S1", 8, 2048, 2048),
+        gpu.Case("main", "S1", 8, 2048, 2048, path="portable"),
+    )
     gpu.check_path(fast, "diagonal", {"_diagonal_fwd_kernel", "_sum_kernel"})
     gpu.check_path(portable, "portable", {"_scan_fwd_kernel", "_token_kernel"})
-    gpu.check_path(dataclasses.replace(fast, form="exact", dtype="float16"), "portable", {"_scan_fwd_kernel"})
-    for case, kernels, names in ((fast, "portable", {"_scan_fwd_kernel"}), (fast, "diagonal", {"_scan_fwd_kernel"}),
-                                 (portable, "portable", {"_diagonal_fwd_kernel"})):
+    gpu.check_path(
+        dataclasses.replace(fast, form="exact", dtype="float16"), "portable", {"_scan_fwd_kernel"}
+    )
+    for case, kernels, names in (
+        (fast, "portable", {"_scan_fwd_kernel"}),
+        (fast, "diagonal", {"_scan_fwd_kernel"}),
+        (portable, "portable", {"_diagonal_fwd_kernel"}),
+    ):
         with pytest.raises(gpu.Wrong, match="were chosen"):
             gpu.check_path(case, kernels, names)
     kernel = lambda name: types.SimpleNamespace(metadata=types.SimpleNamespace(name=name))
@@ -170,13 +274,30 @@ def test_eager_calls_have_columns_once_a_record_has_them():
         for name in [name for name in row if name.startswith(("eager", "host"))]:
             del row[name]
     old = table.gpu_table(record, compiled)
-    row = next(r for r in record["rows"] if (r["section"], r["shape"], r.get("form"), r.get("kernels")) == ("main", "S1", "exact", "exact"))
-    row |= dict(eager_forward_ms=0.2345, eager_backward_ms=0.5678, host_forward_us=71.4, host_backward_us=123.4)
+    row = next(
+        r
+        for r in record["rows"]
+        if (r["section"], r["shape"], r.get("form"), r.get("kernels"))
+        == ("main", "S1", "exact", "exact")
+    )
+    row |= dict(
+        eager_forward_ms=0.2345,
+        eager_backward_ms=0.5678,
+        host_forward_us=71.4,
+        host_backward_us=123.4,
+    )
     new = table.gpu_table(record, compiled)
-    assert not any("eager" in line for line in old) and "| eager call, S1 | host's part, S1 (µs) | share" in new[2]
-    assert "| 0.234 / 0.568 | 71 / 123 | " in next(line for line in new if line.startswith("| exact, Gluon"))
-    assert "| – / – | – / – | " in next(line for line in new if line.startswith("| diagonal, Gluon"))
-    cells = {line.count("|") for line in new[2:new.index("", 2)]}
+    assert (
+        not any("eager" in line for line in old)
+        and "| eager call, S1 | host's part, S1 (µs) | share" in new[2]
+    )
+    assert "| 0.234 / 0.568 | 71 / 123 | " in next(
+        line for line in new if line.startswith("| exact, Gluon")
+    )
+    assert "| – / – | – / – | " in next(
+        line for line in new if line.startswith("| diagonal, Gluon")
+    )
+    cells = {line.count("|") for line in new[2 : new.index("", 2)]}
     assert len(cells) == 1 and cells == {len(new[2].split("|")) - 1}
 
 
@@ -186,12 +307,22 @@ def test_a_record_is_drawn(tmp_path):
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".png"]
     committed = json.loads((bench.RESULTS / "h200.json").read_text())
     roof, *sizes = bench.draw_record(committed).axes
-    assert {text.get_text() for text in roof.texts} >= {"exact", "diagonal", "exact, portable", "memory"}
+    assert {text.get_text() for text in roof.texts} >= {
+        "exact",
+        "diagonal",
+        "exact, portable",
+        "memory",
+    }
     for ax, axis in zip(sizes, "TBN"):
         lines = {line.get_label(): line for line in ax.get_lines()}
         for form in ("exact", "diagonal"):
-            right = {row[axis]: row["forward_ms"] + row["backward_ms"] for row in committed["rows"]
-                     if row.get("kernels") == form and row["section"] == axis and (axis == "N" or row["N"] == 16)}
+            right = {
+                row[axis]: row["forward_ms"] + row["backward_ms"]
+                for row in committed["rows"]
+                if row.get("kernels") == form
+                and row["section"] == axis
+                and (axis == "N" or row["N"] == 16)
+            }
             drawn = dict(zip(*lines[form].get_data()))
             assert right and all(drawn[size] == ms for size, ms in right.items())
 
@@ -199,7 +330,9 @@ def test_a_record_is_drawn(tmp_path):
 @without_gpu
 def test_every_case_is_in_a_section_and_peers_match_their_oracles():
     found = list(gpu.cases())
-    assert {c.section for c in found} | {"peers", "decode"} == set(bench.SECTIONS) and len(set(found)) == len(found)
+    assert {c.section for c in found} | {"peers", "decode"} == set(bench.SECTIONS) and len(
+        set(found)
+    ) == len(found)
     for peer in gpu.PEERS:
         if peer.package == "torch":
             errors = gpu.peer_errors(peer, (2, 9, 4), seed=0)
@@ -211,8 +344,13 @@ def test_the_delta_rule_oracle_is_the_exact_recurrence():
     a, *_ = gpu.draw(gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False), 0)
     a = {n: None if t is None else t.double() for n, t in a.items()}
     rate = 1 / (1 + a["k"].square().sum(-1, keepdim=True) + torch.exp(-a["b"] - a["b_bias"]))
-    found = peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), rate[:, :, None])[:, :, 0] + a["D_skip"] * a["x"]
-    torch.testing.assert_close(found, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0])
+    found = (
+        peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), rate[:, :, None])[:, :, 0]
+        + a["D_skip"] * a["x"]
+    )
+    torch.testing.assert_close(
+        found, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0]
+    )
 
 
 def test_an_error_that_is_no_number_is_wrong():
@@ -223,7 +361,7 @@ def test_an_error_that_is_no_number_is_wrong():
 @without_gpu
 def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
     peer = next(p for p in gpu.PEERS if p.package == "torch")
-    monkeypatch.setattr(gpu, "INTERPRETED", True) # small
+    monkeypatch.setattr(gpu, "INTERPRETED", True)  # small
     nothing = dataclasses.replace(peer, run=lambda **leaves: peer.run(**leaves) * math.nan)
     row, *_ = gpu.peer_rows(nothing, types.SimpleNamespace(seed=0))
     assert row["error"] is None and row["wrong"]["out"] is None and "forward_ms" not in row
@@ -231,7 +369,9 @@ def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
 
 
 def test_the_tables_of_the_readme_are_what_the_records_say_and_nothing_else_is_rewritten():
-    assert table.readme() == (KERNELS / "README.md").read_text(encoding="utf-8"), "run python kernels/table.py"
+    assert table.readme() == (KERNELS / "README.md").read_text(encoding="utf-8"), (
+        "run python kernels/table.py"
+    )
     text = "a\n<!-- cpu: written by table.py -->\nold\n<!-- end of cpu -->\nb\n"
     assert table.filled(text, "cpu", ["new"]) == text.replace("old", "new")
 

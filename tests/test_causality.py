@@ -1,4 +1,5 @@
 """No output depends on a later step, whatever that step holds; nor on a neighbour in a packed batch, nor on padding behind a text."""
+
 from contextlib import nullcontext
 from itertools import product
 
@@ -27,8 +28,16 @@ CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
 def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
     gen = torch.Generator().manual_seed(seed)
     new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
-    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D), z=new(B, T, D) if gate else None)
-    return {n: t if t is None else t.to(dtype) for n, t in a.items()} | dict(b_bias=new(D), D_skip=new(D))
+    a = dict(
+        q=new(B, T, N),
+        k=new(B, T, N) / 2,
+        x=new(B, T, D),
+        b=new(B, T, D),
+        z=new(B, T, D) if gate else None,
+    )
+    return {n: t if t is None else t.to(dtype) for n, t in a.items()} | dict(
+        b_bias=new(D), D_skip=new(D)
+    )
 
 
 def fill(t, content, seed=0):
@@ -61,7 +70,11 @@ def assert_causal(scan, a, steps, inputs=(INPUTS,), contents=CONTENTS, seed=0):
         assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
 
 
-cases = st.tuples(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, unique=True), st.sampled_from(CONTENTS), st.integers(0, 99))
+cases = st.tuples(
+    st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, unique=True),
+    st.sampled_from(CONTENTS),
+    st.integers(0, 99),
+)
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
@@ -70,12 +83,21 @@ cases = st.tuples(st.lists(st.sampled_from(INPUTS), min_size=1, max_size=5, uniq
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=cases, at=st.integers(0, 69), gate=st.booleans(), dtype=st.sampled_from((FP32, BF16)))
-@example(case=(["k"], "nan", 0), at=20, gate=True, dtype=FP32)     # these changed outputs of their chunk before them
+@example(
+    case=(["k"], "nan", 0), at=20, gate=True, dtype=FP32
+)  # these changed outputs of their chunk before them
 @example(case=(["x"], "inf", 0), at=20, gate=False, dtype=FP32)
 @example(case=(["b", "k"], "huge", 0), at=33, gate=True, dtype=BF16)
 def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
     a = make(2, 70, 3, N, dtype, gate)
-    assert_causal(lambda a: longhorn_scan(**a, form=form, backend=backend), a, [at], [case[0]], [case[1]], case[2])
+    assert_causal(
+        lambda a: longhorn_scan(**a, form=form, backend=backend),
+        a,
+        [at],
+        [case[0]],
+        [case[1]],
+        case[2],
+    )
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
@@ -83,7 +105,11 @@ def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
 @pytest.mark.parametrize("form", FORMS)
 def test_later_steps_change_no_output_of_the_portable_kernels(form, gate):
     "In the interpreter."
-    assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), make(1, 11, 3, 4, FP32, gate), [6])
+    assert_causal(
+        lambda a: longhorn_scan(**a, form=form, backend="triton"),
+        make(1, 11, 3, 4, FP32, gate),
+        [6],
+    )
 
 
 RULES = pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -104,7 +130,9 @@ def test_later_steps_change_no_output_of_a_matrix_scan(backend, decay, delta, bo
 def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(decay, delta, bonus):
     "No number can be looked at there."
     a = draw(decay, delta, bonus, B=1, T=40, H=2, dtype=FP32)
-    scan = lambda a: torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))({n: t[None] for n, t in a.items()})[0]
+    scan = lambda a: torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))(
+        {n: t[None] for n, t in a.items()}
+    )[0]
     assert_causal(scan, a, (20,), (("k",), ("x",)))
 
 
@@ -115,7 +143,9 @@ def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(d
 def test_later_steps_change_no_output_compiled(form, N):
     "The scan between other operations, as a compiler fuses them."
     torch._dynamo.reset()
-    step = lambda a: longhorn_scan(**{n: t if t is None else 2 * t for n, t in a.items()}, form=form, backend="chunked").sin()
+    step = lambda a: longhorn_scan(
+        **{n: t if t is None else 2 * t for n, t in a.items()}, form=form, backend="chunked"
+    ).sin()
     scan = torch.compile(step, fullgraph=True)
     for dtype, gate in product((FP32, BF16), (True, False)):
         assert_causal(scan, make(2, 70, 3, N, dtype, gate), (1, 20, 33, 64), (INPUTS, ("k",)))
@@ -130,17 +160,28 @@ def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
     "At borders of chunks and between them, with and without a gate, whole and in segments; keys in bfloat16 for the fast exact form."
     monkeypatch.setattr(triton_op, "FAST", path == "fast")
     keys = BF16 if path == "fast" and form == "exact" else dtype
-    for (D, T), gate in product(((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),), (True, False)):
+    for (D, T), gate in product(
+        ((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),), (True, False)
+    ):
         a = make(2, T, D, N, dtype, gate)
         a["q"], a["k"] = a["q"].to(keys), a["k"].to(keys)
-        assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), a, (1, 7, 16, 17, 31), (INPUTS, ("k",), ("b",)))
+        assert_causal(
+            lambda a: longhorn_scan(**a, form=form, backend="triton"),
+            a,
+            (1, 7, 16, 17, 31),
+            (INPUTS, ("k",), ("b",)),
+        )
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_later_steps_change_no_output_of_another_segment(form):
     "One sequence of few channels, which the diagonal kernels cut into segments of 256 steps."
-    assert_causal(lambda a: longhorn_scan(**a, form=form, backend="triton"), make(1, 600, 40, 16, BF16), (255, 256, 300, 512))
+    assert_causal(
+        lambda a: longhorn_scan(**a, form=form, backend="triton"),
+        make(1, 600, 40, 16, BF16),
+        (255, 256, 300, 512),
+    )
 
 
 BACKENDS = ("triton",) if GPU else ("chunked", "reference")
@@ -164,13 +205,15 @@ def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
     "By later inputs they are zero; by earlier ones they stay, also where an early query times a later key overflows."
     a = draw(decay, delta, bonus, B=1, T=70, H=2, dtype=FP32)
     a["q"][:, :36] *= 1e10
+
     def gradients(a, at):
         leaves = {n: t.requires_grad_() for n, t in a.items()}
         out = matrix_scan(**leaves, backend="chunked")
         return dict(zip(leaves, torch.autograd.grad(out[:, :at].sum(), list(leaves.values()))))
+
     for at in (16, 20, 33):
         want, other = gradients(a, at), {n: t.detach().clone() for n, t in a.items()}
-        other["k"][:, 40] *= 1 if delta else 1e30 # the delta rule would square it
+        other["k"][:, 40] *= 1 if delta else 1e30  # the delta rule would square it
         got = gradients(other, at)
         for name in set(a) - {"bonus", "initial_state"}:
             assert want[name][:, at:].eq(0).all() and want[name][:, :at].ne(0).any(), (name, at)
@@ -183,25 +226,44 @@ def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
     "Outputs, final states and gradients of a sequence, whatever the ones before and behind it hold."
     bounds = [0, 5, 25, 25, 70]
     a = make(1, 70, 40, 16, BF16 if GPU else FP32)
-    options = dict(form=form, backend=backend, cu_seqlens=torch.tensor(bounds, device=DEVICE), output_final_state=True)
+    options = dict(
+        form=form,
+        backend=backend,
+        cu_seqlens=torch.tensor(bounds, device=DEVICE),
+        output_final_state=True,
+    )
+
     def run(a, lo, hi):
         leaves = {n: a[n].detach().requires_grad_() for n in INPUTS}
         out, final = longhorn_scan(**(a | leaves), **options)
         grads = torch.autograd.grad(out[:, lo:hi].float().square().sum(), list(leaves.values()))
         return out.detach()[:, lo:hi], final.detach(), [g[:, lo:hi] for g in grads]
+
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
         out, final, grads = run(a, lo, hi)
         for content in CONTENTS:
-            others = spoiled(spoiled(a, INPUTS, slice(0, lo), content), INPUTS, slice(hi, None), content, seed=9)
+            others = spoiled(
+                spoiled(a, INPUTS, slice(0, lo), content), INPUTS, slice(hi, None), content, seed=9
+            )
             got = run(others, lo, hi)
             assert same_bits(got[0], out) and same_bits(got[1][i], final[i]), (i, content)
-            if content == "random": # a zero gradient times what is no number is none, in any neighbour
+            if (
+                content == "random"
+            ):  # a zero gradient times what is no number is none, in any neighbour
                 assert all(map(same_bits, got[2], grads)), i
 
 
-@pytest.mark.parametrize("name, options", [
-    *((name, {}) for name in ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar")),
-    ("longhorn", dict(key_norm=True)), ("longhorn_exact", dict(key_norm=True))])
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        *(
+            (name, {})
+            for name in ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar")
+        ),
+        ("longhorn", dict(key_norm=True)),
+        ("longhorn_exact", dict(key_norm=True)),
+    ],
+)
 def test_padding_behind_a_text_changes_no_output_of_a_layer(name, options):
     torch.manual_seed(0)
     layer = build_mixer(name, 24, **options).to(DEVICE)

@@ -1,4 +1,5 @@
 """The chunked scans against the reference: values, every gradient, odd sizes, hard numbers."""
+
 from functools import partial
 
 import pytest
@@ -25,16 +26,33 @@ def make(*sizes, form="diagonal", scalar=False, key_scale=1.0):
 def run(form, t, reference=False, chunk=None):
     if reference:
         return call(t, form, oracle=True)
-    scan, rates = (partial(chunked_scan, form=form), ()) if t["A"] is None else (chunked_selective_scan, (t["A"],))
+    scan, rates = (
+        (partial(chunked_scan, form=form), ())
+        if t["A"] is None
+        else (chunked_selective_scan, (t["A"],))
+    )
     given = dict(dt_softplus=False) if form == "s6_given" else {}
-    return scan(*(t[n] for n in "qkxb"), *rates, t["b_bias"], t["D_skip"], t["z"], initial_state=t["initial_state"], chunk=chunk, **given)
+    return scan(
+        *(t[n] for n in "qkxb"),
+        *rates,
+        t["b_bias"],
+        t["D_skip"],
+        t["z"],
+        initial_state=t["initial_state"],
+        chunk=chunk,
+        **given,
+    )
 
 
 def everything(form, t, weights=(1, 1), **options):
     "Values and gradients of all inputs by name, under one random projection of output and final state."
     t, gen = leaves(t), torch.Generator().manual_seed(9)
     results = run(form, t, **options)
-    used = [(v, torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype)) for w, v in zip(weights, results) if w]
+    used = [
+        (v, torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype))
+        for w, v in zip(weights, results)
+        if w
+    ]
     return dict(zip(("out", "state"), (v.detach() for v in results))) | gradients(*zip(*used), t)
 
 
@@ -42,13 +60,24 @@ def agree(ours, theirs, tolerance):
     for name, expected in theirs.items():
         assert ours[name].shape == expected.shape, name
         if expected.numel():
-            error = ((ours[name].double() - expected.double()).abs().max() / expected.abs().max().clamp(min=1)).item()
+            error = (
+                (ours[name].double() - expected.double()).abs().max()
+                / expected.abs().max().clamp(min=1)
+            ).item()
             assert error <= tolerance, (name, error)
 
 
 # N D is below and above SMALL_PRODUCT, where the sum over the states changes from a product and a sum to `bmm`
-SIZES = [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 64, 7, 16, None), (1, 33, 3, 128, None), (2, 5, 130, 3, 2), (1, 130, 2, 2, 64),
-         (2, 19, 40, 16, None), (2, 5, 140, 3, 2)]
+SIZES = [
+    (1, 1, 1, 1, None),
+    (3, 37, 5, 4, 8),
+    (2, 64, 7, 16, None),
+    (1, 33, 3, 128, None),
+    (2, 5, 130, 3, 2),
+    (1, 130, 2, 2, 64),
+    (2, 19, 40, 16, None),
+    (2, 5, 140, 3, 2),
+]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,7 +99,13 @@ def test_sums_over_states_equal_a_sum_of_products(N, D, given_out):
     torch.testing.assert_close(result, torch.einsum("lbn,lbnd->lbd", row, M), rtol=0, atol=1e-13)
 
 
-@given(st.sampled_from(FORMS), st.integers(0, 64), st.integers(0, 2**16), st.integers(0, 4096), st.integers(1, 128))
+@given(
+    st.sampled_from(FORMS),
+    st.integers(0, 64),
+    st.integers(0, 2**16),
+    st.integers(0, 4096),
+    st.integers(1, 128),
+)
 def test_chunks_are_short_unless_checkpoints_would_outnumber_the_buffers(form, B, T, D, N):
     steps = chunked.chunk_length(form, B, T, D, N)
     assert 1 <= steps <= 64 and steps <= max(1, T)
@@ -80,20 +115,36 @@ def test_chunks_are_short_unless_checkpoints_would_outnumber_the_buffers(form, B
         assert steps >= 8
         assert steps == 8 or steps * B * D * N <= chunked.LARGEST_BUFFER
         longest = 2 * steps > 64 or 2 * steps * B * D * N > chunked.LARGEST_BUFFER
-        assert 2 * steps >= T**0.5 or longest # T / steps checkpoints are at most 4 buffers
+        assert 2 * steps >= T**0.5 or longest  # T / steps checkpoints are at most 4 buffers
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
-@given(st.sampled_from(FORMS), st.integers(0, 3), st.integers(0, 19), st.integers(1, 5), st.integers(1, 6),
-       st.integers(1, 24), st.booleans(), st.permutations([0, 1, 2]), st.sampled_from([(1, 1), (1, 0), (0, 1)]))
-def test_any_shape_chunk_strides_and_outputs_in_use(form, B, T, D, N, chunk, scalar, order, weights):
+@given(
+    st.sampled_from(FORMS),
+    st.integers(0, 3),
+    st.integers(0, 19),
+    st.integers(1, 5),
+    st.integers(1, 6),
+    st.integers(1, 24),
+    st.booleans(),
+    st.permutations([0, 1, 2]),
+    st.sampled_from([(1, 1), (1, 0), (0, 1)]),
+)
+def test_any_shape_chunk_strides_and_outputs_in_use(
+    form, B, T, D, N, chunk, scalar, order, weights
+):
     t = make(B, T, D, N, form=form, scalar=scalar)
     back = [order.index(i) for i in range(3)]
 
-    def restride(v):   # the same values in another memory order
+    def restride(v):  # the same values in another memory order
         return v if v is None or v.dim() != 3 else v.permute(order).contiguous().permute(back)
+
     moved = {n: restride(v) for n, v in t.items()}
-    agree(everything(form, moved, weights, chunk=chunk), everything(form, t, weights, reference=True), 1e-12)
+    agree(
+        everything(form, moved, weights, chunk=chunk),
+        everything(form, t, weights, reference=True),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("form", FORMS[:3])
@@ -103,7 +154,10 @@ def test_extreme_keys_and_rates(form, scale, logit):
     t = make(1, 50, 3, 8, form=form, key_scale=scale)
     t["b"] = t["b"].sign() * logit + t["b"] * (logit == 0)
     agree(everything(form, t, chunk=16), everything(form, t, reference=True), 1e-11)
-    single, exact = everything(form, leaves(t, torch.float32), chunk=16), everything(form, t, reference=True)
+    single, exact = (
+        everything(form, leaves(t, torch.float32), chunk=16),
+        everything(form, t, reference=True),
+    )
     assert all(torch.isfinite(value).all() for value in single.values())
     agree(single, {n: exact[n] for n in ("out", "state", "x")}, 2e-5)
 
@@ -120,7 +174,10 @@ def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
 def test_long_run_of_nearly_equal_keys_in_float32():
     t = make(1, 700, 4, 16, form="exact", key_scale=0.02)
     t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
-    ours, theirs = everything("exact", leaves(t, torch.float32)), everything("exact", t, reference=True)
+    ours, theirs = (
+        everything("exact", leaves(t, torch.float32)),
+        everything("exact", t, reference=True),
+    )
     for name in theirs:
         error = (ours[name].double() - theirs[name]).abs().max() / theirs[name].abs().max()
         assert error < 1e-3, (name, error)
@@ -129,7 +186,7 @@ def test_long_run_of_nearly_equal_keys_in_float32():
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("N", [1, 16, 64])
 def test_float32_at_layer_like_sizes(form, N):
-    t = make(2, 96, 40, N, form=form, key_scale=N ** -0.5)
+    t = make(2, 96, 40, N, form=form, key_scale=N**-0.5)
     ours, theirs = everything(form, leaves(t, torch.float32)), everything(form, t, reference=True)
     for name, expected in theirs.items():
         assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
@@ -140,10 +197,15 @@ def test_no_second_derivative_is_taken_for_zero(form):
     "`torch.autograd.grad` asks for some inputs only and must not find that nothing depends on them."
     t = leaves(make(2, 5, 3, 2, form=form))
     given = {n: v for n, v in t.items() if v is not None}
-    for first in (v for n, v in given.items() if n not in ("D_skip", "z")): # those two meet the read-outs outside the scan
+    for first in (
+        v for n, v in given.items() if n not in ("D_skip", "z")
+    ):  # those two meet the read-outs outside the scan
         for second in given.values():
             (grad,) = torch.autograd.grad(run(form, t)[0].square().sum(), first, create_graph=True)
-            with pytest.raises(RuntimeError, match="no second derivative; the reference scan can: .*a layer by layer.scan = functools.partial"):
+            with pytest.raises(
+                RuntimeError,
+                match="no second derivative; the reference scan can: .*a layer by layer.scan = functools.partial",
+            ):
                 torch.autograd.grad(grad.square().sum() + second.square().sum(), second)
 
 
@@ -151,33 +213,68 @@ def opaque_inputs(form, packed, B=2):
     B, T, D, N = (1 if packed else B), 37, 5, 4
     torch.manual_seed(0)
     A = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N)).get(form)
-    tensors = [*(torch.randn(B, T, width) for width in (N, N, D, D)), None if A is None else -torch.rand(A), torch.randn(3 if packed else B, D, N)]
+    tensors = [
+        *(torch.randn(B, T, width) for width in (N, N, D, D)),
+        None if A is None else -torch.rand(A),
+        torch.randn(3 if packed else B, D, N),
+    ]
     return [t if t is None else t.requires_grad_() for t in tensors]
 
 
-@pytest.mark.parametrize("packed, keep", [(True, True), (False, False), slow_case(True, False), slow_case(False, True)])
-@pytest.mark.parametrize("form", ["exact", "s6", *(slow_case(form) for form in FORMS if form not in ("exact", "s6"))])
+@pytest.mark.parametrize(
+    "packed, keep", [(True, True), (False, False), slow_case(True, False), slow_case(False, True)]
+)
+@pytest.mark.parametrize(
+    "form", ["exact", "s6", *(slow_case(form) for form in FORMS if form not in ("exact", "s6"))]
+)
 def test_the_opaque_operation_is_well_formed(form, packed, keep):
     "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
     bounds = torch.tensor([0, 5, 5, 30]) if packed else None
-    torch.library.opcheck(torch.ops.longhorn_kit.chunked_scan.default, (*opaque_inputs(form, packed), bounds, form, 8, keep))
+    torch.library.opcheck(
+        torch.ops.longhorn_kit.chunked_scan.default,
+        (*opaque_inputs(form, packed), bounds, form, 8, keep),
+    )
 
 
 @pytest.mark.parametrize("B, packed", [slow_case(1, False), (2, False), (1, True)])
-@pytest.mark.parametrize("form", ["exact", "s6", *(slow_case(form) for form in FORMS if form not in ("exact", "s6"))])
+@pytest.mark.parametrize(
+    "form", ["exact", "s6", *(slow_case(form) for form in FORMS if form not in ("exact", "s6"))]
+)
 def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, packed):
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
+
     torch._dynamo.reset()
     *tensors, S = opaque_inputs(form, packed, B)
     q, k, x, b, A = tensors
-    skip, z, leaves = torch.randn(5), torch.randn(1, 37, 5), [t for t in (*tensors, S) if t is not None]
+    skip, z, leaves = (
+        torch.randn(5),
+        torch.randn(1, 37, 5),
+        [t for t in (*tensors, S) if t is not None],
+    )
+
     def scan(bounds):
-        options = dict(D_skip=skip, z=z.expand(B, -1, -1), initial_state=S, output_final_state=True, cu_seqlens=bounds, backend="chunked")
-        return longhorn_scan(q, k, x, b, form=form, **options) if A is None else selective_scan(q, k, x, b, A, **options)
+        options = dict(
+            D_skip=skip,
+            z=z.expand(B, -1, -1),
+            initial_state=S,
+            output_final_state=True,
+            cu_seqlens=bounds,
+            backend="chunked",
+        )
+        return (
+            longhorn_scan(q, k, x, b, form=form, **options)
+            if A is None
+            else selective_scan(q, k, x, b, A, **options)
+        )
+
     def everything_of(scan, bounds):
         out, state = scan(bounds and torch.tensor(bounds))
         return [out, state, *torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)]
-    compiled, bounds = torch.compile(scan, fullgraph=True, backend="aot_eager"), [0, 5, 20, 37] if packed else None
+
+    compiled, bounds = (
+        torch.compile(scan, fullgraph=True, backend="aot_eager"),
+        [0, 5, 20, 37] if packed else None,
+    )
     for ours, expected in zip(everything_of(compiled, bounds), everything_of(scan, bounds)):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     if not packed:
@@ -187,32 +284,55 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
-            assert part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
+            assert (
+                part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
+            )
 
 
 @pytest.mark.parametrize("way", ["eager", slow_case("compiled"), "recomputed"])
-@pytest.mark.parametrize("form", ["diagonal", "exact", "s6", *(slow_case(form) for form in FORMS if form not in ("diagonal", "exact", "s6"))])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "diagonal",
+        "exact",
+        "s6",
+        *(slow_case(form) for form in FORMS if form not in ("diagonal", "exact", "s6")),
+    ],
+)
 def test_finite_differences_confirm_the_operation(form, way):
     "PyTorch's gradcheck in float64, with the initial and the final state; also compiled, and recomputed inside a compiled function."
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
+
     t = leaves(make(1, 5, 2, 2, form=form))
     names, given = zip(*((n, v) for n, v in t.items() if v is not None))
+
     def scan(*tensors):
         a = dict(zip(names, tensors))
         if "A" not in a:
             return longhorn_scan(**a, form=form, output_final_state=True)
         dt, bias = a.pop("b"), a.pop("b_bias", None)
         return selective_scan(**a, dt=dt, dt_bias=bias, output_final_state=True)
+
     torch._dynamo.reset()
-    ways = dict(eager=scan, compiled=scan, recomputed=lambda *a: checkpoint(scan, *a, use_reentrant=False))
-    asked = ways[way] if way == "eager" else torch.compile(ways[way], fullgraph=True, backend="aot_eager")
+    ways = dict(
+        eager=scan, compiled=scan, recomputed=lambda *a: checkpoint(scan, *a, use_reentrant=False)
+    )
+    asked = (
+        ways[way]
+        if way == "eager"
+        else torch.compile(ways[way], fullgraph=True, backend="aot_eager")
+    )
     assert torch.autograd.gradcheck(asked, given, fast_mode=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
     machine, seen = chunked.MACHINES[form], []
-    monkeypatch.setitem(chunked.MACHINES, form, machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]))
+    monkeypatch.setitem(
+        chunked.MACHINES,
+        form,
+        machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]),
+    )
     t = make(1, 20, 2, 3, form=form)
     run(form, t, chunk=4)
     with torch.no_grad():
@@ -226,7 +346,10 @@ def test_no_checkpoints_without_gradients(form, monkeypatch):
 def test_only_some_inputs_need_gradients(form):
     t = make(1, 9, 2, 3, form=form)
     k = t["k"].requires_grad_()
-    ours, expected = (torch.autograd.grad(run(form, t, reference, 4)[0].sum(), k)[0] for reference in (False, True))
+    ours, expected = (
+        torch.autograd.grad(run(form, t, reference, 4)[0].sum(), k)[0]
+        for reference in (False, True)
+    )
     torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
 
 

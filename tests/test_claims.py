@@ -1,4 +1,5 @@
 """The claims: the published tables, what the functions read from a record, and that every claim is complete."""
+
 import json
 
 import pytest
@@ -10,14 +11,24 @@ RECORDED = results_folder()
 
 
 def test_averages_of_the_published_recall_table_are_the_published_averages():
-    averages = {("read once", "mamba"): 34.82, ("read twice", "mamba"): 41.75, ("read once", "longhorn"): 35.97, ("read twice", "longhorn"): 45.02}
+    averages = {
+        ("read once", "mamba"): 34.82,
+        ("read twice", "mamba"): 41.75,
+        ("read once", "longhorn"): 35.97,
+        ("read twice", "longhorn"): 45.02,
+    }
     for (reading, model), average in averages.items():
         scores = published.RECALL_INTENSIVE[reading][model]
-        assert len(scores) == len(published.RECALL_TASKS) and sum(scores) / 6 == pytest.approx(average, abs=0.006)
+        assert len(scores) == len(published.RECALL_TASKS) and sum(scores) / 6 == pytest.approx(
+            average, abs=0.006
+        )
 
 
 def test_no_column_of_what_others_measured_is_left_out():
-    found = [comparison.label.split(":")[0] for comparison, _ in claims.find_claim("elsewhere-recall").settled()]
+    found = [
+        comparison.label.split(":")[0]
+        for comparison, _ in claims.find_claim("elsewhere-recall").settled()
+    ]
     assert found == [name for name in published.INDEPENDENT if "2K/4K/8K" in name]
 
 
@@ -38,28 +49,61 @@ def test_published_numbers_of_the_rows_are_those_of_the_tables():
             assert f"{published.OPENWEBTEXT[size][model]:.3f}" in told[name]
     assert str(published.OPENWEBTEXT["120M"]["longhorn_scalar"]) in told["scalar-rate"]
     assert str(published.OPENWEBTEXT["350M"]["mamba_input_a"]) in told["input-dependent-a"]
-    assert all(f"{value:.2f}" in told["downstream"] for value in published.DOWNSTREAM_PERPLEXITY.values())
+    assert all(
+        f"{value:.2f}" in told["downstream"] for value in published.DOWNSTREAM_PERPLEXITY.values()
+    )
 
 
 def kernel_record(**ms):
-    rows = [dict(section="main", shape=shape, form=form, kernels=form, forward_ms=ms.get(form, 1.0), backward_ms=0.0)
-            for shape in compare.SHAPES for form in ("diagonal", "exact", "s6")]
-    others = ("mamba_cuda", "official_longhorn_cuda", "mamba_cuda_again", "official_longhorn_cuda_again")
-    return {"rows": rows, "others_measured_before": {name: dict.fromkeys(compare.SHAPES, [ms.get(name, 1.0), 0]) for name in others}}
+    rows = [
+        dict(
+            section="main",
+            shape=shape,
+            form=form,
+            kernels=form,
+            forward_ms=ms.get(form, 1.0),
+            backward_ms=0.0,
+        )
+        for shape in compare.SHAPES
+        for form in ("diagonal", "exact", "s6")
+    ]
+    others = (
+        "mamba_cuda",
+        "official_longhorn_cuda",
+        "mamba_cuda_again",
+        "official_longhorn_cuda_again",
+    )
+    return {
+        "rows": rows,
+        "others_measured_before": {
+            name: dict.fromkeys(compare.SHAPES, [ms.get(name, 1.0), 0]) for name in others
+        },
+    }
 
 
-@pytest.mark.parametrize("claim, ms, words", [
-    ("exact-cost", dict(exact=2.1), ["holds"]), ("exact-cost", dict(exact=1.9), ["does not hold"]),
-    ("kernel-time", dict(diagonal=1.01), ["holds"] * 2), ("kernel-time", dict(diagonal=1.5, s6=2.0), ["does not hold", "holds"]),
-    ("kernel-time", dict(diagonal=1.5, mamba_cuda=2.0), ["holds", "does not hold"]),
-    ("kernel-official", dict(official_longhorn_cuda=1.03), ["does not hold", "holds", "holds"])])
+@pytest.mark.parametrize(
+    "claim, ms, words",
+    [
+        ("exact-cost", dict(exact=2.1), ["holds"]),
+        ("exact-cost", dict(exact=1.9), ["does not hold"]),
+        ("kernel-time", dict(diagonal=1.01), ["holds"] * 2),
+        ("kernel-time", dict(diagonal=1.5, s6=2.0), ["does not hold", "holds"]),
+        ("kernel-time", dict(diagonal=1.5, mamba_cuda=2.0), ["holds", "does not hold"]),
+        ("kernel-official", dict(official_longhorn_cuda=1.03), ["does not hold", "holds", "holds"]),
+    ],
+)
 def test_kernel_rows_follow_the_times(claim, ms, words):
-    assert [found.verdict for _, found in claims.find_claim(claim).timed(kernel_record(**ms))] == words
+    assert [
+        found.verdict for _, found in claims.find_claim(claim).timed(kernel_record(**ms))
+    ] == words
 
 
 def test_times_of_code_that_is_not_in_the_repository_say_what_they_lack():
     why = [found.why for _, found in claims.find_claim("kernel-official").timed(kernel_record())]
-    assert all("no versions, commit, spread or raw log" in why[i] for i in (0, 2)) and "no commit, spread" in why[1]
+    assert (
+        all("no versions, commit, spread or raw log" in why[i] for i in (0, 2))
+        and "no commit, spread" in why[1]
+    )
     official, ours = claims.find_claim("kernel-time").timed(kernel_record())
     assert "nothing in the repository runs that code" in official[1].why and not ours[1].why
     assert not compare.no_fast_kernel(kernel_record())[0][1].why
@@ -69,45 +113,93 @@ def test_a_claim_that_holds_at_one_shape_only_is_undecided():
     uneven = kernel_record()
     uneven["rows"][0]["forward_ms"] = 3.0
     comparison, found = claims.find_claim("kernel-time").timed(uneven)[0]
-    assert found.verdict == "undecided" and comparison.differences == pytest.approx((1 / 3, 1, 1)) and found.low == pytest.approx(1 / 3)
+    assert (
+        found.verdict == "undecided"
+        and comparison.differences == pytest.approx((1 / 3, 1, 1))
+        and found.low == pytest.approx(1 / 3)
+    )
 
 
-@pytest.mark.parametrize("best, tried, told", [
-    ((1e-3,), [1e-3], "one learning rate"), ((0.03, 0.1), [0.01, 0.03, 0.1], "edge of the grid (Mamba)"), ((0.03, 0.03), [0.01, 0.03, 0.1], "")])
+@pytest.mark.parametrize(
+    "best, tried, told",
+    [
+        ((1e-3,), [1e-3], "one learning rate"),
+        ((0.03, 0.1), [0.01, 0.03, 0.1], "edge of the grid (Mamba)"),
+        ((0.03, 0.03), [0.01, 0.03, 0.1], ""),
+    ],
+)
 def test_learning_rates_have_to_be_bracketed(best, tried, told):
-    assert told in compare.edge({name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)})
-    assert bool(told) == bool(compare.edge({name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)}))
+    assert told in compare.edge(
+        {name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)}
+    )
+    assert bool(told) == bool(
+        compare.edge({name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)})
+    )
 
 
 def recall_record(lr=0.03, **scores):
     names = dict.fromkeys(name for pair in compare.RECALL_ORDER for name in pair)
-    task = {"recall": {name: scores.get(name, [0.5, 0.51, 0.52]) for name in names}, "lr": dict.fromkeys(names, lr),
-            "grid": dict.fromkeys(names, {"0.01": 0, "0.03": 1, "0.1": 0})}
+    task = {
+        "recall": {name: scores.get(name, [0.5, 0.51, 0.52]) for name in names},
+        "lr": dict.fromkeys(names, lr),
+        "grid": dict.fromkeys(names, {"0.01": 0, "0.03": 1, "0.1": 0}),
+    }
     return {"results": {"search_seeds": [100, 101], "tasks": {"once": task}}}
 
 
 def test_recall_is_compared_seed_by_seed_in_points():
     first, *rest = compare.compare_recall(recall_record(longhorn_exact=[0.9, 0.91, 0.92]))
-    assert first.label == "keys once: exact above diagonal" and first.differences == pytest.approx((40, 40, 40)) and first.searched == 2
-    assert len(rest) == 3 and not first.doubt and compare.compare_recall(recall_record(lr=0.1))[0].doubt
+    assert (
+        first.label == "keys once: exact above diagonal"
+        and first.differences == pytest.approx((40, 40, 40))
+        and first.searched == 2
+    )
+    assert (
+        len(rest) == 3
+        and not first.doubt
+        and compare.compare_recall(recall_record(lr=0.1))[0].doubt
+    )
 
 
 def cell(mixer, accuracy, width=64, lr=0.01, rates=(0.001, 0.01, 0.1), **more):
-    return dict(length=64, pairs=4, d_model=width, mixer=mixer, accuracy=accuracy, guess=0.1, rewritten=0, options={}, lr=lr,
-                by_lr=dict.fromkeys(map(str, rates), 0.5)) | more
+    return (
+        dict(
+            length=64,
+            pairs=4,
+            d_model=width,
+            mixer=mixer,
+            accuracy=accuracy,
+            guess=0.1,
+            rewritten=0,
+            options={},
+            lr=lr,
+            by_lr=dict.fromkeys(map(str, rates), 0.5),
+        )
+        | more
+    )
 
 
 def test_grid_counts_only_cells_that_another_rate_cannot_change():
-    cells = [cell("longhorn", [0.9, 0.8, 0.7]), cell("mamba", [0.5, 0.5, 0.05]),                  # both inside
-             cell("longhorn", [0.99] * 3, 128, lr=0.1), cell("mamba", [0.995] * 3, 128),          # solved at the edge: counts, and is a tie
-             cell("longhorn", [0.9] * 3, 256, lr=0.1), cell("mamba", [0.1] * 3, 256),             # at the edge
-             cell("longhorn", [0.9] * 3, 512, rewritten=8), cell("mamba", [0.1] * 3, 512, rewritten=8)]
-    found, = compare.compare_mqar({"results": {"cells": cells}}, (("longhorn", "mamba"),))
+    cells = [
+        cell("longhorn", [0.9, 0.8, 0.7]),
+        cell("mamba", [0.5, 0.5, 0.05]),  # both inside
+        cell("longhorn", [0.99] * 3, 128, lr=0.1),
+        cell("mamba", [0.995] * 3, 128),  # solved at the edge: counts, and is a tie
+        cell("longhorn", [0.9] * 3, 256, lr=0.1),
+        cell("mamba", [0.1] * 3, 256),  # at the edge
+        cell("longhorn", [0.9] * 3, 512, rewritten=8),
+        cell("mamba", [0.1] * 3, 512, rewritten=8),
+    ]
+    (found,) = compare.compare_mqar({"results": {"cells": cells}}, (("longhorn", "mamba"),))
     assert found.label == "diagonal above Mamba (2 of 3 cells)"
-    assert found.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), "limited to 1.2 guesses, averaged over two cells"
-    alone, = compare.compare_mqar({"results": {"cells": cells[4:6]}}, (("longhorn", "mamba"),))
+    assert found.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), (
+        "limited to 1.2 guesses, averaged over two cells"
+    )
+    (alone,) = compare.compare_mqar({"results": {"cells": cells[4:6]}}, (("longhorn", "mamba"),))
     assert alone.doubt and not alone.differences
-    assert "with d_model –" in compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": []}}), "no cell is finished"
+    assert "with d_model –" in compare.about_mqar(
+        {"settings": {"lrs": [0.01]}, "results": {"cells": []}}
+    ), "no cell is finished"
 
 
 def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
@@ -116,104 +208,218 @@ def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
     told = compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": cells}})
     assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in told
     for name in ("mqar", "exact-mqar", "larger-state"):
-        assert "chosen on seed 0, which is judged too" in claims.find_claim(name).about({"settings": {}, "results": {"cells": cells}})
+        assert "chosen on seed 0, which is judged too" in claims.find_claim(name).about(
+            {"settings": {}, "results": {"cells": cells}}
+        )
     assert "two rows are about different cells and cannot be compared" in told
 
 
 def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():
-    row = lambda mixer, compile, speed: dict(mixer=mixer, context=1024, compile=compile, tokens_per_second=speed, ms=1e5 / speed, commit="old")
+    row = lambda mixer, compile, speed: dict(
+        mixer=mixer,
+        context=1024,
+        compile=compile,
+        tokens_per_second=speed,
+        ms=1e5 / speed,
+        commit="old",
+    )
     names = ("longhorn", "longhorn_exact", "mamba")
     record = {"rows": [row(name, compile, 1000) for name in names for compile in (False, True)]}
-    again = lambda *mixers: {"rows": [dict(mixer=name, compiled=False, ms=80.0, commit="new") for name in mixers]}
+    again = lambda *mixers: {
+        "rows": [dict(mixer=name, compiled=False, ms=80.0, commit="new") for name in mixers]
+    }
     reasons = lambda later: [found.why for _, found in compare.compare_training(record, later)]
     diagonal, exact = reasons(again("longhorn"))
-    assert diagonal == ("stale: timed at commit old; at new diagonal takes 80.0 ms per eager step instead of 100.0, "
-                        "and Mamba was not timed again") and exact == ""
+    assert (
+        diagonal
+        == (
+            "stale: timed at commit old; at new diagonal takes 80.0 ms per eager step instead of 100.0, "
+            "and Mamba was not timed again"
+        )
+        and exact == ""
+    )
     assert reasons(again(*names)) == reasons(None) == ["", ""]
 
 
 def run(mixer, seed, losses, tokens=(10, 20, 40), **more):
-    return dict(mixer=mixer, seed=seed, tokens=tokens[-1], parameters=5e6, model=dict(d_mlp=0), state_numbers=2000,
-                val=dict(tokens=list(tokens), all=list(losses))) | more
+    return (
+        dict(
+            mixer=mixer,
+            seed=seed,
+            tokens=tokens[-1],
+            parameters=5e6,
+            model=dict(d_mlp=0),
+            state_numbers=2000,
+            val=dict(tokens=list(tokens), all=list(losses)),
+        )
+        | more
+    )
 
 
 def grid_record(*runs, unique=20):
-    return {"settings": {"train": {"lr": 1e-3}},
-            "results": {"runs": list(runs), "train_tokens": unique, "domains": ["docs"], "unit": "nats per token"}}
+    return {
+        "settings": {"train": {"lr": 1e-3}},
+        "results": {
+            "runs": list(runs),
+            "train_tokens": unique,
+            "domains": ["docs"],
+            "unit": "nats per token",
+        },
+    }
 
 
 def test_repeated_text_is_compared_after_one_pass_and_at_the_end():
-    record = grid_record(*(run(*r) for r in (("longhorn", 0, (5, 3, 2)), ("longhorn", 1, (5, 3, 2)), ("longhorn", 2, (5, 3, 2)),
-                                             ("mamba", 1, (5, 4, 1.5)), ("mamba", 2, (5, 4.5, 1.5)))))
+    record = grid_record(
+        *(
+            run(*r)
+            for r in (
+                ("longhorn", 0, (5, 3, 2)),
+                ("longhorn", 1, (5, 3, 2)),
+                ("longhorn", 2, (5, 3, 2)),
+                ("mamba", 1, (5, 4, 1.5)),
+                ("mamba", 2, (5, 4.5, 1.5)),
+            )
+        )
+    )
     first, last = compare.compare_language(record, (("longhorn", "mamba"),))
-    assert (first.label, first.differences) == ("diagonal below Mamba, after one pass", (1, 1.5)) and first.published == pytest.approx(0.013)
-    assert (last.label, last.differences) == ("diagonal below Mamba, after 2.0 passes", (-0.5, -0.5)) and "one learning rate" in last.doubt
+    assert (first.label, first.differences) == (
+        "diagonal below Mamba, after one pass",
+        (1, 1.5),
+    ) and first.published == pytest.approx(0.013)
+    assert (last.label, last.differences) == (
+        "diagonal below Mamba, after 2.0 passes",
+        (-0.5, -0.5),
+    ) and "one learning rate" in last.doubt
     told = compare.about_language(record)
-    assert "2.0 passes" in told and "diagonal 2k" in told and "mixers only for diagonal, Mamba" in told and "0.001 only" in told
-    assert [c.label for c in compare.compare_language(grid_record(run("longhorn", 0, (3, 2, 1)), run("mamba", 0, (3, 2, 1)), unique=40),
-                                                      (("longhorn", "mamba"),))] == ["diagonal below Mamba"], "one pass has one row"
+    assert (
+        "2.0 passes" in told
+        and "diagonal 2k" in told
+        and "mixers only for diagonal, Mamba" in told
+        and "0.001 only" in told
+    )
+    assert [
+        c.label
+        for c in compare.compare_language(
+            grid_record(run("longhorn", 0, (3, 2, 1)), run("mamba", 0, (3, 2, 1)), unique=40),
+            (("longhorn", "mamba"),),
+        )
+    ] == ["diagonal below Mamba"], "one pass has one row"
 
 
-@pytest.mark.parametrize("losses, saved", [((4, 3, 2.0), 50.0), ((4, 3.5, 3.0), 0.0), ((5, 4.5, 4.0), None)])
+@pytest.mark.parametrize(
+    "losses, saved", [((4, 3, 2.0), 50.0), ((4, 3.5, 3.0), 0.0), ((5, 4.5, 4.0), None)]
+)
 def test_tokens_saved_are_read_off_the_curves(losses, saved):
-    found, = compare.compare_tokens(grid_record(run("longhorn", 0, losses), run("mamba", 0, (5, 4, 3.0)), unique=40))
-    assert found.differences == (() if saved is None else (saved,)) and ("not reached" in found.doubt) == (saved is None)
+    (found,) = compare.compare_tokens(
+        grid_record(run("longhorn", 0, losses), run("mamba", 0, (5, 4, 3.0)), unique=40)
+    )
+    assert found.differences == (() if saved is None else (saved,)) and (
+        "not reached" in found.doubt
+    ) == (saved is None)
 
 
 def test_lengths_tell_texts_apart_from_seeds():
     nats = {"docs": [2.0, 1.98], "prose": [2.0, 2.1]}
-    models = [{"mixer": "longhorn", "text": {text: {"by_length": {"nats": values}} for text, values in nats.items()}} for _ in range(3)]
-    found = claims.outcomes("extrapolation", {"settings": {"multiples": [1, 16]}, "results": {"models": models}})
-    assert [(c.label, j.n, j.verdict) for c, j in found] == [("docs, 16 times the length: diagonal keeps", 3, "holds"),
-                                                             ("prose, 16 times the length: diagonal keeps", 3, "does not hold")]
+    models = [
+        {
+            "mixer": "longhorn",
+            "text": {text: {"by_length": {"nats": values}} for text, values in nats.items()},
+        }
+        for _ in range(3)
+    ]
+    found = claims.outcomes(
+        "extrapolation", {"settings": {"multiples": [1, 16]}, "results": {"models": models}}
+    )
+    assert [(c.label, j.n, j.verdict) for c, j in found] == [
+        ("docs, 16 times the length: diagonal keeps", 3, "holds"),
+        ("prose, 16 times the length: diagonal keeps", 3, "does not hold"),
+    ]
 
 
 def test_needles_are_compared_at_the_longest_text_after_lessons():
-    model = lambda mixer, last: {"mixer": mixer, "needles": {"fact, finetuned": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
-                                                             "fact": {"once": {"length": [64], "written": [[0]]}}}}
-    found, = compare.compare_needles({"results": {"models": [model("longhorn", 1), model("mamba", 0)]}})
-    assert (found.label, found.differences) == ("fact, finetuned, 128 tokens: diagonal above Mamba", (50,))
+    model = lambda mixer, last: {
+        "mixer": mixer,
+        "needles": {
+            "fact, finetuned": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
+            "fact": {"once": {"length": [64], "written": [[0]]}},
+        },
+    }
+    (found,) = compare.compare_needles(
+        {"results": {"models": [model("longhorn", 1), model("mamba", 0)]}}
+    )
+    assert (found.label, found.differences) == (
+        "fact, finetuned, 128 tokens: diagonal above Mamba",
+        (50,),
+    )
 
 
 def test_state_numbers_of_the_records_are_those_of_the_models():
     import torch
     from longhorn_kit.lab.language import state_numbers
     from longhorn_kit.models.lm import LMConfig, SequenceLM
+
     for name in ("gpu", "gpu_160m", "laptop"):
-        for run in json.loads((RECORDED / "language" / f"{name}.json").read_text())["results"]["runs"]:
+        for run in json.loads((RECORDED / "language" / f"{name}.json").read_text())["results"][
+            "runs"
+        ]:
             with torch.device("meta"):
-                assert state_numbers(SequenceLM(LMConfig(**run["model"]))) == run["state_numbers"], run["mixer"]
+                assert (
+                    state_numbers(SequenceLM(LMConfig(**run["model"]))) == run["state_numbers"]
+                ), run["mixer"]
 
 
-AUDITED = { # computed from the same record by other code, with the variance pooled over all blocks
-    "diagonal N=16 below Mamba N=16": -0.0166, "exact N=16 below Mamba N=16": -0.0062, "exact N=16 below diagonal N=16": 0.0104,
-    "exact N=64 below diagonal N=64": 0.034, "exact N=64 below Gated DeltaNet": -0.0102, "exact N=64 below Mamba N=64": -0.0049,
-    "exact N=64, MLP below Gated DeltaNet, MLP": -0.0147, "exact N=64, MLP below Mamba N=64, MLP": -0.0019,
-    "exact N=64, MLP below attention, MLP": 0.0104, "exact N=64, MLP below exact N=32, MLP": 0.0047,
-    "exact N=64, MLP below DeltaNet, MLP": 0.0290, "exact N=64, MLP below Mamba-2, MLP": 0.0244}
+AUDITED = {  # computed from the same record by other code, with the variance pooled over all blocks
+    "diagonal N=16 below Mamba N=16": -0.0166,
+    "exact N=16 below Mamba N=16": -0.0062,
+    "exact N=16 below diagonal N=16": 0.0104,
+    "exact N=64 below diagonal N=64": 0.034,
+    "exact N=64 below Gated DeltaNet": -0.0102,
+    "exact N=64 below Mamba N=64": -0.0049,
+    "exact N=64, MLP below Gated DeltaNet, MLP": -0.0147,
+    "exact N=64, MLP below Mamba N=64, MLP": -0.0019,
+    "exact N=64, MLP below attention, MLP": 0.0104,
+    "exact N=64, MLP below exact N=32, MLP": 0.0047,
+    "exact N=64, MLP below DeltaNet, MLP": 0.0290,
+    "exact N=64, MLP below Mamba-2, MLP": 0.0244,
+}
 
 
 def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
     record = json.loads((RECORDED / "one-pass" / "gpu.json").read_text())
     title, header, rows = compare.explored(record)
     found = {row[1]: float(row[2]) for row in rows}
-    assert found == pytest.approx(AUDITED, abs=0.0005) and "xploratory" in title and len(header) == len(rows[0])
+    assert (
+        found == pytest.approx(AUDITED, abs=0.0005)
+        and "xploratory" in title
+        and len(header) == len(rows[0])
+    )
     text = " ".join([title, *header, *(cell for row in rows for cell in row)])
-    assert not any(word in text for word in ("holds", "does not hold", "undecided", "ahead", "behind", "cannot"))
+    assert not any(
+        word in text
+        for word in ("holds", "does not hold", "undecided", "ahead", "behind", "cannot")
+    )
     assert all(0 <= float(row[4]) <= 1 and row[5] in ("3", "5", "8") for row in rows)
     first = record["results"]["groups"]["paper"][0]
-    first["runs"][0]["bits_per_byte"] = None # diverged
+    first["runs"][0]["bits_per_byte"] = None  # diverged
     lost = [row for row in compare.explored(record)[2] if first["name"] in row[1]]
     assert len(lost) == 2 and all("1 of " in row[2] and row[3:] == ["", "", ""] for row in lost)
 
 
 def test_a_claim_can_read_the_records_of_a_further_experiment():
     claim = claims.find_claim("scalar-rate")
-    assert set(claims.readers(claim)) == {"language", "one-pass"} and set(claims.readers(claims.find_claim("stable"))) == set()
+    assert (
+        set(claims.readers(claim)) == {"language", "one-pass"}
+        and set(claims.readers(claims.find_claim("stable"))) == set()
+    )
     first = {"experiment": "one-pass", "results": {"plan": {}}}
     assert claims.outcomes("scalar-rate", first) == [], "the first plan has no such pair"
-    second = {"experiment": "one-pass", "results": {"plan": {"rule": "looks"}, "groups": {"paper": []}}}
-    assert claims.outcomes("scalar-rate", second) == claims.outcomes("other-layers-once", second) == [], "its models are not part of this run"
+    second = {
+        "experiment": "one-pass",
+        "results": {"plan": {"rule": "looks"}, "groups": {"paper": []}},
+    }
+    assert (
+        claims.outcomes("scalar-rate", second) == claims.outcomes("other-layers-once", second) == []
+    ), "its models are not part of this run"
 
 
 def test_unknown_name_suggests_the_nearest():

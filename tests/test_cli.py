@@ -1,4 +1,5 @@
 """The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
+
 import dataclasses, errno, json, lzma, os, re, signal, subprocess, sys, time
 from pathlib import Path
 
@@ -22,7 +23,11 @@ LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
 @pytest.fixture
 def here(monkeypatch, tmp_path):
     "An empty working folder, with two quick claims in place of the paper's."
-    rows = [fakes.claim(), fakes.claim("second"), fakes.claim("idle", module=None, compare=None, minutes={})]
+    rows = [
+        fakes.claim(),
+        fakes.claim("second"),
+        fakes.claim("idle", module=None, compare=None, minutes={}),
+    ]
     monkeypatch.setattr(claims, "CLAIMS", rows)
     monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: None)
     monkeypatch.setattr("longhorn_kit.lab.run.engine_for", lambda *_: Here())
@@ -38,36 +43,65 @@ def fails(capsys, argv, code=1):
     "Run a command that has to fail; returns its one line."
     assert cli.main(argv) == code
     out, err = capsys.readouterr()
-    assert err.startswith("longhorn: error: ") and err.count("\n") == 1 and "Traceback" not in out + err, err
+    assert (
+        err.startswith("longhorn: error: ")
+        and err.count("\n") == 1
+        and "Traceback" not in out + err
+    ), err
     return err.removeprefix("longhorn: error: ").strip()
 
 
 # Errors of the command line itself: exit code 2
 
-@pytest.mark.parametrize("argv, says", [
-    ([], "Missing subcommand"), (["reproduc"], "did you mean 'reproduce'?"), (["zzz"], "there are: reproduce, claims, prepare, train-lm, generate"),
-    (["--oops"], "--oops"), (["claims", "--oops"], "--oops"),
-    (["reproduce", "--sclae", "laptop"], "--scale"), (["reproduce", "--scale", "huge"], "invalid choice 'huge'"),
-    (["reproduce", "fak"], "unknown claim 'fak'; did you mean 'fake'?"),
-    (["reproduce", "fake", "nothing-like-it"], "unknown claim 'nothing-like-it'"),
-    (["reproduce", "fake", "--step", "4"], "--steps"), (["reproduce", "fake", "second", "--steps", "4"], "--steps"),
-    (["reproduce", "fake", "--workers", "-1"], "--workers is -1; it must be 0 or more"),
-    (["reproduce", "fake", "--slurm", "a=b"], "--launcher slurm; got 'a=b' with local"), (["reproduce", "fake", "--slurm", "moon"], "--slurm takes NAME=VALUE"),
-    (["reproduce", "fake", "--minutes", "-1"], "--minutes is -1.0; it must be 0 or more"), (["claims", "fak"], "unknown claim 'fak'; did you mean 'fake'?"),
-    (["generate"], "CHECKPOINT"), (["generate", "x", "--tokens", "many"], "many"), (["train-lm"], "--preset"),
-    (["train-lm", "--preset", "laptop", "--out", "o", "--step", "3"], "--steps"),
-    (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "3.5"], "3.5"),
-    (["train-lm", "--preset", "laptop", "--out", "o", "--d-model", "-8"], "d_model is -8"),
-    (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "0"], "steps is 0"), (["train-lm", "--preset", "laptop", "--out", "o", "--val", "1"], "val is 1"),
-    (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "4", "--warmup", "9"], "warmup is 9"),
-    (["train-lm", "--preset", "owt-120m", "--plan", "--sharding", "zero"], "invalid choice 'zero'"),
-    (["train-vision", "--preset", "digits", "--out", "o", "--epocs", "3"], "--epochs"),
-    (["train-vision", "--preset", "digit", "--out", "o"], "did you mean 'digits'?"),
-])
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([], "Missing subcommand"),
+        (["reproduc"], "did you mean 'reproduce'?"),
+        (["zzz"], "there are: reproduce, claims, prepare, train-lm, generate"),
+        (["--oops"], "--oops"),
+        (["claims", "--oops"], "--oops"),
+        (["reproduce", "--sclae", "laptop"], "--scale"),
+        (["reproduce", "--scale", "huge"], "invalid choice 'huge'"),
+        (["reproduce", "fak"], "unknown claim 'fak'; did you mean 'fake'?"),
+        (["reproduce", "fake", "nothing-like-it"], "unknown claim 'nothing-like-it'"),
+        (["reproduce", "fake", "--step", "4"], "--steps"),
+        (["reproduce", "fake", "second", "--steps", "4"], "--steps"),
+        (["reproduce", "fake", "--workers", "-1"], "--workers is -1; it must be 0 or more"),
+        (["reproduce", "fake", "--slurm", "a=b"], "--launcher slurm; got 'a=b' with local"),
+        (["reproduce", "fake", "--slurm", "moon"], "--slurm takes NAME=VALUE"),
+        (["reproduce", "fake", "--minutes", "-1"], "--minutes is -1.0; it must be 0 or more"),
+        (["claims", "fak"], "unknown claim 'fak'; did you mean 'fake'?"),
+        (["generate"], "CHECKPOINT"),
+        (["generate", "x", "--tokens", "many"], "many"),
+        (["train-lm"], "--preset"),
+        (["train-lm", "--preset", "laptop", "--out", "o", "--step", "3"], "--steps"),
+        (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "3.5"], "3.5"),
+        (["train-lm", "--preset", "laptop", "--out", "o", "--d-model", "-8"], "d_model is -8"),
+        (["train-lm", "--preset", "laptop", "--out", "o", "--steps", "0"], "steps is 0"),
+        (["train-lm", "--preset", "laptop", "--out", "o", "--val", "1"], "val is 1"),
+        (
+            ["train-lm", "--preset", "laptop", "--out", "o", "--steps", "4", "--warmup", "9"],
+            "warmup is 9",
+        ),
+        (
+            ["train-lm", "--preset", "owt-120m", "--plan", "--sharding", "zero"],
+            "invalid choice 'zero'",
+        ),
+        (["train-vision", "--preset", "digits", "--out", "o", "--epocs", "3"], "--epochs"),
+        (["train-vision", "--preset", "digit", "--out", "o"], "did you mean 'digits'?"),
+    ],
+)
 def test_mistake_in_the_command_line(here, capsys, argv, says):
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err and "parsing settings" not in err and list(here.iterdir()) == []
+    assert (
+        says in err
+        and "Traceback" not in err
+        and "parsing settings" not in err
+        and list(here.iterdir()) == []
+    )
     assert argv[:1] != ["train-lm"] or "longhorn train-lm --help" in err
 
 
@@ -77,22 +111,36 @@ def test_help_goes_to_stdout_and_explains_every_flag(argv, capsys):
     out, err = capsys.readouterr()
     assert "usage: longhorn" in out and err == ""
     fields = dataclasses.fields(cli.COMMANDS[argv[0]]) if argv[0] in cli.COMMANDS else ()
-    for words in (field.name.replace("_", "-") for field in fields if field.name != "settings"): # its fields are the flags
+    for words in (
+        field.name.replace("_", "-") for field in fields if field.name != "settings"
+    ):  # its fields are the flags
         assert f"--{words}" in out or words.upper() in out
 
 
-@pytest.mark.parametrize("command, presets, settings", [
-    ("train-lm", LM_PRESETS, [*dataclasses.fields(LMPreset), *dataclasses.fields(TrainConfig)]),
-    ("train-vision", VISION_PRESETS, dataclasses.fields(VisionConfig))])
-def test_help_lists_presets_mixers_and_what_a_preset_fills_in(command, presets, settings, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "command, presets, settings",
+    [
+        ("train-lm", LM_PRESETS, [*dataclasses.fields(LMPreset), *dataclasses.fields(TrainConfig)]),
+        ("train-vision", VISION_PRESETS, dataclasses.fields(VisionConfig)),
+    ],
+)
+def test_help_lists_presets_mixers_and_what_a_preset_fills_in(
+    command, presets, settings, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main([command, "--help"]) == 0
     out = capsys.readouterr().out
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split()).partition("settings options")[2]
     assert all(f"  {name}: {preset.description}" in out for name, preset in presets.items())
     assert command != "train-lm" or f"Mixers: {', '.join(MIXERS)}\n" in out
-    for name in {field.name for field in settings} - {"train", "description", *("steps", "warmup", "eval_every") * (command == "train-vision")}:
-        about, default = re.search(rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words).groups()
+    for name in {field.name for field in settings} - {
+        "train",
+        "description",
+        *("steps", "warmup", "eval_every") * (command == "train-vision"),
+    }:
+        about, default = re.search(
+            rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words
+        ).groups()
         assert len(about.split()) > 1 and default == "from the preset", name
     assert "default: None" not in out and "--description" not in out
     name = list(presets)[0]
@@ -107,11 +155,18 @@ def test_version(capsys):
 
 # reproduce
 
+
 def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
     assert cli.main(["reproduce"]) == 0
     out = capsys.readouterr().out
-    assert fakes.calls == ["fake", "second"] and "at scale laptop: fake, second; about 2 min on two CPU cores" in out
-    assert out.count("score: +2.0 points, n = 3, holds") == 2 and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
+    assert (
+        fakes.calls == ["fake", "second"]
+        and "at scale laptop: fake, second; about 2 min on two CPU cores" in out
+    )
+    assert (
+        out.count("score: +2.0 points, n = 3, holds") == 2
+        and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
+    )
     assert (here / "runs" / "report.html").exists()
     assert cli.main(["reproduce"]) == 0
     assert len(fakes.calls) == 2 and capsys.readouterr().out.count("already finished") == 2
@@ -119,14 +174,26 @@ def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
 
 def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, capsys):
     pages, shown = [], []
+
     def look():
         pages.append((here / "runs" / "report.html").read_text(encoding="utf-8"))
         shown.append(capsys.readouterr().out)
+
     fakes.during["second"] = look
     assert cli.main(["reproduce"]) == 0
-    assert len(pages) == 1 and pages[0].count('<section id="fake-laptop">') == 1 and '<section id="second-laptop">' not in pages[0]
-    assert pages[0].index('<section id="fake-laptop">') < pages[0].index("<svg") < pages[0].index("</figure>")
-    assert "still to come when this page was written: second." in pages[0] and pages[0].rstrip().endswith("</html>")
+    assert (
+        len(pages) == 1
+        and pages[0].count('<section id="fake-laptop">') == 1
+        and '<section id="second-laptop">' not in pages[0]
+    )
+    assert (
+        pages[0].index('<section id="fake-laptop">')
+        < pages[0].index("<svg")
+        < pages[0].index("</figure>")
+    )
+    assert "still to come when this page was written: second." in pages[0] and pages[
+        0
+    ].rstrip().endswith("</html>")
     assert f"report so far: {Path('runs/report.html')}" in shown[0]
     last = (here / "runs" / "report.html").read_text(encoding="utf-8")
     assert "still to come" not in last and '<section id="second-laptop">' in last
@@ -136,7 +203,10 @@ def test_an_interrupt_between_claims_leaves_a_readable_page(here, capsys):
     fakes.errors["second"] = KeyboardInterrupt()
     assert "the same command resumes" in fails(capsys, ["reproduce"], 130)
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
-    assert '<section id="fake-laptop">' in page and "still to come when this page was written: second." in page
+    assert (
+        '<section id="fake-laptop">' in page
+        and "still to come when this page was written: second." in page
+    )
     fakes.errors.clear()
     assert cli.main(["reproduce"]) == 0 and fakes.calls == ["fake", "second", "second"]
     assert "still to come" not in (here / "runs" / "report.html").read_text(encoding="utf-8")
@@ -155,9 +225,15 @@ def test_the_time_left_is_printed_once_with_the_claims_that_follow(here, capsys)
     local, slurm = cli.Reproduce(), cli.Reproduce(launcher="slurm")
     # the first claim takes twice its recorded time here, so the second is expected to take 6 minutes
     lines = printed_times(first, local, (second,), (180, 240, 2, 6), (60, 240, 2, 2), capsys=capsys)
-    assert lines == ["  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"]
-    assert printed_times(first, local, (), (20, 60, 1, 1), capsys=capsys) == ["  less than a minute left on this machine (1 job at a time)"]
-    assert printed_times(first, slurm, (), (9000, 9000, 64, 80), capsys=capsys) == ["  about 2 h left after the wait in the queue (up to 64 jobs at a time)"]
+    assert lines == [
+        "  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"
+    ]
+    assert printed_times(first, local, (), (20, 60, 1, 1), capsys=capsys) == [
+        "  less than a minute left on this machine (1 job at a time)"
+    ]
+    assert printed_times(first, slurm, (), (9000, 9000, 64, 80), capsys=capsys) == [
+        "  about 2 h left after the wait in the queue (up to 64 jobs at a time)"
+    ]
     assert printed_times(first, local, (), (0, 60, 2, 0), capsys=capsys) == []
     too_short_for_the_clock = (0.0, 0.0, 1, 2)
     lines = printed_times(first, local, (), too_short_for_the_clock, capsys=capsys)
@@ -167,15 +243,19 @@ def test_the_time_left_is_printed_once_with_the_claims_that_follow(here, capsys)
     (done / "record.json").write_text("{}")
     lines = printed_times(first, local, (second,), (180, 240, 2, 6), capsys=capsys)
     assert lines == ["  about 3 min left on this machine (2 jobs at a time)"]
-    lines = printed_times(first, cli.Reproduce(fresh=True), (second,), (180, 240, 2, 6), capsys=capsys)
-    assert lines == ["  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"]
+    lines = printed_times(
+        first, cli.Reproduce(fresh=True), (second,), (180, 240, 2, 6), capsys=capsys
+    )
+    assert lines == [
+        "  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"
+    ]
 
 
 def test_reproduce_prints_the_time_left_after_the_first_job(here, capsys):
     assert cli.main(["reproduce", "fake", "--seeds", "0", "1", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("  less than a minute left on this machine (1 job at a time)") == 1
-    assert cli.main(["reproduce", "fake", "--seeds", "7"]) == 0 # one job: nothing is left after it
+    assert cli.main(["reproduce", "fake", "--seeds", "7"]) == 0  # one job: nothing is left after it
     assert " left " not in capsys.readouterr().out
 
 
@@ -216,34 +296,62 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     record = read_record(here / "runs" / "fake" / "laptop.trial" / "record.json")
     assert record["settings"] == {"steps": 4, "seeds": [5, 6]} and fakes.calls == ["fake", "fake"]
     out = capsys.readouterr().out
-    assert "at scale laptop: fake; its time is estimated after its first job" in out and "on two CPU cores" not in out
-    assert "+4.0 points" in out and "  a trial, since its settings are not those of the scale; the ledger does not count it" in out
+    assert (
+        "at scale laptop: fake; its time is estimated after its first job" in out
+        and "on two CPU cores" not in out
+    )
+    assert (
+        "+4.0 points" in out
+        and "  a trial, since its settings are not those of the scale; the ledger does not count it"
+        in out
+    )
     assert not any(row.file for row in cli.ledger("runs"))
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
-    assert '<section id="fake-laptop-trial">' in page and "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
+    assert (
+        '<section id="fake-laptop-trial">' in page
+        and "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
+    )
     for names in ([], ["fake"]):
         assert cli.main(["claims", *names]) == 0
-        assert f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n  steps 3 -> 4, seeds [0] -> [5, 6]\n" in capsys.readouterr().out
+        assert (
+            f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n  steps 3 -> 4, seeds [0] -> [5, 6]\n"
+            in capsys.readouterr().out
+        )
     assert cli.main(["claims", "second"]) == 0 and "trial" not in capsys.readouterr().out
-    assert cli.main(["reproduce", "fake", "--steps", "5"]) == 0 and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
+    assert (
+        cli.main(["reproduce", "fake", "--steps", "5"]) == 0
+        and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
+    )
     kept = f"record-{record['sha256'][:8]}.json"
-    assert f"steps 4 -> 5, seeds [5, 6] -> [0]; that record is kept as {kept}" in capsys.readouterr().err
+    assert (
+        f"steps 4 -> 5, seeds [5, 6] -> [0]; that record is kept as {kept}"
+        in capsys.readouterr().err
+    )
     assert read_record(here / "runs/fake/laptop.trial" / kept) == record
 
 
 def test_claim_without_a_run_names_those_that_have_one(here, capsys):
-    assert fails(capsys, ["reproduce", "fake", "idle"]) == "idle has no run at scale laptop; those that have one: fake, second"
+    assert (
+        fails(capsys, ["reproduce", "fake", "idle"])
+        == "idle has no run at scale laptop; those that have one: fake, second"
+    )
     assert "at scale laptop: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])
     assert fakes.calls == []
 
 
-@pytest.mark.parametrize("error, says", [
-    (ValueError("k has shape (2,);\n expected (3,)"), "k has shape (2,); expected (3,)"),
-    (OSError(errno.ENOSPC, "No space left on device", "runs/fake/model"), "no space left on device: runs/fake/model"),
-    (RuntimeError("the loss is nan at step 3"), "the loss is nan at step 3"),
-    (KeyError("width"), "LONGHORN_DEBUG=1"),
-    (MemoryError(), "MemoryError"),
-])
+@pytest.mark.parametrize(
+    "error, says",
+    [
+        (ValueError("k has shape (2,);\n expected (3,)"), "k has shape (2,); expected (3,)"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "runs/fake/model"),
+            "no space left on device: runs/fake/model",
+        ),
+        (RuntimeError("the loss is nan at step 3"), "the loss is nan at step 3"),
+        (KeyError("width"), "LONGHORN_DEBUG=1"),
+        (MemoryError(), "MemoryError"),
+    ],
+)
 def test_failure_of_a_run_is_one_line(here, capsys, error, says):
     fakes.errors["second"] = error
     assert says in fails(capsys, ["reproduce", "second"])
@@ -255,13 +363,19 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
     fakes.errors |= {name: RuntimeError(f"no room for {name}") for name in ("fake", "third")}
     assert cli.main(["reproduce"]) == 1
     out, err = capsys.readouterr()
-    assert err.endswith("longhorn: error: not done: fake (no room for fake), third (no room for third); what is finished is kept\n")
-    assert "score: +2.0 points, n = 3, holds" in out and f"report: {Path('runs/report.html')}" in out
+    assert err.endswith(
+        "longhorn: error: not done: fake (no room for fake), third (no room for third); what is finished is kept\n"
+    )
+    assert (
+        "score: +2.0 points, n = 3, holds" in out and f"report: {Path('runs/report.html')}" in out
+    )
     assert [path.parts[-3] for path in here.glob("runs/*/*/record.json")] == ["second"]
 
 
 def test_jobs_that_are_left_are_a_failure(here, capsys):
-    assert "1 job not done; the same command continues" in fails(capsys, ["reproduce", "second", "--minutes", "0"])
+    assert "1 job not done; the same command continues" in fails(
+        capsys, ["reproduce", "second", "--minutes", "0"]
+    )
     assert (here / "runs" / "second" / "laptop" / "partial.json").exists()
     assert cli.main(["reproduce", "second"]) == 0
 
@@ -282,25 +396,46 @@ def test_debug_shows_the_traceback(here, monkeypatch):
 def test_folder_that_cannot_be_written_fails_before_anything_runs(here, capsys, out):
     (here / "file").write_text("mine")
     if out == "":
-        assert cli.main(["reproduce", "--out", ""]) == 0 # the current folder
+        assert cli.main(["reproduce", "--out", ""]) == 0  # the current folder
         return
     assert "cannot write to" in fails(capsys, ["reproduce", "--out", out])
     assert fakes.calls == [] and (here / "file").read_text() == "mine"
 
 
 def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeypatch):
-    recipes = dict(done="echo trained > model && echo evaluated > scores", broken="exit 7", filled="longhorn eval --model FOLDER")
-    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(name, module=None, minutes={}, commands={"paper": text}) for name, text in recipes.items()])
+    recipes = dict(
+        done="echo trained > model && echo evaluated > scores",
+        broken="exit 7",
+        filled="longhorn eval --model FOLDER",
+    )
+    monkeypatch.setattr(
+        claims,
+        "CLAIMS",
+        [
+            fakes.claim(name, module=None, minutes={}, commands={"paper": text})
+            for name, text in recipes.items()
+        ],
+    )
     assert cli.main(["reproduce", "done", "--scale", "paper"]) == 0
-    assert (here / "scores").read_text() == "evaluated\n" and "the full recipe" in capsys.readouterr().out
-    assert "broken (its command ended with code 7)" in fails(capsys, ["reproduce", "broken", "--scale", "paper"])
+    assert (
+        here / "scores"
+    ).read_text() == "evaluated\n" and "the full recipe" in capsys.readouterr().out
+    assert "broken (its command ended with code 7)" in fails(
+        capsys, ["reproduce", "broken", "--scale", "paper"]
+    )
     assert "it has a recipe: --scale paper" in fails(capsys, ["reproduce", "done"])
-    assert "has no run at scale paper; those" in fails(capsys, ["reproduce", "filled", "--scale", "paper"])
+    assert "has no run at scale paper; those" in fails(
+        capsys, ["reproduce", "filled", "--scale", "paper"]
+    )
 
 
 def test_downstream_trains_and_evaluates_every_model():
     command = cli.recipe(claims.find_claim("downstream"), "paper")
-    assert "for mixer in longhorn mamba gla" in command and command.index("train-lm") < command.index("longhorn eval") and "--tasks downstream" in command
+    assert (
+        "for mixer in longhorn mamba gla" in command
+        and command.index("train-lm") < command.index("longhorn eval")
+        and "--tasks downstream" in command
+    )
 
 
 def test_report_that_cannot_be_written_keeps_the_runs(here, capsys):
@@ -314,10 +449,20 @@ def test_claims_prints_what_was_found(here, capsys):
     capsys.readouterr()
     assert cli.main(["claims"]) == 0
     out = capsys.readouterr().out
-    assert "laptop: score" in out and "+2.0 points" in out and "not run" in out and "longhorn reproduce CLAIM" in out
+    assert (
+        "laptop: score" in out
+        and "+2.0 points" in out
+        and "not run" in out
+        and "longhorn reproduce CLAIM" in out
+    )
     assert cli.main(["claims", "second", "--out", "elsewhere"]) == 0
     out, err = capsys.readouterr()
-    assert "not run" in out and "second: The second claim" in out and "The fake claim" not in out and "there is no folder elsewhere" in err
+    assert (
+        "not run" in out
+        and "second: The second claim" in out
+        and "The fake claim" not in out
+        and "there is no folder elsewhere" in err
+    )
 
 
 STOPPED = """
@@ -335,16 +480,25 @@ if __name__ == "__main__":
 def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     (tmp_path / "stopped.py").write_text(STOPPED)
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    child = subprocess.Popen([sys.executable, "stopped.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                             env=os.environ | {"PYTHONPATH": path, "LONGHORN_DEBUG": "0"}, start_new_session=True)
+    child = subprocess.Popen(
+        [sys.executable, "stopped.py"],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "LONGHORN_DEBUG": "0"},
+        start_new_session=True,
+    )
     end = time.monotonic() + 120
     while len(list(tmp_path.glob("runs/toy/*/jobs/*/steps.txt"))) < 2 and time.monotonic() < end:
         time.sleep(0.05)
-    os.killpg(child.pid, signal.SIGTERM) # as SLURM and `timeout` do: the workers get it too
+    os.killpg(child.pid, signal.SIGTERM)  # as SLURM and `timeout` do: the workers get it too
     out, err = child.communicate(timeout=120)
     assert child.returncode == 130 and "Traceback" not in out + err
     errors = [line for line in err.splitlines() if line.startswith("longhorn: error: ")]
-    assert errors == ["longhorn: error: stopped by SIGTERM; what is finished is kept, and the same command resumes"]
+    assert errors == [
+        "longhorn: error: stopped by SIGTERM; what is finished is kept, and the same command resumes"
+    ]
     assert "BrokenPipe" not in err and "a job failed" not in err, err
 
 
@@ -357,12 +511,15 @@ def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
         def __call__(self):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
+
     monkeypatch.setattr(cli, "parse", lambda argv: Stopped())
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["stopped"]) == 130 and signal.getsignal(signal.SIGTERM) is before
     told = capsys.readouterr().err
     assert re.fullmatch("longhorn: error: stopped by SIGTERM(; [a-z, ]+)?\n", told)
-    assert ("resumes" in told) == (kind in (cli.Reproduce, cli.Prepare, cli.TrainLM, cli.TrainVision))
+    assert ("resumes" in told) == (
+        kind in (cli.Reproduce, cli.Prepare, cli.TrainLM, cli.TrainVision)
+    )
 
 
 def test_a_forked_process_of_a_command_ends_as_usual():
@@ -385,17 +542,21 @@ with cli.sigterm_interrupts():
     child.join(20)
 print(child.exitcode)
 """
-    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    shown = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
+    )
     assert shown.stdout.strip() == str(-signal.SIGTERM), shown.stderr
 
 
 # generate
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     import torch
 
     from longhorn_kit.models import LMConfig, SequenceLM
+
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
     SequenceLM(LMConfig(vocab_size=256, d_model=8, n_layer=1)).save_pretrained(folder)
@@ -405,7 +566,23 @@ def model(tmp_path_factory):
 def test_generate_prints_prompt_and_text_and_repeats_with_a_seed(model, capsys):
     texts = []
     for seed in ("1", "1", "2"):
-        assert cli.main(["generate", str(model), "--prompt", "état", "--tokens", "20", "--top-k", "50", "--seed", seed]) == 0
+        assert (
+            cli.main(
+                [
+                    "generate",
+                    str(model),
+                    "--prompt",
+                    "état",
+                    "--tokens",
+                    "20",
+                    "--top-k",
+                    "50",
+                    "--seed",
+                    seed,
+                ]
+            )
+            == 0
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2] and texts[0].startswith("état")
     assert cli.main(["generate", str(model), "--tokens", "0", "--prompt", "a"]) == 0
@@ -418,9 +595,17 @@ def test_generate_agrees_with_the_model(model, capsys):
     from longhorn_kit.lab.data import get_tokenizer
     from longhorn_kit.lab.report import readable
     from longhorn_kit.models import SequenceLM
+
     cli.main(["generate", str(model), "--prompt", "abc", "--tokens", "12", "--temperature", "0"])
-    tokens = SequenceLM.from_pretrained(model).eval().generate(torch.tensor([list(b"abc")]), 12, temperature=0)
-    assert capsys.readouterr().out == readable(get_tokenizer("bytes").decode(tokens[0].tolist())) + "\n"
+    tokens = (
+        SequenceLM.from_pretrained(model)
+        .eval()
+        .generate(torch.tensor([list(b"abc")]), 12, temperature=0)
+    )
+    assert (
+        capsys.readouterr().out
+        == readable(get_tokenizer("bytes").decode(tokens[0].tolist())) + "\n"
+    )
 
 
 def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
@@ -429,7 +614,12 @@ def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
     capsys.readouterr()
     texts = set()
     for folder in (model, tmp_path / "out"):
-        assert cli.main(["generate", str(folder), "--prompt", "état", "--tokens", "12", "--top-k", "40"]) == 0
+        assert (
+            cli.main(
+                ["generate", str(folder), "--prompt", "état", "--tokens", "12", "--top-k", "40"]
+            )
+            == 0
+        )
         texts.add(capsys.readouterr().out)
     assert len(texts) == 1
 
@@ -437,73 +627,111 @@ def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
 def test_generate_and_export_tell_checkpoints_apart_alike(model, tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    config = json.loads((model / "config.json").read_text()) | {"mixer_options": {"model_type": "longhorn"}}
+    config = json.loads((model / "config.json").read_text()) | {
+        "mixer_options": {"model_type": "longhorn"}
+    }
     for text in (json.dumps(config), json.dumps(["model_type"]), "7", '{"model_type": '):
         (tmp_path / "config.json").write_text(text)
-        said = {fails(capsys, [*command, str(tmp_path), *more]) for command, more in
-                ((["generate"], []), (["export"], [str(tmp_path / "out")]))}
+        said = {
+            fails(capsys, [*command, str(tmp_path), *more])
+            for command, more in ((["generate"], []), (["export"], [str(tmp_path / "out")]))
+        }
         assert len(said) == 1 and "config.json" in said.pop()
 
 
 def test_generate_refuses_the_tokenizer_of_another_model(tmp_path, capsys):
     from longhorn_kit.models import LMConfig, SequenceLM
+
     for size in (128, 50304):
-        SequenceLM(LMConfig(vocab_size=size, d_model=8, n_layer=1)).save_pretrained(tmp_path / str(size))
+        SequenceLM(LMConfig(vocab_size=size, d_model=8, n_layer=1)).save_pretrained(
+            tmp_path / str(size)
+        )
         says = fails(capsys, ["generate", str(tmp_path / str(size)), "--tokenizer", "bytes"])
-        assert f"the tokenizer has 256 tokens, the model {size}; name the one it was trained with" in says
+        assert (
+            f"the tokenizer has 256 tokens, the model {size}; name the one it was trained with"
+            in says
+        )
 
 
 def test_generate_sends_no_control_characters(model, capsys):
     cli.main(["generate", str(model), "--prompt", "\x1b[2J", "--tokens", "300"])
     out = capsys.readouterr().out
-    assert out.startswith("\ufffd[2J") and not any(ord(letter) < 32 and letter not in "\n\t" for letter in out)
+    assert out.startswith("\ufffd[2J") and not any(
+        ord(letter) < 32 and letter not in "\n\t" for letter in out
+    )
 
 
-@pytest.mark.parametrize("flags, says", [
-    (["--temperature", "-1"], "temperature"), (["--temperature", "nan"], "temperature"), (["--top-k", "0"], "top_k"),
-    (["--top-p", "0"], "top_p"), (["--top-p", "1.5"], "top_p"), (["--tokens", "-3"], "tokens is -3"), (["--tokenizer", "words"], "words"),
-    (["--seed", str(2**64)], "seed is 18446744073709551616; expected"), (["--seed", str(-2**70)], "seed is -1180591620717411303424; expected"),
-])
+@pytest.mark.parametrize(
+    "flags, says",
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--temperature", "nan"], "temperature"),
+        (["--top-k", "0"], "top_k"),
+        (["--top-p", "0"], "top_p"),
+        (["--top-p", "1.5"], "top_p"),
+        (["--tokens", "-3"], "tokens is -3"),
+        (["--tokenizer", "words"], "words"),
+        (["--seed", str(2**64)], "seed is 18446744073709551616; expected"),
+        (["--seed", str(-(2**70))], "seed is -1180591620717411303424; expected"),
+    ],
+)
 def test_generate_refuses_impossible_settings(model, capsys, flags, says):
     assert says in fails(capsys, ["generate", str(model), *flags])
 
 
 def test_generate_reads_a_prompt_from_standard_input(model, capsys, monkeypatch):
     import io
+
     monkeypatch.setattr("sys.stdin", io.StringIO("from a file\n"))
     assert cli.main(["generate", str(model), "--prompt", "-", "--tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("from a file\n")
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     for prompt in ("-", ""):
-        assert "the prompt is empty" in fails(capsys, ["generate", str(model), "--prompt", prompt], 2)
+        assert "the prompt is empty" in fails(
+            capsys, ["generate", str(model), "--prompt", prompt], 2
+        )
 
 
 def test_generate_refuses_a_prompt_that_is_not_utf_8(model, capsys, monkeypatch):
     import io
+
     told = "the prompt is not UTF-8 text"
     assert told in fails(capsys, ["generate", str(model), "--prompt", os.fsdecode(b"caf\xe9")], 2)
-    for errors in ("strict", "surrogateescape"): # the second where the locale is C
+    for errors in ("strict", "surrogateescape"):  # the second where the locale is C
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
         assert told in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
 
 
 def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
-    weights, config = (model / "model.safetensors").read_bytes(), (model / "config.json").read_text()
+    weights, config = (
+        (model / "model.safetensors").read_bytes(),
+        (model / "config.json").read_text(),
+    )
     assert "nowhere does not exist" in fails(capsys, ["generate", str(tmp_path / "nowhere")])
     assert "holds no model" in fails(capsys, ["generate", str(tmp_path)])
     (tmp_path / "config.json").write_text(config)
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
     assert "model.safetensors" in fails(capsys, ["generate", str(tmp_path)])
     (tmp_path / "model.safetensors").write_bytes(weights)
-    for damaged in (config.replace('"longhorn"', '"longhorm"'), config.replace('"d_model": 8', '"d_model": 9')):
+    for damaged in (
+        config.replace('"longhorn"', '"longhorm"'),
+        config.replace('"d_model": 8', '"d_model": 9'),
+    ):
         (tmp_path / "config.json").write_text(damaged)
         fails(capsys, ["generate", str(tmp_path)])
     assert "holds no model" in fails(capsys, ["generate", str(tmp_path / "config.json")])
 
 
-@pytest.mark.parametrize("data, text", [(text.encode(), text) for text in ("plain", "état → β 😀", "")] + [(b"a\xff\xfeb\xe2\x86", "ab")])
-def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_are_no_text(data, text):
+@pytest.mark.parametrize(
+    "data, text",
+    [(text.encode(), text) for text in ("plain", "état → β 😀", "")]
+    + [(b"a\xff\xfeb\xe2\x86", "ab")],
+)
+def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_are_no_text(
+    data, text
+):
     from longhorn_kit.lab.data import get_tokenizer
+
     pieces = []
     use.stream_text(data, get_tokenizer("bytes"), pieces.append)
     assert "".join(pieces).replace("\ufffd", "" if text == "ab" else "\ufffd") == text
@@ -511,18 +739,35 @@ def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_a
 
 # Through the real command
 
+
 def command(*words, **options):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LONGHORN_DEBUG": "0", **options.pop("env", {})}
-    return subprocess.Popen([*LONGHORN, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, **options)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "LONGHORN_DEBUG": "0",
+        **options.pop("env", {}),
+    }
+    return subprocess.Popen(
+        [*LONGHORN, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        **options,
+    )
 
 
 def test_help_is_quick_and_starts_no_torch():
     start = time.monotonic()
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "longhorn_kit.cli", "--help"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "longhorn_kit.cli", "--help"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "usage: longhorn" in done.stdout
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert "tyro" in imported and not imported & {"torch", "matplotlib", "numpy", "datasets"}
-    assert time.monotonic() - start < 10 # generous: measured 0.2 s alone
+    assert time.monotonic() - start < 10  # generous: measured 0.2 s alone
 
 
 def test_closed_pipe_is_silent():
@@ -531,21 +776,44 @@ def test_closed_pipe_is_silent():
     assert child.stderr.read() == "" and child.wait(60) in (0, 1)
 
 
-@pytest.mark.parametrize("closed, words, code", [
-    (">&- 2>&-", "claims recall", 0), slow_case(">&-", "claims", 0), slow_case(">&-", "claims recal", 2), ("2>&-", "claims recal", 2)])
+@pytest.mark.parametrize(
+    "closed, words, code",
+    [
+        (">&- 2>&-", "claims recall", 0),
+        slow_case(">&-", "claims", 0),
+        slow_case(">&-", "claims recal", 2),
+        ("2>&-", "claims recal", 2),
+    ],
+)
 def test_a_closed_output_is_no_failure(closed, words, code):
-    done = subprocess.run(["sh", "-c", f"exec '{sys.executable}' -m longhorn_kit.cli {words} {closed}"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["sh", "-c", f"exec '{sys.executable}' -m longhorn_kit.cli {words} {closed}"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == code and "Traceback" not in done.stderr and done.stdout == ""
 
 
 def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_with_code_2():
-    out, err = (child := command("claims", env={"PYTHONIOENCODING": "ascii"})).communicate(timeout=60)
-    assert child.returncode == 0 and err == "" and " ? " in out and "Run one: longhorn reproduce" in out
+    out, err = (child := command("claims", env={"PYTHONIOENCODING": "ascii"})).communicate(
+        timeout=60
+    )
+    assert (
+        child.returncode == 0
+        and err == ""
+        and " ? " in out
+        and "Run one: longhorn reproduce" in out
+    )
     out, err = (child := command("reproduce", "recal")).communicate(timeout=60)
-    assert child.returncode == 2 and out == "" and err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"
+    assert (
+        child.returncode == 2
+        and out == ""
+        and err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"
+    )
 
 
 # Training, interrupting and going on
+
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
@@ -556,14 +824,33 @@ def text(tmp_path_factory):
 
 
 def tiny(text, out, *flags):
-    return ["train-lm", "--preset", "laptop", "--data", f"{text}/*.txt", "--out", str(out), "--d-model", "8", "--n-layer", "1",
-            "--batch-size", "2", "--context", "16", "--steps", "4", *flags]
+    return [
+        "train-lm",
+        "--preset",
+        "laptop",
+        "--data",
+        f"{text}/*.txt",
+        "--out",
+        str(out),
+        "--d-model",
+        "8",
+        "--n-layer",
+        "1",
+        "--batch-size",
+        "2",
+        "--context",
+        "16",
+        "--steps",
+        "4",
+        *flags,
+    ]
 
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     "Prepared text in a separate folder, and one thread: these models are too small for two."
     import torch
+
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -578,74 +865,155 @@ def test_train_then_generate(text, tmp_path, cache, capsys):
         assert cli.main(["generate", str(checkpoint), "--prompt", "the", "--tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith("the")
     assert json.loads((tmp_path / "a run" / "config.json").read_text())["config"]["steps"] == 4
-    assert "holds a run of train-lm" in fails(capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "a run")])
-    assert "holds a language model" in fails(capsys, ["eval-vision", str(tmp_path / "a run"), "--data", "digits"])
-    with pytest.raises(ValueError, match=f"the model of this run is in {tmp_path / 'a run' / 'model'}"):
+    assert "holds a run of train-lm" in fails(
+        capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "a run")]
+    )
+    assert "holds a language model" in fails(
+        capsys, ["eval-vision", str(tmp_path / "a run"), "--data", "digits"]
+    )
+    with pytest.raises(
+        ValueError, match=f"the model of this run is in {tmp_path / 'a run' / 'model'}"
+    ):
         SequenceLM.from_pretrained(tmp_path / "a run")
 
 
 def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"id": i, "body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(40)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(
+            json.dumps({"id": i, "body": f"the cow says moo {i} times\n" * 40}) + "\n"
+            for i in range(40)
+        )
+    )
     words = tiny(tmp_path, tmp_path / "run", "--data", str(tmp_path / "a.jsonl"))
-    assert fails(capsys, words) == f"{tmp_path}/a.jsonl, line 1 has no column 'text' or 'content'; it has id, body"
+    assert (
+        fails(capsys, words)
+        == f"{tmp_path}/a.jsonl, line 1 has no column 'text' or 'content'; it has id, body"
+    )
     assert not (tmp_path / "run").exists()
     assert cli.main([*words, "--text-column", "body"]) == 0
     index = json.loads(next((tmp_path / "cache").glob("*/index.json")).read_text())
     assert index["train"]["documents"] == index["val"]["documents"] == 40
-    assert next((tmp_path / "cache").glob("*/train.bin")).read_bytes().startswith(b"the cow says moo 0 times\n")
+    assert (
+        next((tmp_path / "cache").glob("*/train.bin"))
+        .read_bytes()
+        .startswith(b"the cow says moo 0 times\n")
+    )
     capsys.readouterr()
-    assert "column 'id' holds a value of type int, not text" in fails(capsys, [*words, "--text-column", "id"])
+    assert "column 'id' holds a value of type int, not text" in fails(
+        capsys, [*words, "--text-column", "id"]
+    )
     assert cli.main([*words, "--text-column", "body", "--plan"]) == 0
 
 
 def test_hold_out_moves_long_documents_and_names_a_mistake(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for part, sizes in (("train", (3, 500, 20, 600)), ("val", (5,))):
-        (tmp_path / "text" / f"toy.{part}.txt").write_text("".join("x" * size + "\n<|endoftext|>\n" for size in sizes))
-    words = ["hold-out", str(tmp_path / "text"), str(tmp_path / "out"), "--count", "2", "--least", "100"]
+        (tmp_path / "text" / f"toy.{part}.txt").write_text(
+            "".join("x" * size + "\n<|endoftext|>\n" for size in sizes)
+        )
+    words = [
+        "hold-out",
+        str(tmp_path / "text"),
+        str(tmp_path / "out"),
+        "--count",
+        "2",
+        "--least",
+        "100",
+    ]
     assert cli.main(words) == 0
-    assert capsys.readouterr().out == f"toy: 2 documents held out, 1,100 bytes\nwritten: {tmp_path / 'out'}\n"
-    assert lzma.open(tmp_path / "out/toy.train.txt.xz").read() == b"xxx\n<|endoftext|>\n" + b"x" * 20 + b"\n<|endoftext|>\n"
+    assert (
+        capsys.readouterr().out
+        == f"toy: 2 documents held out, 1,100 bytes\nwritten: {tmp_path / 'out'}\n"
+    )
+    assert (
+        lzma.open(tmp_path / "out/toy.train.txt.xz").read()
+        == b"xxx\n<|endoftext|>\n" + b"x" * 20 + b"\n<|endoftext|>\n"
+    )
     assert cli.main(words) == 1
-    assert capsys.readouterr().err == f"longhorn: error: {tmp_path / 'out'} exists; name a new folder\n"
+    assert (
+        capsys.readouterr().err
+        == f"longhorn: error: {tmp_path / 'out'} exists; name a new folder\n"
+    )
 
 
 def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys):
-    source, words = tmp_path / "a.jsonl", ["prepare", str(tmp_path / "a.jsonl"), "--text-column", "body", "--cache", str(tmp_path / "ours")]
-    source.write_text("".join(json.dumps({"body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(200)))
+    source, words = (
+        tmp_path / "a.jsonl",
+        [
+            "prepare",
+            str(tmp_path / "a.jsonl"),
+            "--text-column",
+            "body",
+            "--cache",
+            str(tmp_path / "ours"),
+        ],
+    )
+    source.write_text(
+        "".join(
+            json.dumps({"body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(200)
+        )
+    )
     assert cli.main([*words, "--limit", "150", "--workers", "1"]) == 0
     trained, held, kind, folder = capsys.readouterr().out.splitlines()
-    assert trained.startswith("to train on: ") and " tokens of 1" in trained and held.startswith("held out: ")
+    assert (
+        trained.startswith("to train on: ")
+        and " tokens of 1" in trained
+        and held.startswith("held out: ")
+    )
     assert kind == "tokenizer: bytes; checked in full" and folder.startswith("prepared: ")
     (tmp_path / "ours").rename(tmp_path / "theirs")
     source.unlink()
     folder = next((tmp_path / "theirs").iterdir())
-    assert cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0 and not (tmp_path / "cache").exists()
+    assert (
+        cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0
+        and not (tmp_path / "cache").exists()
+    )
     assert "checked by size and samples" in capsys.readouterr().out
-    assert cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0 and "checked in full" in capsys.readouterr().out
+    assert (
+        cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0
+        and "checked in full" in capsys.readouterr().out
+    )
     (folder / "val.bin").write_bytes(b"moo")
-    assert "val.bin is missing or has the wrong size" in fails(capsys, tiny(tmp_path, tmp_path / "other", "--data", str(folder)))
+    assert "val.bin is missing or has the wrong size" in fails(
+        capsys, tiny(tmp_path, tmp_path / "other", "--data", str(folder))
+    )
 
 
 def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"{i} moo\n" * 99, "body": f"{i} baa\n" * 99}) + "\n" for i in range(20)))
+    (tmp_path / "a.jsonl").write_text(
+        "".join(
+            json.dumps({"text": f"{i} moo\n" * 99, "body": f"{i} baa\n" * 99}) + "\n"
+            for i in range(20)
+        )
+    )
     words = tiny(tmp_path, tmp_path / "run", "--data", str(tmp_path / "a.jsonl"))
     assert cli.main(words) == 0
     capsys.readouterr()
     assert "holds a run on another text" in fails(capsys, [*words, "--text-column", "body"])
 
 
-@pytest.mark.parametrize("flags, code, says", [
-    (["--preset", "laptob"], 2, "unknown preset 'laptob'; did you mean 'laptop'?"),
-    (["--mixer", "mambo"], 2, "unknown mixer 'mambo'; did you mean 'mamba'?"),
-    (["--data", "nowhere/*.txt"], 1, "nowhere"), (["--data", "nowhere.txt"], 1, "nowhere.txt"), (["--data", ""], 1, "source ''"),
-    (["--tokenizer", "words"], 1, "words"), (["--out", "images"], 1, "holds a run of train-vision"),
-    (["--out", "file"], 1, "file"), (["--out", "file/deeper"], 1, "file"),
-    (["--out", ""], 2, "--out FOLDER is missing"),
-    (["--d-model", "1000000"], 1, "GB; lower d_model, n_layer, batch_size or context"), (["--d-model", str(2**30)], 1, "less than 2**24"),
-    (["--n-layer", "10000000"], 1, "training needs at least"), (["--batch-size", str(2**31 - 1), "--n-layer", "100"], 1, "training needs at least"),
-])
-def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monkeypatch, flags, code, says):
+@pytest.mark.parametrize(
+    "flags, code, says",
+    [
+        (["--preset", "laptob"], 2, "unknown preset 'laptob'; did you mean 'laptop'?"),
+        (["--mixer", "mambo"], 2, "unknown mixer 'mambo'; did you mean 'mamba'?"),
+        (["--data", "nowhere/*.txt"], 1, "nowhere"),
+        (["--data", "nowhere.txt"], 1, "nowhere.txt"),
+        (["--data", ""], 1, "source ''"),
+        (["--tokenizer", "words"], 1, "words"),
+        (["--out", "images"], 1, "holds a run of train-vision"),
+        (["--out", "file"], 1, "file"),
+        (["--out", "file/deeper"], 1, "file"),
+        (["--out", ""], 2, "--out FOLDER is missing"),
+        (["--d-model", "1000000"], 1, "GB; lower d_model, n_layer, batch_size or context"),
+        (["--d-model", str(2**30)], 1, "less than 2**24"),
+        (["--n-layer", "10000000"], 1, "training needs at least"),
+        (["--batch-size", str(2**31 - 1), "--n-layer", "100"], 1, "training needs at least"),
+    ],
+)
+def test_training_that_cannot_start_says_why(
+    text, tmp_path, cache, capsys, monkeypatch, flags, code, says
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "images").mkdir()
@@ -654,20 +1022,59 @@ def test_training_that_cannot_start_says_why(text, tmp_path, cache, capsys, monk
     assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run" / "model").exists()
 
 
-@pytest.mark.parametrize("error", [
-    RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 160 bytes. Error code 12"),
-    torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"),
-])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 160 bytes. Error code 12"
+        ),
+        torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
+        ),
+    ],
+)
 def test_too_little_memory_is_one_sentence(error):
-    assert re.fullmatch(r"not enough memory: PyTorch tried to allocate (160 bytes|2.00 GiB); lower the sizes of model or batch", cli.one_line(error))
+    assert re.fullmatch(
+        r"not enough memory: PyTorch tried to allocate (160 bytes|2.00 GiB); lower the sizes of model or batch",
+        cli.one_line(error),
+    )
 
 
 def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
     given = {}
-    monkeypatch.setattr("longhorn_kit.lab.language_training.train_lm", lambda *words, **options: given.update(options))
-    assert cli.main(["train-lm", "--preset", "laptop", "--out", "o", "--seed", "0", "--warmup", "0", "--save-every", "0",
-                     "--compile", "--loss-chunk", "0", "--weight-decay", "0"]) == 0
-    assert given == {"warmup": 0, "save_every": 0, "compile": True, "weight_decay": 0} # the others are the preset's
+    monkeypatch.setattr(
+        "longhorn_kit.lab.language_training.train_lm",
+        lambda *words, **options: given.update(options),
+    )
+    assert (
+        cli.main(
+            [
+                "train-lm",
+                "--preset",
+                "laptop",
+                "--out",
+                "o",
+                "--seed",
+                "0",
+                "--warmup",
+                "0",
+                "--save-every",
+                "0",
+                "--compile",
+                "--loss-chunk",
+                "0",
+                "--weight-decay",
+                "0",
+            ]
+        )
+        == 0
+    )
+    assert given == {
+        "warmup": 0,
+        "save_every": 0,
+        "compile": True,
+        "weight_decay": 0,
+    }  # the others are the preset's
 
 
 def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_path, capsys):
@@ -675,23 +1082,48 @@ def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_p
     model.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (model / name).touch()
-    monkeypatch.setattr("longhorn_kit.lab.language_training.train_lm", lambda *words, **options: given.append(words[6:]))
+    monkeypatch.setattr(
+        "longhorn_kit.lab.language_training.train_lm",
+        lambda *words, **options: given.append(words[6:]),
+    )
     words = ["train-lm", "--preset", "laptop", "--out", "o"]
     assert cli.main(words) == 0
-    assert cli.main([*words, "--d-state", "32", "--expand", "0", "--key-norm", "--init-from", str(tmp_path / "run")]) == 0
+    assert (
+        cli.main(
+            [
+                *words,
+                "--d-state",
+                "32",
+                "--expand",
+                "0",
+                "--key-norm",
+                "--init-from",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     assert given == [({}, ""), ({"d_state": 32, "expand": 0, "key_norm": True}, str(model))]
     assert "checkpoint nowhere does not exist" in fails(capsys, [*words, "--init-from", "nowhere"])
 
 
 def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):
-    words = tiny(text, tmp_path / "run", "--mixer", "attention", "--decay", "official", "--sizes", "official")
+    words = tiny(
+        text, tmp_path / "run", "--mixer", "attention", "--decay", "official", "--sizes", "official"
+    )
     assert cli.main(words) == 0
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["decay"] == "official"
+    assert (
+        json.loads((tmp_path / "run" / "config.json").read_text())["config"]["decay"] == "official"
+    )
     assert json.loads((tmp_path / "run" / "lm_config.json").read_text())["d_mlp"] == 64
     capsys.readouterr()
-    assert "holds a run with decay=official; this one has decay=matrices" in fails(capsys, [*words, "--decay", "matrices"])
+    assert "holds a run with decay=official; this one has decay=matrices" in fails(
+        capsys, [*words, "--decay", "matrices"]
+    )
     assert "holds a run with mixer_options=" in fails(capsys, [*words, "--sizes", "matched"])
-    assert "the authors' size of retnet" in fails(capsys, tiny(text, tmp_path / "other", "--mixer", "retnet", "--sizes", "official"))
+    assert "the authors' size of retnet" in fails(
+        capsys, tiny(text, tmp_path / "other", "--mixer", "retnet", "--sizes", "official")
+    )
 
 
 def test_plan_prices_a_run_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -699,14 +1131,26 @@ def test_plan_prices_a_run_and_trains_nothing(tmp_path, monkeypatch, capsys):
     words = ["--gpus", "64", "--steps", "1000", "--network", "1.5", "--sharding", "fsdp"]
     assert cli.main(["train-lm", "--preset", "slimpajama-1.3b", "--plan", *words]) == 0
     out = capsys.readouterr().out
-    assert "on 64 x NVIDIA H200 (fsdp)" in out and "1,000 steps" in out and "given      1.5 GB/s" in out and not list(tmp_path.iterdir())
+    assert (
+        "on 64 x NVIDIA H200 (fsdp)" in out
+        and "1,000 steps" in out
+        and "given      1.5 GB/s" in out
+        and not list(tmp_path.iterdir())
+    )
 
 
-@pytest.mark.parametrize("flags, code, says", [
-    ([], 2, "--out"), (["--out", "o", "--gpus", "2"], 2, "--plan"), (["--out", "o", "--network", "2"], 2, "--plan"), (["--plan", "--gpus", "7"], 1, "7 GPUs"),
-    (["--plan", "--gpus", "0"], 1, "0 GPUs"), (["--plan", "--gpu", "abacus"], 1, "abacus"),
-    (["--plan", "--mixer", "mambo"], 2, "did you mean 'mamba'?"),
-])
+@pytest.mark.parametrize(
+    "flags, code, says",
+    [
+        ([], 2, "--out"),
+        (["--out", "o", "--gpus", "2"], 2, "--plan"),
+        (["--out", "o", "--network", "2"], 2, "--plan"),
+        (["--plan", "--gpus", "7"], 1, "7 GPUs"),
+        (["--plan", "--gpus", "0"], 1, "0 GPUs"),
+        (["--plan", "--gpu", "abacus"], 1, "abacus"),
+        (["--plan", "--mixer", "mambo"], 2, "did you mean 'mamba'?"),
+    ],
+)
 def test_plans_that_cannot_be(tmp_path, monkeypatch, capsys, flags, code, says):
     monkeypatch.chdir(tmp_path)
     assert says in fails(capsys, ["train-lm", "--preset", "owt-120m", *flags], code)
@@ -723,11 +1167,17 @@ def test_folder_of_another_run_is_not_overwritten(text, tmp_path, cache, capsys)
 
 
 def test_divergence_is_one_line(text, tmp_path, cache, capsys):
-    assert "learning rate" in fails(capsys, tiny(text, tmp_path / "run", "--lr", "1e30", "--steps", "40", "--warmup", "1"))
+    assert "learning rate" in fails(
+        capsys, tiny(text, tmp_path / "run", "--lr", "1e30", "--steps", "40", "--warmup", "1")
+    )
 
 
 def no_leftovers(folder):
-    assert not [path.name for path in Path(folder).rglob("*") if "partial" in path.name or path.suffix in (".part", ".tmp", ".old")]
+    assert not [
+        path.name
+        for path in Path(folder).rglob("*")
+        if "partial" in path.name or path.suffix in (".part", ".tmp", ".old")
+    ]
 
 
 @pytest.mark.slow
@@ -735,18 +1185,29 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     words = tiny(text, tmp_path / "run", "--steps", "120", "--save-every", "20")
     child = command(*words, env={"LONGHORN_CACHE": str(tmp_path / "cache")})
     until = time.monotonic() + 60
-    while not read_jsonl(tmp_path / "run" / "metrics.jsonl") and child.poll() is None and time.monotonic() < until:
+    while (
+        not read_jsonl(tmp_path / "run" / "metrics.jsonl")
+        and child.poll() is None
+        and time.monotonic() < until
+    ):
         time.sleep(0.05)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
-    assert [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count("resumes from there") == 1
+    assert [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count(
+        "resumes from there"
+    ) == 1
     assert "Traceback" not in err
     no_leftovers(tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
-    assert re.search("holds no model: its run stopped at step .* of 120; the same training command", fails(capsys, ["generate", str(tmp_path / "run")]))
+    assert re.search(
+        "holds no model: its run stopped at step .* of 120; the same training command",
+        fails(capsys, ["generate", str(tmp_path / "run")]),
+    )
     assert cli.main(words) == 0
-    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 121))
+    assert [line["step"] for line in read_jsonl(tmp_path / "run" / "metrics.jsonl")] == list(
+        range(1, 121)
+    )
 
 
 @pytest.mark.slow
@@ -754,12 +1215,15 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     child = command("reproduce", "recall", "--out", str(tmp_path / "runs"))
     while "[1/1] recall" not in child.stdout.readline():
         assert child.poll() is None
-    time.sleep(2) # importing, or in the first run
+    time.sleep(2)  # importing, or in the first run
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     # Python ends with the signal itself where the interrupt struck inside `exec`, as in an import; a shell shows 130 for both.
     assert child.returncode in (130, -signal.SIGINT) and "Traceback" not in err
-    assert err.splitlines()[-1] == "longhorn: error: interrupted; what is finished is kept, and the same command resumes"
+    assert (
+        err.splitlines()[-1]
+        == "longhorn: error: interrupted; what is finished is kept, and the same command resumes"
+    )
     assert not (tmp_path / "runs" / "recall" / "laptop" / "record.json").exists()
     no_leftovers(tmp_path / "runs")
     for path in (tmp_path / "runs").rglob("*.json"):

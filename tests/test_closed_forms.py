@@ -5,7 +5,13 @@ from hypothesis import given, settings, strategies as st
 
 from test_objective import problem
 from longhorn_kit.theory.closed_forms import (
-    decoupled_step, diagonal_step, effective_rate, effective_rate_from_logits, exact_step, explicit_step)
+    decoupled_step,
+    diagonal_step,
+    effective_rate,
+    effective_rate_from_logits,
+    exact_step,
+    explicit_step,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -18,7 +24,9 @@ def row_by_row(S, k, x, beta, form):
     N, out = len(k), np.empty(S.shape)
     for d in range(len(S)):
         if form == "exact":
-            out[d] = np.linalg.solve(np.eye(N) + beta[d] * np.outer(k, k), S[d] + beta[d] * x[d] * k)
+            out[d] = np.linalg.solve(
+                np.eye(N) + beta[d] * np.outer(k, k), S[d] + beta[d] * x[d] * k
+            )
         elif form == "decoupled":
             out[d] = np.linalg.solve(np.eye(N) + beta[d] * np.diag(k**2), S[d] + beta[d] * x[d] * k)
         elif form == "diagonal":
@@ -30,8 +38,13 @@ def row_by_row(S, k, x, beta, form):
 
 
 @settings(max_examples=40, deadline=None)
-@given(D=st.integers(1, 4), N=st.integers(1, 6), step=st.sampled_from(STEPS),
-       scale=st.sampled_from([0.0, 1e-4, 1.0, 50.0]), seed=st.integers(0, 99))
+@given(
+    D=st.integers(1, 4),
+    N=st.integers(1, 6),
+    step=st.sampled_from(STEPS),
+    scale=st.sampled_from([0.0, 1e-4, 1.0, 50.0]),
+    seed=st.integers(0, 99),
+)
 def test_every_step_equals_dense_linear_algebra(D, N, step, scale, seed):
     S, k, x, beta = problem(D=D, N=N, scale=scale, seed=seed)
     expected = row_by_row(S, k, x, beta, step.__name__.removesuffix("_step"))
@@ -61,7 +74,9 @@ def test_lower_precision_stays_near_float64_and_keeps_its_dtype(step, dtype, tol
     low = [t.to(dtype) for t in problem()]
     out = step(*low)
     assert out.dtype == dtype
-    torch.testing.assert_close(out.double(), step(*(t.double() for t in low)), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(
+        out.double(), step(*(t.double() for t in low)), rtol=tolerance, atol=tolerance
+    )
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -77,7 +92,12 @@ def test_long_streams_stay_bounded_whatever_the_key_length(step, scale):
     torch.manual_seed(0)
     S = torch.zeros(3, 4, dtype=torch.float64)
     for _ in range(500):
-        S = step(S, scale * torch.randn(4).double(), scale * torch.randn(3).double(), torch.rand(3).double())
+        S = step(
+            S,
+            scale * torch.randn(4).double(),
+            scale * torch.randn(3).double(),
+            torch.rand(3).double(),
+        )
     assert S.isfinite().all() and S.abs().max() < 1e3
 
 
@@ -102,7 +122,10 @@ def test_rate_from_logits_is_finite_and_right_for_any_logit_and_length(v, expone
 
 def test_rate_from_logits_agrees_with_the_sigmoid_form_and_its_gradients():
     torch.manual_seed(0)
-    k, v = torch.randn(20, 4).double().requires_grad_(), (6 * torch.randn(20, 3)).double().requires_grad_()
+    k, v = (
+        torch.randn(20, 4).double().requires_grad_(),
+        (6 * torch.randn(20, 3)).double().requires_grad_(),
+    )
     weight = torch.rand(20, 3).double()
     rates = effective_rate_from_logits(k, v), effective_rate(k, torch.sigmoid(v))
     torch.testing.assert_close(*rates)
@@ -114,5 +137,9 @@ def test_gates_in_float32_are_never_negative():
     torch.manual_seed(0)
     k = torch.logspace(-3, 18, 20_000)[:, None, None] * torch.randn(20_000, 1, 3)
     for v in (-80.0, -1.0, 0.0, 20.0):
-        gates = 1 - effective_rate_from_logits(k, torch.full((1,), v))[..., None] * k[..., None, :].square()
+        gates = (
+            1
+            - effective_rate_from_logits(k, torch.full((1,), v))[..., None]
+            * k[..., None, :].square()
+        )
         assert gates.min() >= 0 and gates.max() <= 1

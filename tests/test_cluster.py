@@ -17,34 +17,57 @@ COMMAND = f"train-lm --preset laptop {SMALL} --data text.txt".split()
 def folder_of_node(path):
     "The working folder of a machine, with a copy of the text."
     path.mkdir()
-    (path / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(2000)))
+    (path / "text.txt").write_text(
+        "".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(2000))
+    )
     return path
 
 
 def environment(node, **more):
     bin = Path(sys.executable).parent
-    return os.environ | dict(PYTHONPATH=str(ROOT), LONGHORN_CACHE=str(node / "cache"), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1",
-                             PATH=f"{bin}:{os.environ['PATH']}") | more
+    return (
+        os.environ
+        | dict(
+            PYTHONPATH=str(ROOT),
+            LONGHORN_CACHE=str(node / "cache"),
+            CUDA_VISIBLE_DEVICES="",
+            OMP_NUM_THREADS="1",
+            PATH=f"{bin}:{os.environ['PATH']}",
+        )
+        | more
+    )
 
 
 def torchrun(node, *words, **more):
     "A launcher in the folder of a node; each node prepares the text for itself."
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *map(str, words)], cwd=node, env=environment(node, **more),
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
+        cwd=node,
+        env=environment(node, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def two_nodes(nodes, *commands, processes=1):
     "Run a command on each of two nodes; their exit codes and the kit's messages."
-    place = (f"--nnodes 2 --nproc_per_node {processes} --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} "
-             "-m longhorn_kit.cli").split()
-    agents = [torchrun(node, *place, *command) for node, command in zip(nodes, commands, strict=True)]
+    place = (
+        f"--nnodes 2 --nproc_per_node {processes} --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} "
+        "-m longhorn_kit.cli"
+    ).split()
+    agents = [
+        torchrun(node, *place, *command) for node, command in zip(nodes, commands, strict=True)
+    ]
     try:
         told = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
-            agent.terminate() # it ends its processes
+            agent.terminate()  # it ends its processes
             agent.wait()
-    return [agent.returncode for agent in agents], [[line for line in text.splitlines() if "longhorn: error" in line] for text in told]
+    return [agent.returncode for agent in agents], [
+        [line for line in text.splitlines() if "longhorn: error" in line] for text in told
+    ]
 
 
 @pytest.fixture
@@ -53,38 +76,72 @@ def nodes(tmp_path):
 
 
 def files(nodes):
-    return [sorted(str(path) for path in node.rglob("*") if "cache" not in path.parts) for node in nodes]
+    return [
+        sorted(str(path) for path in node.rglob("*") if "cache" not in path.parts) for node in nodes
+    ]
 
 
-@pytest.mark.slow # the refusals themselves: test_layouts
-@pytest.mark.parametrize("options, other, says", [
-    ("--out runs/run", "--out runs/run", r"is not the folder of process 0"), # without a shared disk
-    ("--out ../runs/run", "--out ../runs/run --lr -1", "lr is -1.0"), # the other must not wait for it
-])
+@pytest.mark.slow  # the refusals themselves: test_layouts
+@pytest.mark.parametrize(
+    "options, other, says",
+    [
+        (
+            "--out runs/run",
+            "--out runs/run",
+            r"is not the folder of process 0",
+        ),  # without a shared disk
+        (
+            "--out ../runs/run",
+            "--out ../runs/run --lr -1",
+            "lr is -1.0",
+        ),  # the other must not wait for it
+    ],
+)
 def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, options, other, says):
     before = files([nodes[0].parent])
-    codes, told = two_nodes(nodes, *([*COMMAND, "--steps", "4", *more.split()] for more in (options, other)))
+    codes, told = two_nodes(
+        nodes, *([*COMMAND, "--steps", "4", *more.split()] for more in (options, other))
+    )
     assert 0 not in codes and files([nodes[0].parent]) == before
-    assert [len(lines) for lines in told] == [1, 1] and all(says in line for lines in told for line in lines)
-    if "folder" in says: # host and folder of both, whichever node has process 0
-        assert all(f"{node}/runs/run on {socket.gethostname()}" in line for node in nodes for lines in told for line in lines)
+    assert [len(lines) for lines in told] == [1, 1] and all(
+        says in line for lines in told for line in lines
+    )
+    if "folder" in says:  # host and folder of both, whichever node has process 0
+        assert all(
+            f"{node}/runs/run on {socket.gethostname()}" in line
+            for node in nodes
+            for lines in told
+            for line in lines
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["auto", "hsdp"])
 def test_nodes_train_in_a_shared_folder_on_texts_of_their_own(nodes, sharding):
     "hsdp: two machines with two processes each hold the weights twice, and train as one process does."
-    nodes[1].joinpath("text.txt").rename(nodes[1] / "copy.txt") # the tokens decide, not the name
-    commands = [[*COMMAND, "--steps", "4", "--sharding", sharding, "--out", "../run", "--data", name] for name in ("text.txt", "copy.txt")]
+    nodes[1].joinpath("text.txt").rename(nodes[1] / "copy.txt")  # the tokens decide, not the name
+    commands = [
+        [*COMMAND, "--steps", "4", "--sharding", sharding, "--out", "../run", "--data", name]
+        for name in ("text.txt", "copy.txt")
+    ]
     assert two_nodes(nodes, *commands, processes=1 + (sharding == "hsdp")) == ([0, 0], [[], []])
     found = read_jsonl(nodes[0].parent / "run" / "metrics.jsonl")
     assert len(found) == 4 and not list((nodes[0].parent / "run").glob(".start-*"))
-    assert read_json(nodes[0].parent / "run" / "config.json")["attempts"][0]["engine"]["sharding"] == sharding.replace("auto", "ddp")
-    alone = subprocess.run([sys.executable, "-m", "longhorn_kit.cli", *COMMAND, "--steps", "4", "--out", "alone"], cwd=nodes[0],
-                           env=environment(nodes[0]), capture_output=True, text=True)
+    assert read_json(nodes[0].parent / "run" / "config.json")["attempts"][0]["engine"][
+        "sharding"
+    ] == sharding.replace("auto", "ddp")
+    alone = subprocess.run(
+        [sys.executable, "-m", "longhorn_kit.cli", *COMMAND, "--steps", "4", "--out", "alone"],
+        cwd=nodes[0],
+        env=environment(nodes[0]),
+        capture_output=True,
+        text=True,
+    )
     assert alone.returncode == 0, alone.stderr
     for ours, theirs in zip(found, read_jsonl(nodes[0] / "alone" / "metrics.jsonl"), strict=True):
-        assert [ours["loss"], ours.get("val_loss", 0)] == pytest.approx([theirs["loss"], theirs.get("val_loss", 0)], rel=1e-5)
+        assert [ours["loss"], ours.get("val_loss", 0)] == pytest.approx(
+            [theirs["loss"], theirs.get("val_loss", 0)], rel=1e-5
+        )
 
 
 SLOW = """
@@ -106,7 +163,10 @@ sys.exit(max([cli.main([*sys.argv[3:], "--out", out]) for out in sys.argv[2].spl
 
 
 def curve(folder):
-    return [json.dumps([line["loss"], line["grad_norm"], line.get("val_loss")]) for line in read_jsonl(folder / "metrics.jsonl")]
+    return [
+        json.dumps([line["loss"], line["grad_norm"], line.get("val_loss")])
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
 
 
 @pytest.mark.slow
@@ -115,23 +175,40 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
     "The processes stop within two steps, not only when metrics are written, and resume to the bit."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
-    start = lambda *rest: torchrun(node, "--nproc_per_node", 2, "--master_port", free_port(), "slow.py", *rest, *COMMAND, "--steps", 12)
+    start = lambda *rest: torchrun(
+        node,
+        "--nproc_per_node",
+        2,
+        "--master_port",
+        free_port(),
+        "slow.py",
+        *rest,
+        *COMMAND,
+        "--steps",
+        12,
+    )
     launcher = start(seconds, "run")
     until = time.monotonic() + 300
     while not (node / "run" / "config.json").exists():
         assert launcher.poll() is None and time.monotonic() < until
         time.sleep(0.05)
-    time.sleep(seconds / 2) # in the first or second step, after its vote
+    time.sleep(seconds / 2)  # in the first or second step, after its vote
     launcher.send_signal(signal.SIGTERM)
     told = launcher.communicate(timeout=300)[0]
     [checkpoint] = (node / "run" / "checkpoints").iterdir()
     step = read_json(checkpoint / "checkpoint.json")["step"]
-    assert launcher.returncode == 1 and step <= 4 and f"error: stopped by SIGTERM after step {step}; run has the checkpoint" in told
+    assert (
+        launcher.returncode == 1
+        and step <= 4
+        and f"error: stopped by SIGTERM after step {step}; run has the checkpoint" in told
+    )
     again = start(0, "run,whole")
     told = again.communicate(timeout=300)[0]
     assert again.returncode == 0, told
     assert curve(node / "run") == curve(node / "whole") and len(curve(node / "run")) == 12
-    assert [attempt["from_step"] for attempt in read_json(node / "run" / "config.json")["attempts"]] == [0, step]
+    assert [
+        attempt["from_step"] for attempt in read_json(node / "run" / "config.json")["attempts"]
+    ] == [0, step]
 
 
 @pytest.mark.faults
@@ -140,16 +217,44 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
     "The page's --max-restarts line: each run ends within three minutes, with the losses of one that was not disturbed."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
-    whole = torchrun(node, "--standalone", "--nproc-per-node", 2, "slow.py", 0, "whole", *COMMAND, "--steps", 12, "--save-every", 3)
+    whole = torchrun(
+        node,
+        "--standalone",
+        "--nproc-per-node",
+        2,
+        "slow.py",
+        0,
+        "whole",
+        *COMMAND,
+        "--steps",
+        12,
+        "--save-every",
+        3,
+    )
     assert (whole.communicate(timeout=300), whole.returncode)[1] == 0
     for n in kills(10):
         started = time.monotonic()
-        launcher = torchrun(node, *"--nnodes 1 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id".split(), n, "--rdzv-endpoint",
-                            f"localhost:{free_port()}", "slow.py", f"die{n}", f"run{n}", *COMMAND, "--steps", 12, "--save-every", 3,
-                            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        launcher = torchrun(
+            node,
+            *"--nnodes 1 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id".split(),
+            n,
+            "--rdzv-endpoint",
+            f"localhost:{free_port()}",
+            "slow.py",
+            f"die{n}",
+            f"run{n}",
+            *COMMAND,
+            "--steps",
+            12,
+            "--save-every",
+            3,
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )
         told = launcher.communicate(timeout=180)[0]
         assert launcher.returncode == 0, told
-        assert (node / f"run{n}.killed").exists() and curve(node / f"run{n}") == curve(node / "whole"), n
+        assert (node / f"run{n}.killed").exists() and curve(node / f"run{n}") == curve(
+            node / "whole"
+        ), n
         assert time.monotonic() - started < 180
         assert len(read_json(node / f"run{n}" / "config.json")["attempts"]) == 2
 
@@ -168,7 +273,7 @@ assert names and not any("gloo" in name for name in names), names
 """
 
 
-@pytest.mark.slow # of one process: test_layouts
+@pytest.mark.slow  # of one process: test_layouts
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_the_connections_outlives_them(tmp_path):
     "One that asks for the interpreter's lock as the process ends aborts it: `terminate called without an active exception`."
@@ -184,63 +289,126 @@ def test_no_thread_of_the_connections_outlives_them(tmp_path):
 def commands():
     "The shell commands of the page: what the comment of each calls it -> the text."
     page = json.loads((ROOT / "nbs" / "lab" / "41_cluster.ipynb").read_text())
-    text = "\n".join("".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "markdown")
-    return {re.search(r"^# (.+)$", block, re.M)[1]: block for block in re.findall(r"^```bash\n(.+?)^```$", text, re.M | re.S)}
+    text = "\n".join(
+        "".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "markdown"
+    )
+    return {
+        re.search(r"^# (.+)$", block, re.M)[1]: block
+        for block in re.findall(r"^```bash\n(.+?)^```$", text, re.M | re.S)
+    }
 
 
 def at_toy_size(block, node):
     "The same command with two processes, a model of a few weights and folders that exist."
     for pattern, ours in {
-            r"--nproc-per-node 8": "--nproc-per-node 2", r"--preset owt-\S+": f"--preset laptop {SMALL} --steps 4 --data text.txt",
-            r"--gradient_accumulation_steps 5": "--gradient_accumulation_steps 1", r"hf:Skylion007/openwebtext": "text.txt", r"--tokenizer gpt2 --fraction 0.0005 --workers 16": "",
-            r"/(shared|disk)": str(node), r"\$first:29500": f"localhost:{free_port()}", r"--save-seconds 300": "--save-seconds 0",
-            r"--preset imagenet-vim-tiny --data \S+": "--preset digits --epochs 1 --batch-size 128",
-            r"--scale gpu": "--scale laptop", r"--slurm slurm_partition=gpu gpus_per_node=1": "--slurm cluster=local", r"reproduce mqar": "reproduce recall",
-            r"--workers 64": "--workers 2 --minutes 0.01"}.items():
+        r"--nproc-per-node 8": "--nproc-per-node 2",
+        r"--preset owt-\S+": f"--preset laptop {SMALL} --steps 4 --data text.txt",
+        r"--gradient_accumulation_steps 5": "--gradient_accumulation_steps 1",
+        r"hf:Skylion007/openwebtext": "text.txt",
+        r"--tokenizer gpt2 --fraction 0.0005 --workers 16": "",
+        r"/(shared|disk)": str(node),
+        r"\$first:29500": f"localhost:{free_port()}",
+        r"--save-seconds 300": "--save-seconds 0",
+        r"--preset imagenet-vim-tiny --data \S+": "--preset digits --epochs 1 --batch-size 128",
+        r"--scale gpu": "--scale laptop",
+        r"--slurm slurm_partition=gpu gpus_per_node=1": "--slurm cluster=local",
+        r"reproduce mqar": "reproduce recall",
+        r"--workers 64": "--workers 2 --minutes 0.01",
+    }.items():
         block = re.sub(pattern, ours, block)
     return block
 
 
 STANDS_FOR = {
     "scontrol": "#!/bin/sh\necho first; echo second\n",
-    "srun": "#!/bin/sh\n\"$@\" & one=$!\n\"$@\" & two=$!\nwait $one && wait $two\n"} # one launcher per machine
+    "srun": '#!/bin/sh\n"$@" & one=$!\n"$@" & two=$!\nwait $one && wait $two\n',
+}  # one launcher per machine
 
 
-@pytest.mark.parametrize("name", map(slow_case, ("grid", "prepare", "one machine", "images", "two machines", "spot machine")))
+@pytest.mark.parametrize(
+    "name",
+    map(slow_case, ("grid", "prepare", "one machine", "images", "two machines", "spot machine")),
+)
 def test_every_command_of_the_page_runs(tmp_path, name):
-    assert set(commands()) == {"prepare", "one machine", "images", "two machines", "grid", "spot machine"}
+    assert set(commands()) == {
+        "prepare",
+        "one machine",
+        "images",
+        "two machines",
+        "grid",
+        "spot machine",
+    }
     node = folder_of_node(tmp_path / "node")
     (bin := node / "bin").mkdir()
     for program, text in STANDS_FOR.items():
         (bin / program).write_text(text)
         (bin / program).chmod(0o755)
     text = at_toy_size(commands()[name], node)
-    more = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "machine[1-2]", "PATH": f"{bin}:{environment(node)['PATH']}"}
-    done = subprocess.run(["bash", "-ec", text], cwd=node, env=environment(node, **more), capture_output=True, text=True, timeout=300)
+    more = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "machine[1-2]",
+        "PATH": f"{bin}:{environment(node)['PATH']}",
+    }
+    done = subprocess.run(
+        ["bash", "-ec", text],
+        cwd=node,
+        env=environment(node, **more),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     said = done.stdout + done.stderr
-    if name == "grid": # stopped at once; what cannot be done without a cluster is one sentence
+    if name == "grid":  # stopped at once; what cannot be done without a cluster is one sentence
         assert done.returncode == 1 and "the same command continues" in said, said
     else:
         assert done.returncode == 0, said
     if name in ("one machine", "images", "two machines", "spot machine"):
-        [metrics] = (path for path in node.rglob("metrics.jsonl") if "checkpoints" not in path.parts)
-        sizes, count = read_json(metrics.parent / "config.json")["attempts"][0]["engine"], 4 if name == "two machines" else 2
-        assert [line["step"] for line in read_jsonl(metrics)] == list(range(1, 12 if name == "images" else 5))
-        assert (sizes["processes"], sizes["sharding"], sizes["device"]) == (count, "hsdp" if count == 4 else "ddp", "cpu")
-        newest = max((metrics.parent / "checkpoints").iterdir()) # each process has written its share
-        assert {path.name.split("_")[2] for path in newest.glob("__*.distcp")} == set(map(str, range(count)))
+        [metrics] = (
+            path for path in node.rglob("metrics.jsonl") if "checkpoints" not in path.parts
+        )
+        sizes, count = (
+            read_json(metrics.parent / "config.json")["attempts"][0]["engine"],
+            4 if name == "two machines" else 2,
+        )
+        assert [line["step"] for line in read_jsonl(metrics)] == list(
+            range(1, 12 if name == "images" else 5)
+        )
+        assert (sizes["processes"], sizes["sharding"], sizes["device"]) == (
+            count,
+            "hsdp" if count == 4 else "ddp",
+            "cpu",
+        )
+        newest = max(
+            (metrics.parent / "checkpoints").iterdir()
+        )  # each process has written its share
+        assert {path.name.split("_")[2] for path in newest.glob("__*.distcp")} == set(
+            map(str, range(count))
+        )
 
 
-@pytest.mark.parametrize("command", [COMMAND, ["train-vision", "--preset", "digits"]], ids=["train-lm", "train-vision"])
-def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(tmp_path, monkeypatch, capsys, command):
+@pytest.mark.parametrize(
+    "command", [COMMAND, ["train-vision", "--preset", "digits"]], ids=["train-lm", "train-vision"]
+)
+def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(
+    tmp_path, monkeypatch, capsys, command
+):
     "In the environment of that process; torchrun starts all of them."
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
     words = ["--cpu", "--num_processes", "2", "--no_python", "longhorn", *command]
-    started, environ = prepare_simple_launcher_cmd_env(_validate_launch_command(launch_command_parser().parse_args(words))[0])
+    started, environ = prepare_simple_launcher_cmd_env(
+        _validate_launch_command(launch_command_parser().parse_args(words))[0]
+    )
     assert started == ["longhorn", *command] and "WORLD_SIZE" not in environ
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*command, "--out", "run"]) == 1 and not list(tmp_path.iterdir()) # nothing was prepared
+    assert cli.main([*command, "--out", "run"]) == 1 and not list(
+        tmp_path.iterdir()
+    )  # nothing was prepared
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and "error: `accelerate launch` was asked for several processes and started one; start them with `torchrun" in said[0]
+    assert (
+        len(said) == 1
+        and "error: `accelerate launch` was asked for several processes and started one; start them with `torchrun"
+        in said[0]
+    )

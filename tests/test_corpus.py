@@ -53,6 +53,7 @@ def in_processes(work, *arguments):
 def at_call(monkeypatch, owner, name, call, what, before=True):
     "Call `what` before or after a numbered call of a function."
     real, count = getattr(owner, name), iter(range(10**6))
+
     def watched(*arguments, **named):
         now = next(count) == call
         if now and before:
@@ -61,13 +62,16 @@ def at_call(monkeypatch, owner, name, call, what, before=True):
         if now and not before:
             what()
         return result
+
     monkeypatch.setattr(owner, name, watched)
 
 
 def interrupted(monkeypatch, call, source, **options):
     "Raise SIGINT before a preparation saves its state for the given time."
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        at_call(patch, corpus.CorpusBuilder, "save", call, lambda: signal.raise_signal(signal.SIGINT))
+        at_call(
+            patch, corpus.CorpusBuilder, "save", call, lambda: signal.raise_signal(signal.SIGINT)
+        )
         prepare(source, **options)
 
 
@@ -76,30 +80,43 @@ def interrupted(monkeypatch, call, source, **options):
 
 def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
     source, few = write(tmp_path / "a.txt"), str(tmp_path / "few.txt")
-    (tmp_path / "few.txt").write_text(SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20)))
+    (tmp_path / "few.txt").write_text(
+        SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20))
+    )
     for options in ({}, {"fraction": 0.3}):
         found = prepare(source, cache=tmp_path / "cache", **options)
         assert bytes_of(found) == expected(source, **options) and isinstance(found.train, np.memmap)
-    assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(few)  # the ends of a few documents
+    assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(
+        few
+    )  # the ends of a few documents
     monkeypatch.setattr(corpus, "LEAST", 1)
     monkeypatch.setattr(corpus, "PIECE", 5000)
     for workers in (1, 3):
-        assert bytes_of(prepare(source, cache=tmp_path / f"{workers}", workers=workers)) == expected(source)
+        assert bytes_of(
+            prepare(source, cache=tmp_path / f"{workers}", workers=workers)
+        ) == expected(source)
     for part, content in expected(source).items():
         about = found.index[part.removesuffix(".bin")]
         assert about["documents"] > 0 and about["tokens"] == about["bytes"]
     monkeypatch.undo()
     assert bytes_of(prepare("stdlib", cache=tmp_path / "cache")) == expected("stdlib")
-    assert prepare("stdlib", cache=tmp_path / "cache").index["text_sha256"] == data.embedded_corpus_hash()
+    assert (
+        prepare("stdlib", cache=tmp_path / "cache").index["text_sha256"]
+        == data.embedded_corpus_hash()
+    )
 
 
 def test_limits_and_a_named_held_out_part(tmp_path):
     source, other = write(tmp_path / "a.txt", 300), write(tmp_path / "b.txt", 20)
     whole, some = prepare(source, cache=tmp_path), prepare(source, cache=tmp_path, tokens=9000)
     assert 9000 <= len(some.train) < 9300 and some.folder != whole.folder and some.train[-1] == 0
-    assert bytes(some.train) == bytes(whole.train[:len(some.train)])
-    rest = [text for _, text in load_documents(source)][some.index["train"]["documents"] + some.index["val"]["documents"]:]
-    assert bytes(whole.train[len(some.train):]).startswith(rest[0].encode())  # it stopped before a training document
+    assert bytes(some.train) == bytes(whole.train[: len(some.train)])
+    rest = [text for _, text in load_documents(source)][
+        some.index["train"]["documents"] + some.index["val"]["documents"] :
+    ]
+    assert bytes(whole.train[len(some.train) :]).startswith(
+        rest[0].encode()
+    )  # it stopped before a training document
     limited = prepare(source, cache=tmp_path, limit=150)
     assert limited.index["train"]["documents"] + limited.index["val"]["documents"] == 150
     both = prepare(source, cache=tmp_path, val=other, limit=7)
@@ -116,9 +133,17 @@ def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
     assert len(found.train) >= min(tokens, 80_000) and len(found.val) > 0
 
 
-@pytest.mark.parametrize("name, compress", [
-    ("r.NDJSON", bytes), ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
-    ("r.jsonl.gz", gzip.compress), ("r.json.zst", zstandard.compress), ("r.parquet", None), ("hf:", bytes)])
+@pytest.mark.parametrize(
+    "name, compress",
+    [
+        ("r.NDJSON", bytes),
+        ("r.json", lambda b: b"\xef\xbb\xbf" + b.replace(b"\n", b"\r\n\n")),
+        ("r.jsonl.gz", gzip.compress),
+        ("r.json.zst", zstandard.compress),
+        ("r.parquet", None),
+        ("hf:", bytes),
+    ],
+)
 def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, capsys, name, compress):
     texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
     (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
@@ -126,32 +151,65 @@ def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, capsys, n
     path.parent.mkdir()
     written = [text.replace("\n", "\r\n") for text in texts] + [None]
     if compress:
-        path.write_bytes(compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written)))))
+        path.write_bytes(
+            compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written))))
+        )
     else:
         write_records(path, id=list(range(301)), text=pa.array(written).dictionary_encode())
     found = prepare(f"hf:{path.parent}" if name == "hf:" else str(path), cache=tmp_path / "cache")
-    assert bytes_of(found) == expected(str(tmp_path / "plain.txt")) and capsys.readouterr().err.count("1 of 301 records") == 1
+    assert (
+        bytes_of(found) == expected(str(tmp_path / "plain.txt"))
+        and capsys.readouterr().err.count("1 of 301 records") == 1
+    )
 
 
 def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
     (tmp_path / "a.txt").write_text(SEPARATOR.join(f"text {i} the in the" for i in range(200)))
-    bpe, plain = (prepare(str(tmp_path / "a.txt"), name, cache=tmp_path) for name in (f"gpt2:{gpt2_folder}", "bytes"))
+    bpe, plain = (
+        prepare(str(tmp_path / "a.txt"), name, cache=tmp_path)
+        for name in (f"gpt2:{gpt2_folder}", "bytes")
+    )
     assert bpe.train.dtype == np.uint16 and bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
-    assert bpe.tokenizer.decode(bpe.train).startswith("text 0 the") and bpe.train[-1] == bpe.tokenizer.end == 50256
+    assert (
+        bpe.tokenizer.decode(bpe.train).startswith("text 0 the")
+        and bpe.train[-1] == bpe.tokenizer.end == 50256
+    )
     assert str(gpt2_folder) not in json.dumps(bpe.index)
     for found in (bpe, plain):
         total_bits = 1000 / math.log(2)  # as if a model spent 1000 nats on the whole part
-        assert math.isclose(found.bits_per_byte(1000 / len(found.val)) * found.index["val"]["bytes"], total_bits)
+        assert math.isclose(
+            found.bits_per_byte(1000 / len(found.val)) * found.index["val"]["bytes"], total_bits
+        )
     again = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
     assert again.folder == bpe.folder and bytes_of(again) == bytes_of(bpe)
-    with pytest.raises(ValueError, match=f"{bpe.folder} holds tokens of gpt2-.*; the tokenizer that was named is bytes"):
+    with pytest.raises(
+        ValueError,
+        match=f"{bpe.folder} holds tokens of gpt2-.*; the tokenizer that was named is bytes",
+    ):
         prepare(str(bpe.folder))
 
 
-@pytest.mark.parametrize("settings, says", [({"val": "a.txt", "fraction": 0.2}, "has a held-out part; fraction=0.2 does not"), *(({name: value}, f"{name} is {value!r}") for name, value in [
-    ("fraction", 1.5), ("fraction", 0), ("fraction", math.nan), ("limit", 0), ("limit", 1.5), ("tokens", -5), ("workers", 0)])])
+@pytest.mark.parametrize(
+    "settings, says",
+    [
+        ({"val": "a.txt", "fraction": 0.2}, "has a held-out part; fraction=0.2 does not"),
+        *(
+            ({name: value}, f"{name} is {value!r}")
+            for name, value in [
+                ("fraction", 1.5),
+                ("fraction", 0),
+                ("fraction", math.nan),
+                ("limit", 0),
+                ("limit", 1.5),
+                ("tokens", -5),
+                ("workers", 0),
+            ]
+        ),
+    ],
+)
 def test_impossible_settings_are_refused(tmp_path, settings, says):
-    with pytest.raises(ValueError, match=says): prepare("stdlib", cache=tmp_path, **settings)
+    with pytest.raises(ValueError, match=says):
+        prepare("stdlib", cache=tmp_path, **settings)
 
 
 # ---- killed, interrupted, shared
@@ -167,60 +225,120 @@ def sources(folder):
     "Write the same documents as four kinds of source."
     (folder / "rows").mkdir()
     for i in range(3):
-        write_records(folder / "rows" / f"{i}.jsonl", text=documents(300)[100 * i:100 * i + 100])
+        write_records(folder / "rows" / f"{i}.jsonl", text=documents(300)[100 * i : 100 * i + 100])
     (folder / "a.txt").write_text(SEPARATOR.join(documents(300)))
-    return {"text": str(folder / "a.txt"), "hub": f"hf:{folder / 'rows'}", "jsonl": write_records(folder / "a.jsonl.gz", text=documents(300)),
-            "parquet": write_records(folder / "a.parquet", text=documents(300))}
+    return {
+        "text": str(folder / "a.txt"),
+        "hub": f"hf:{folder / 'rows'}",
+        "jsonl": write_records(folder / "a.jsonl.gz", text=documents(300)),
+        "parquet": write_records(folder / "a.parquet", text=documents(300)),
+    }
 
 
-DEATHS = [ # function, call, before or after its work
-    (corpus, "write_piece", 2, True), (corpus.CorpusBuilder, "save", 2, True), # a piece is read; appended
-    (corpus, "write_record", 2, True), (corpus, "write_record", 2, False),   # on the disk but for the state; with it
-    (corpus.CorpusBuilder, "cut_back", 1, False),                              # while resuming
-    (corpus, "write_index", 0, False), (corpus, "discard", -2, True), # at the end
-    (corpus, "put_in_place", 0, True), (corpus, "put_in_place", 0, False)]
+DEATHS = [  # function, call, before or after its work
+    (corpus, "write_piece", 2, True),
+    (corpus.CorpusBuilder, "save", 2, True),  # a piece is read; appended
+    (corpus, "write_record", 2, True),
+    (corpus, "write_record", 2, False),  # on the disk but for the state; with it
+    (corpus.CorpusBuilder, "cut_back", 1, False),  # while resuming
+    (corpus, "write_index", 0, False),
+    (corpus, "discard", -2, True),  # at the end
+    (corpus, "put_in_place", 0, True),
+    (corpus, "put_in_place", 0, False),
+]
 
 
-@pytest.mark.parametrize("kind, tokens", [("text", None), slow_case("jsonl", None), slow_case("parquet", None), ("hub", None), slow_case("text", 33_000)])
-def test_a_preparation_killed_again_and_again_gives_the_same_files(tmp_path, monkeypatch, kind, tokens):
+@pytest.mark.parametrize(
+    "kind, tokens",
+    [
+        ("text", None),
+        slow_case("jsonl", None),
+        slow_case("parquet", None),
+        ("hub", None),
+        slow_case("text", 33_000),
+    ],
+)
+def test_a_preparation_killed_again_and_again_gives_the_same_files(
+    tmp_path, monkeypatch, kind, tokens
+):
     source, seen = sources(tmp_path)[kind], []
-    cache, die = tmp_path / "cache", lambda: os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
+    cache, die = (
+        tmp_path / "cache",
+        lambda: os.kill(os.getpid(), signal.SIGKILL),
+    )  # no clean-up, no flush
     for owner, name, call, before in DEATHS:
         with monkeypatch.context() as patch:
             if name == "discard":  # the second to last save of the state
-                patch.setattr(corpus, "discard", lambda path: die() if path.name == "state.json" else os.system(f"rm -rf {path}"))
+                patch.setattr(
+                    corpus,
+                    "discard",
+                    lambda path: (
+                        die() if path.name == "state.json" else os.system(f"rm -rf {path}")
+                    ),
+                )
             else:
                 at_call(patch, owner, name, call, die, before)
-            codes = in_processes(lambda results, _: results.put(bool(prepare(source, cache=cache, tokens=tokens, workers=1))), 0)[1]
+            codes = in_processes(
+                lambda results, _: results.put(
+                    bool(prepare(source, cache=cache, tokens=tokens, workers=1))
+                ),
+                0,
+            )[1]
         assert codes == [-signal.SIGKILL], name
         seen += [read_json(path)["train"]["tokens"] for path in cache.glob(".*.partial/state.json")]
-        assert len(list(cache.glob("[!.]*/index.json"))) == ((name, before) == ("put_in_place", False))
+        assert len(list(cache.glob("[!.]*/index.json"))) == (
+            (name, before) == ("put_in_place", False)
+        )
     assert len(set(seen)) > 4 and seen == sorted(seen)  # it resumed, and not from the start
-    found, whole = (prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole"))
+    found, whole = (
+        prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole")
+    )
     assert list(cache.iterdir()) == [found.folder] and bytes_of(found) == bytes_of(whole)
-    assert bytes_of(whole) == expected(str(tmp_path / "a.txt")) if tokens is None else tokens <= len(whole.train) < tokens + 300
+    assert (
+        bytes_of(whole) == expected(str(tmp_path / "a.txt"))
+        if tokens is None
+        else tokens <= len(whole.train) < tokens + 300
+    )
     assert found.index == whole.index and {path.name for path in found.folder.iterdir()} == {
-        "train.bin", "val.bin", "index.json", "checked.json"}
+        "train.bin",
+        "val.bin",
+        "index.json",
+        "checked.json",
+    }
 
 
-@pytest.mark.parametrize("sent, code", [slow_case(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    "sent, code", [slow_case(signal.SIGKILL, -signal.SIGKILL), (signal.SIGINT, 130)]
+)
 def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch, sent, code):
     def endless(rows, **settings):
         (tmp_path / f"{os.getpid()}.pid").touch()
         time.sleep(60)
+
     monkeypatch.setattr(corpus, "LEAST", 1)
     monkeypatch.setattr(corpus, "tokenise", endless)
-    words = ["prepare", write(tmp_path / "a.txt"), "--cache", str(tmp_path / "cache"), "--workers", "2"]
+    words = [
+        "prepare",
+        write(tmp_path / "a.txt"),
+        "--cache",
+        str(tmp_path / "cache"),
+        "--workers",
+        "2",
+    ]
     child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(cli.main(words)))
     child.start()
-    alive = lambda: [path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")]
+    alive = lambda: [
+        path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")
+    ]
     end = time.monotonic() + 20
     while len(alive()) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     assert len(alive()) == 2
-    for process in [*(int(path.stem) for path in alive() if sent == signal.SIGINT), child.pid]: os.kill(process, sent) # as Ctrl-C does
+    for process in [*(int(path.stem) for path in alive() if sent == signal.SIGINT), child.pid]:
+        os.kill(process, sent)  # as Ctrl-C does
     child.join()
-    while alive() and time.monotonic() < end: time.sleep(0.05)
+    while alive() and time.monotonic() < end:
+        time.sleep(0.05)
     assert not alive() and child.exitcode == code
 
 
@@ -229,31 +347,51 @@ def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
     whole = bytes_of(prepare("hf:owner/books", cache=tmp_path / "whole"))
     interrupted(monkeypatch, 20, "hf:owner/books", cache=tmp_path / "cache")
     starts, real = [], corpus.load_documents
-    monkeypatch.setattr(corpus, "load_documents", lambda source, column, position: starts.append(position) or real(source, column, position))
+    monkeypatch.setattr(
+        corpus,
+        "load_documents",
+        lambda source, column, position: starts.append(position) or real(source, column, position),
+    )
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
     assert len(starts) == 1 and starts[0]["row"] >= 300 and starts[0]["stream"]
-    assert prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent == tmp_path / "cache"
-    assert len(list((tmp_path / "cache").iterdir())) == 1 # a run that needs fewer tokens uses the whole
+    assert (
+        prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent
+        == tmp_path / "cache"
+    )
+    assert (
+        len(list((tmp_path / "cache").iterdir())) == 1
+    )  # a run that needs fewer tokens uses the whole
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
     on_the_hub(monkeypatch, documents(300))
     interrupted(monkeypatch, 3, "hf:owner/books", cache=tmp_path)
     on_the_hub(monkeypatch, documents(300, words=31))
-    with pytest.raises(ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"):
+    with pytest.raises(
+        ValueError, match="'hf:owner/books' is no longer the text.*hf:NAME@REVISION"
+    ):
         prepare("hf:owner/books", cache=tmp_path)
 
 
-@pytest.mark.parametrize("what, says", [
-    ("disk", "cannot write .*partial.*No space left on device.*; what was prepared is kept"),
-    ("network", "'owner/books'.*timed out; what was prepared is kept"),
-    ("process", "a process that tokenises was lost .*; try fewer workers; what was prepared is kept")])
+@pytest.mark.parametrize(
+    "what, says",
+    [
+        ("disk", "cannot write .*partial.*No space left on device.*; what was prepared is kept"),
+        ("network", "'owner/books'.*timed out; what was prepared is kept"),
+        (
+            "process",
+            "a process that tokenises was lost .*; try fewer workers; what was prepared is kept",
+        ),
+    ],
+)
 def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, says):
     def torn(rows, every=datasets.IterableDataset.__iter__):
         yield from itertools.islice(every(rows), 1400)
         raise ConnectionError("read timed out\nand more")
+
     def full():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     on_the_hub(monkeypatch, documents(1500))
     monkeypatch.setattr(corpus, "PIECE", 50_000)
     whole = prepare("hf:owner/books", cache=tmp_path / "whole", workers=2)
@@ -265,21 +403,31 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
         else:
             at_call(patch, corpus, "write_piece", 1, lambda: patch.setattr(corpus, "LEAST", 1))
             real, here = corpus.tokenise, os.getpid()
-            patch.setattr(corpus, "tokenise", lambda *rows, **more: real(*rows, **more) if os.getpid() == here else os._exit(9))
+            patch.setattr(
+                corpus,
+                "tokenise",
+                lambda *rows, **more: real(*rows, **more) if os.getpid() == here else os._exit(9),
+            )
         prepare("hf:owner/books", cache=tmp_path / "cache", workers=2)
-    assert "\n" not in str(caught.value) and caught.value.errno == (errno.ENOSPC if what == "disk" else None)
+    assert "\n" not in str(caught.value) and caught.value.errno == (
+        errno.ENOSPC if what == "disk" else None
+    )
     assert next((tmp_path / "cache").glob(".*.partial/train.bin")).stat().st_size > 10_000
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == bytes_of(whole)
 
 
 def no_locks(monkeypatch, number):
     "Make locking fail with this error, as on a file system without locks."
+
     def flock(*arguments):
         raise OSError(number, os.strerror(number))
+
     monkeypatch.setattr(fcntl, "flock", flock)
 
 
-@pytest.mark.parametrize("number", sorted({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}))
+@pytest.mark.parametrize(
+    "number", sorted({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK})
+)
 def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch, capsys, number):
     source = write(tmp_path / "a.txt")
     no_locks(monkeypatch, number)
@@ -287,7 +435,9 @@ def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch,
     partial = next((tmp_path / "cache").glob(".*.partial"))
     assert f"the file system of {partial} has no locks" in capsys.readouterr().err
     found = prepare(source, cache=tmp_path / "cache")
-    assert bytes_of(found) == expected(source) and list((tmp_path / "cache").iterdir()) == [found.folder]
+    assert bytes_of(found) == expected(source) and list((tmp_path / "cache").iterdir()) == [
+        found.folder
+    ]
 
 
 def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
@@ -300,10 +450,12 @@ def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
 
 def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
     real, removed = records.locked, []
+
     def locked(folder, wait):
         if not removed:
             removed.append(folder.rmdir())  # by another process, between two calls of this one
         return real(folder, wait)
+
     monkeypatch.setattr(records, "locked", locked)
     with exclusive_lock(tmp_path / "a") as alone:
         assert alone and removed and (tmp_path / "a").is_dir()
@@ -312,7 +464,14 @@ def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
 def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
     no_locks(monkeypatch, errno.ENOSYS)
     source, place, opened = write(tmp_path / "a.txt"), corpus.place, []
-    monkeypatch.setattr(corpus, "place", lambda folder, *more: (opened.append(open(folder / "train.bin", "r+b")), place(folder, *more)))
+    monkeypatch.setattr(
+        corpus,
+        "place",
+        lambda folder, *more: (
+            opened.append(open(folder / "train.bin", "r+b")),
+            place(folder, *more),
+        ),
+    )
     found = prepare(source, cache=tmp_path / "cache")
     with opened[0] as file:
         file.write(b"overwritten")
@@ -324,18 +483,24 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
     if apart != "locks":
         no_locks(monkeypatch, errno.ENOSYS)
     source = write(tmp_path / "a.txt", 1000)
+
     def work(results, rank):
         if apart == "ranks":
             os.environ["RANK"] = str(rank)
         time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to arrive
         try:
-            results.put(bytes_of(prepare(source, cache=tmp_path / "cache", workers=1)) == expected(source))
+            results.put(
+                bytes_of(prepare(source, cache=tmp_path / "cache", workers=1)) == expected(source)
+            )
         except (OSError, ValueError):
             results.put("refused")
+
     results, codes = in_processes(work, 0, 1, 2)
     assert codes == [0, 0, 0] and len(results) == 3
     if apart:
-        assert set(results) == {True} and len(list((tmp_path / "cache").iterdir())) == 1  # prepared once, with no work left
+        assert (
+            set(results) == {True} and len(list((tmp_path / "cache").iterdir())) == 1
+        )  # prepared once, with no work left
     assert set(results) <= {True, "refused"}  # two separate runs may stop each other
     for _ in range(3):  # a damaged file is refused and named
         try:
@@ -370,11 +535,17 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt", 150)
     folders = [prepare(source, cache=tmp_path / "cache").folder]
     write(tmp_path / "a.txt", 151)
-    folders += [prepare(source, cache=tmp_path / "cache", **options).folder for options in ({}, {"fraction": 0.1}, {"limit": 120}, {"tokens": 5000})]
+    folders += [
+        prepare(source, cache=tmp_path / "cache", **options).folder
+        for options in ({}, {"fraction": 0.1}, {"limit": 120}, {"tokens": 5000})
+    ]
     os.utime(source, (1, 1))
     folders += [prepare(source, cache=tmp_path / "cache").folder]
     records = write_records(tmp_path / "a.jsonl", text=documents(150), body=documents(150, 9))
-    folders += [prepare(records, cache=tmp_path / "cache", text_column=column).folder for column in ("text", "body")]
+    folders += [
+        prepare(records, cache=tmp_path / "cache", text_column=column).folder
+        for column in ("text", "body")
+    ]
     assert len(set(folders)) == 8 and prepare(source, cache=tmp_path / "cache").folder == folders[5]
     at_call(monkeypatch, corpus.CorpusBuilder, "save", 1, lambda: write(tmp_path / "a.txt", 152))
     with pytest.raises(ValueError, match="a.txt' changed while it was read; start again"):
@@ -382,8 +553,14 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
     assert not list((tmp_path / "other").iterdir())
 
 
-@pytest.mark.parametrize("damage, says", [
-    (lambda b: b[:-1], "is missing or has the wrong size"), (None, "is missing or has"), (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged")])
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (lambda b: b[:-1], "is missing or has the wrong size"),
+        (None, "is missing or has"),
+        (lambda b: b[:100] + bytes([b[100] ^ 4]) + b[101:], "is damaged"),
+    ],
+)
 @pytest.mark.parametrize("name", ["train.bin", "val.bin"])
 def test_a_damaged_file_is_found(tmp_path, name, damage, says):
     source = write(tmp_path / "a.txt")
@@ -392,31 +569,45 @@ def test_a_damaged_file_is_found(tmp_path, name, damage, says):
     path.unlink()
     if damage:
         path.write_bytes(damage(content))
-    with pytest.raises(ValueError, match=f"{name} {says}.*delete the folder {path.parent} and prepare it") as caught:
+    with pytest.raises(
+        ValueError, match=f"{name} {says}.*delete the folder {path.parent} and prepare it"
+    ) as caught:
         prepare(source, cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
 
 
-def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_sampled(tmp_path, monkeypatch, capsys):
+def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_sampled(
+    tmp_path, monkeypatch, capsys
+):
     source = write(tmp_path / "a.txt", 2000)
     cache = {"cache": tmp_path / "cache"}
-    assert prepare(source, **cache).checked == corpus.IN_FULL # just made
+    assert prepare(source, **cache).checked == corpus.IN_FULL  # just made
     path = prepare(source, **cache).folder / "train.bin"
     content, date = path.read_bytes(), path.stat().st_mtime_ns
     hashed, real = [], corpus.stretch_sha256
-    monkeypatch.setattr(corpus, "stretch_sha256", lambda *stretch: hashed.append(stretch) or real(*stretch))
+    monkeypatch.setattr(
+        corpus, "stretch_sha256", lambda *stretch: hashed.append(stretch) or real(*stretch)
+    )
+
     def damaged(at):
-        path.write_bytes(content[:at] + b"?" + content[at + 1:])
-        os.utime(path, ns=(date, date)) # as on a failing disk: date and size are unchanged
-    between = 1024 + (len(content) - 1024) // 63 // 2 # between the first two samples
+        path.write_bytes(content[:at] + b"?" + content[at + 1 :])
+        os.utime(path, ns=(date, date))  # as on a failing disk: date and size are unchanged
+
+    between = 1024 + (len(content) - 1024) // 63 // 2  # between the first two samples
     assert prepare(source, **cache).checked == corpus.SAMPLED and not hashed
     damaged(between)
     assert prepare(source, **cache).checked == corpus.SAMPLED and not hashed
     with pytest.raises(ValueError, match="train.bin is damaged .its SHA-256 differs"):
         prepare(source, **cache, verify=True)
-    assert cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1 and "damaged" in capsys.readouterr().err
+    assert (
+        cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1
+        and "damaged" in capsys.readouterr().err
+    )
     damaged(100)
-    with pytest.raises(ValueError, match=f"train.bin is damaged .its SHA-256 differs from the index.; delete the folder {path.parent}"):
+    with pytest.raises(
+        ValueError,
+        match=f"train.bin is damaged .its SHA-256 differs from the index.; delete the folder {path.parent}",
+    ):
         prepare(source, **cache)
     for again in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
         again()
@@ -424,7 +615,10 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
             prepare(source, **cache)
     path.write_bytes(content)
     assert prepare(source, **cache, verify=True).checked == corpus.IN_FULL
-    assert cli.main(["prepare", source, "--cache", str(cache["cache"])]) == 0 and f"tokenizer: bytes; {corpus.SAMPLED}" in capsys.readouterr().out
+    assert (
+        cli.main(["prepare", source, "--cache", str(cache["cache"])]) == 0
+        and f"tokenizer: bytes; {corpus.SAMPLED}" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train": 3}'])
@@ -474,40 +668,77 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
         write_bin(tmp_path / "nano" / f"{part}.bin", getattr(ours, part))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()}
     for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin", ours.folder):
-        with pytest.raises(ValueError, match=f"{source} has a held-out part; fraction=0.5 does not apply"):
+        with pytest.raises(
+            ValueError, match=f"{source} has a held-out part; fraction=0.5 does not apply"
+        ):
             prepare(str(source), gpt2, cache=tmp_path / "cache", fraction=0.5)
         found = prepare(str(source), gpt2, cache=tmp_path / "cache")
         assert isinstance(found.train, np.memmap) and np.array_equal(found.train, ours.train)
-        assert np.array_equal(found.val, ours.val) and found.bits_per_byte(2.0) == ours.bits_per_byte(2.0)
-        assert all(found.index[part] == {**found.index[part], **ours.index[part]} for part in ("train", "val"))
+        assert np.array_equal(found.val, ours.val) and found.bits_per_byte(
+            2.0
+        ) == ours.bits_per_byte(2.0)
+        assert all(
+            found.index[part] == {**found.index[part], **ours.index[part]}
+            for part in ("train", "val")
+        )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()} == before
-    alone = prepare(write_bin(tmp_path / "alone" / "train.bin", sum(ids, [])), gpt2, cache=tmp_path, fraction=0.1)
-    assert len(alone.val) == round(0.1 * len(sum(ids, []))) and [*alone.train, *alone.val] == sum(ids, [])
-    named = prepare(str(tmp_path / "alone" / "train.bin"), gpt2, str(tmp_path / "nano" / "val.bin"), cache=tmp_path)
+    alone = prepare(
+        write_bin(tmp_path / "alone" / "train.bin", sum(ids, [])),
+        gpt2,
+        cache=tmp_path,
+        fraction=0.1,
+    )
+    assert len(alone.val) == round(0.1 * len(sum(ids, []))) and [*alone.train, *alone.val] == sum(
+        ids, []
+    )
+    named = prepare(
+        str(tmp_path / "alone" / "train.bin"),
+        gpt2,
+        str(tmp_path / "nano" / "val.bin"),
+        cache=tmp_path,
+    )
     assert len(named.train) == len(sum(ids, [])) and np.array_equal(named.val, ours.val)
 
 
 def test_a_bad_bin_is_named(tmp_path):
     path = tmp_path / "nano" / "train.bin"
-    cases = [([1, 2, 300, 4], {}, "holds token 300, but the tokenizer bytes has 256; name the tokenizer"),
-             ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"), ([1, 2, 3, 4], {"text_column": "body"}, "has no columns; text_column='body' does not"),
-             ([1, 2, 3, 4], {"val": str(path)}, "is the text to train on"), ([1, 2, 3, 4], {"val": "stdlib"}, "stdlib cannot be the held-out part of .* takes one, a .bin file")]
+    cases = [
+        (
+            [1, 2, 300, 4],
+            {},
+            "holds token 300, but the tokenizer bytes has 256; name the tokenizer",
+        ),
+        ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"),
+        ([1, 2, 3, 4], {"text_column": "body"}, "has no columns; text_column='body' does not"),
+        ([1, 2, 3, 4], {"val": str(path)}, "is the text to train on"),
+        (
+            [1, 2, 3, 4],
+            {"val": "stdlib"},
+            "stdlib cannot be the held-out part of .* takes one, a .bin file",
+        ),
+    ]
     for ids, options, says in cases:
         with pytest.raises(ValueError, match=says) as caught:
             prepare(write_bin(path, ids), cache=tmp_path / "cache", **options)
         assert str(path) in str(caught.value)
     assert len(prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache").train) == 3
     path.write_bytes(path.read_bytes() + b"\1")
-    with pytest.raises(ValueError, match=f"{path} has 9 bytes, but a token has 2: it was cut off, or holds integers of another width"):
+    with pytest.raises(
+        ValueError,
+        match=f"{path} has 9 bytes, but a token has 2: it was cut off, or holds integers of another width",
+    ):
         prepare(str(path), cache=tmp_path / "cache")
 
 
 @pytest.mark.parametrize("dtype", ["<u4", "<i8", ">u4"])
 @pytest.mark.parametrize("alone", [True, False])
 def test_integers_of_another_width_are_refused(tmp_path, dtype, alone):
-    for name in ("train.bin", "val.bin")[:2 - alone]:
+    for name in ("train.bin", "val.bin")[: 2 - alone]:
         np.arange(1, 101).astype(dtype).tofile(tmp_path / name)
-    with pytest.raises(ValueError, match="train.bin holds 0 at every second place: its integers have 4 or 8 bytes; write them as np.uint16"):
+    with pytest.raises(
+        ValueError,
+        match="train.bin holds 0 at every second place: its integers have 4 or 8 bytes; write them as np.uint16",
+    ):
         prepare(str(tmp_path), cache=tmp_path / "cache")
 
 
@@ -516,7 +747,11 @@ def characters(folder, text="to be or not to be, that is the question\n" * 40, *
     table = sorted(set(text))
     ids = [table.index(letter) for letter in text]
     write_bin(folder / "train.bin", ids[:-200]), write_bin(folder / "val.bin", ids[-200:])
-    meta = {"vocab_size": len(table), "itos": dict(enumerate(table)), "stoi": {letter: i for i, letter in enumerate(table)}} | about
+    meta = {
+        "vocab_size": len(table),
+        "itos": dict(enumerate(table)),
+        "stoi": {letter: i for i, letter in enumerate(table)},
+    } | about
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return table
 
@@ -525,23 +760,46 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     table = characters(tmp_path / "char")
     for name in ("bytes", f"chars:{tmp_path / 'char'}"):
         found = prepare(str(tmp_path / "char"), name, cache=tmp_path / "cache")
-        assert found.tokenizer.decode(found.train[:14]) == "to be or not t" and found.tokenizer.vocab_size == len(table) == 15
-        assert found.index["train"]["documents"] == 1 and found.index["val"] == found.index["val"] | {"tokens": 200, "bytes": 200}
+        assert (
+            found.tokenizer.decode(found.train[:14]) == "to be or not t"
+            and found.tokenizer.vocab_size == len(table) == 15
+        )
+        assert found.index["train"]["documents"] == 1 and found.index["val"] == found.index[
+            "val"
+        ] | {"tokens": 200, "bytes": 200}
         assert np.array_equal(found.tokenizer.encode("to be"), found.train[:5])
-    assert f"{tmp_path / 'char' / 'train.bin'}: read as ids of the tokenizer chars" in capsys.readouterr().err
+    assert (
+        f"{tmp_path / 'char' / 'train.bin'}: read as ids of the tokenizer chars"
+        in capsys.readouterr().err
+    )
     with pytest.raises(ValueError, match="the character 'Z' is not in the tokenizer's table of 15"):
         found.tokenizer.encode("toZ")
     with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot prepare text"):
         prepare(write(tmp_path / "a.txt"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
     greek = characters(tmp_path / "greek", "αβγ\n" * 100)
     found = prepare(str(tmp_path / "greek"), cache=tmp_path / "cache")
-    assert len(greek) == 4 and found.index["val"]["bytes"] == 350 and found.tokenizer.decode([*found.train[:3], 99]) == "αβγ"
-    with pytest.raises(ValueError, match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, and the right one is chars:.*greek"):
+    assert (
+        len(greek) == 4
+        and found.index["val"]["bytes"] == 350
+        and found.tokenizer.decode([*found.train[:3], 99]) == "αβγ"
+    )
+    with pytest.raises(
+        ValueError,
+        match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, and the right one is chars:.*greek",
+    ):
         prepare(str(tmp_path / "greek"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
-    with pytest.raises(ValueError, match="the tokenizer that was named is gpt2, and the right one is chars:.*greek"):
-        prepare(str(tmp_path / "greek"), "gpt2", cache=tmp_path / "cache") # before its vocabulary is fetched
+    with pytest.raises(
+        ValueError, match="the tokenizer that was named is gpt2, and the right one is chars:.*greek"
+    ):
+        prepare(
+            str(tmp_path / "greek"), "gpt2", cache=tmp_path / "cache"
+        )  # before its vocabulary is fetched
     with pytest.raises(ValueError, match="do not have the same meta.pkl beside them"):
-        prepare(str(tmp_path / "greek" / "train.bin"), val=str(tmp_path / "char" / "val.bin"), cache=tmp_path / "cache")
+        prepare(
+            str(tmp_path / "greek" / "train.bin"),
+            val=str(tmp_path / "char" / "val.bin"),
+            cache=tmp_path / "cache",
+        )
 
 
 class Runs:
@@ -549,14 +807,39 @@ class Runs:
         return os.system, ("touch ran",)
 
 
-@pytest.mark.parametrize("meta, says", [
-    (pickle.dumps(Runs()), "posix.system; expected strings, numbers, dicts and lists"), (pickle.dumps({"vocab_size": np.int64(3)}), "numpy.*; expected strings"),
-    (b"", "cannot be read"), (b"\x80\x04\x95" + b"\xff" * 20, "cannot be read"), (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),
-    (b"\x80\x04Nr\xff\xff\xff\x7f.", "no vocab_size"), (pickle.dumps([1]), "no vocab_size"), (pickle.dumps({"vocab_size": "x"}), "no vocab_size"),
-    (pickle.dumps({"vocab_size": 50304}), "a vocabulary of 50304; the tokenizer bytes has 256"),
-    (pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}}), "a vocab_size of 3, but 2 characters"),
-    *((pickle.dumps({"vocab_size": 2, "itos": table}), "no table of characters, one for each id from 0 on; prepare the text")
-      for table in ({0: "a", 2: "b"}, {0: "a", 1: "a"}, {0: "a", 1: "bc"}, {0: "a", 1: 2}, {}, "ab", dict.fromkeys(range(70_000), "a")))])
+@pytest.mark.parametrize(
+    "meta, says",
+    [
+        (pickle.dumps(Runs()), "posix.system; expected strings, numbers, dicts and lists"),
+        (pickle.dumps({"vocab_size": np.int64(3)}), "numpy.*; expected strings"),
+        (b"", "cannot be read"),
+        (b"\x80\x04\x95" + b"\xff" * 20, "cannot be read"),
+        (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),
+        (b"\x80\x04Nr\xff\xff\xff\x7f.", "no vocab_size"),
+        (pickle.dumps([1]), "no vocab_size"),
+        (pickle.dumps({"vocab_size": "x"}), "no vocab_size"),
+        (pickle.dumps({"vocab_size": 50304}), "a vocabulary of 50304; the tokenizer bytes has 256"),
+        (
+            pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}}),
+            "a vocab_size of 3, but 2 characters",
+        ),
+        *(
+            (
+                pickle.dumps({"vocab_size": 2, "itos": table}),
+                "no table of characters, one for each id from 0 on; prepare the text",
+            )
+            for table in (
+                {0: "a", 2: "b"},
+                {0: "a", 1: "a"},
+                {0: "a", 1: "bc"},
+                {0: "a", 1: 2},
+                {},
+                "ab",
+                dict.fromkeys(range(70_000), "a"),
+            )
+        ),
+    ],
+)
 def test_a_table_that_is_none_is_refused_and_runs_no_code(tmp_path, monkeypatch, meta, says):
     monkeypatch.chdir(tmp_path)
     characters(tmp_path)
@@ -569,18 +852,30 @@ def test_a_table_that_is_none_is_refused_and_runs_no_code(tmp_path, monkeypatch,
 def test_a_size_without_a_table_must_be_the_tokenizers(tmp_path):
     for itos in (["a", "b"], None):
         write_bin(tmp_path / "train.bin", [1, 0, 1, 1])
-        (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 2 if itos else 256, "itos": itos}))
-        assert prepare(str(tmp_path), cache=tmp_path / "cache").tokenizer.name == ("chars" if itos else "bytes")
+        (tmp_path / "meta.pkl").write_bytes(
+            pickle.dumps({"vocab_size": 2 if itos else 256, "itos": itos})
+        )
+        assert prepare(str(tmp_path), cache=tmp_path / "cache").tokenizer.name == (
+            "chars" if itos else "bytes"
+        )
 
 
 def test_the_next_start_removes_the_pieces_of_a_killed_one(tmp_path):
     source = write(tmp_path / "a.txt", 300)
+
     def killed(results, _):
         corpus.write_piece = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         prepare(source, cache=tmp_path / "cache", workers=1)
+
     assert in_processes(killed, 0)[1] == [-signal.SIGKILL]
-    left, = (tmp_path / "cache").glob(".*.partial/.piece*")
+    (left,) = (tmp_path / "cache").glob(".*.partial/.piece*")
     with pytest.MonkeyPatch.context() as patch:
-        at_call(patch, corpus, "write_piece", 0, lambda: patch.setattr(corpus, "seen", left.exists(), raising=False))
+        at_call(
+            patch,
+            corpus,
+            "write_piece",
+            0,
+            lambda: patch.setattr(corpus, "seen", left.exists(), raising=False),
+        )
         prepare(source, cache=tmp_path / "cache", workers=1)
         assert corpus.seen is False

@@ -11,8 +11,18 @@ from longhorn_kit import cli
 from longhorn_kit.lab import data
 from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import (
-    SEPARATOR, Sampler, embedded_corpus_hash, embedded_documents, file_documents, get_tokenizer, hold_out_long, holds_whole,
-    is_held_out, load_documents, pieces_of)
+    SEPARATOR,
+    Sampler,
+    embedded_corpus_hash,
+    embedded_documents,
+    file_documents,
+    get_tokenizer,
+    hold_out_long,
+    holds_whole,
+    is_held_out,
+    load_documents,
+    pieces_of,
+)
 from longhorn_kit.lab.language_training import open_texts
 
 
@@ -43,9 +53,15 @@ def split(found, **options):
 # ---- sources
 
 
-@pytest.mark.parametrize("suffix, compress", [
-    ("", bytes), (".gz", gzip.compress), (".xz", lzma.compress),
-    (".zst", lambda text: zstandard.compress(text[:50]) + zstandard.compress(text[50:]))])
+@pytest.mark.parametrize(
+    "suffix, compress",
+    [
+        ("", bytes),
+        (".gz", gzip.compress),
+        (".xz", lzma.compress),
+        (".zst", lambda text: zstandard.compress(text[:50]) + zstandard.compress(text[50:])),
+    ],
+)
 def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
     text = SEPARATOR.join(["one\ntwo β", "three", "four\n"])
     for name in ("b.txt", "a.txt"):
@@ -53,42 +69,76 @@ def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
         (tmp_path / (name + suffix)).write_bytes(compress(written.encode()))
     found = list(load_documents(str(tmp_path / "*.txt*")))
     assert [text for _, text in found] == ["one\ntwo β", "three", "four\n"] * 2
-    assert found[0][0].startswith("a.txt")  # sorted, so the order does not depend on the file system
+    assert found[0][0].startswith(
+        "a.txt"
+    )  # sorted, so the order does not depend on the file system
     shouted = tmp_path / f"C.TXT{suffix.upper()}"
     shouted.write_bytes(compress(text.encode()))
     assert [text for _, text in load_documents(str(shouted))] == ["one\ntwo β", "three", "four\n"]
 
 
 def test_zst_archives_of_the_longest_window_and_frames_without_text_are_read(tmp_path):
-    long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True) # zstd --long=31
+    long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)  # zstd --long=31
     pieces = zstandard.ZstdCompressor(compression_params=long).compressobj()
-    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd" # as pzstd writes
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"  # as pzstd writes
     text = os.urandom(50_000).hex().encode()
-    (tmp_path / "a.txt.zst").write_bytes(skippable + pieces.compress(text) + pieces.flush() + zstandard.compress(b"") + zstandard.compress(b" end"))
+    (tmp_path / "a.txt.zst").write_bytes(
+        skippable
+        + pieces.compress(text)
+        + pieces.flush()
+        + zstandard.compress(b"")
+        + zstandard.compress(b" end")
+    )
     assert next(load_documents(str(tmp_path / "a.txt.zst")).__iter__())[1] == text.decode() + " end"
 
 
-@pytest.mark.parametrize("name, content", [("a.txt.gz", b"x" * 10**6), ("a.txt", b"line\n" * 10**5), ("a.jsonl", b'{"text": "' + b"x" * 10**6), ("a.txt.zst", b"x" * 10**6)])
-def test_a_document_that_is_too_long_for_the_memory_is_refused(tmp_path, monkeypatch, name, content):
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("a.txt.gz", b"x" * 10**6),
+        ("a.txt", b"line\n" * 10**5),
+        ("a.jsonl", b'{"text": "' + b"x" * 10**6),
+        ("a.txt.zst", b"x" * 10**6),
+    ],
+)
+def test_a_document_that_is_too_long_for_the_memory_is_refused(
+    tmp_path, monkeypatch, name, content
+):
     monkeypatch.setattr(data, "largest_document", lambda: 10**5)
-    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(name[-3:] if name.endswith("gz") else name[-4:], bytes)
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
+        name[-3:] if name.endswith("gz") else name[-4:], bytes
+    )
     (tmp_path / name).write_bytes(compress(content))
-    with pytest.raises(ValueError, match=f"a (line|document) of .*{name} is longer than .* GB, an eighth of the memory; separate its documents by"):
+    with pytest.raises(
+        ValueError,
+        match=f"a (line|document) of .*{name} is longer than .* GB, an eighth of the memory; separate its documents by",
+    ):
         list(load_documents(str(tmp_path / name)))
 
 
 def test_memory_that_runs_out_names_the_file(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("words")
-    def full(*_): raise MemoryError
+
+    def full(*_):
+        raise MemoryError
+
     monkeypatch.setattr(data, "normalise", full)
-    with pytest.raises(ValueError, match="a.txt has a document that does not fit into memory; separate its documents"):
+    with pytest.raises(
+        ValueError,
+        match="a.txt has a document that does not fit into memory; separate its documents",
+    ):
         list(load_documents(str(tmp_path / "a.txt")))
     assert 0 < data.largest_document() < 2**60
 
 
 @pytest.mark.parametrize("folder", ["text [1]", "text*", "what?"])
 def test_a_folder_that_exists_is_no_pattern(tmp_path, folder):
-    for name, text in ((folder, "this one"), ("text 1", "another"), ("text", "another"), ("whats", "another")):
+    for name, text in (
+        (folder, "this one"),
+        ("text 1", "another"),
+        ("text", "another"),
+        ("whats", "another"),
+    ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
         (tmp_path / name / "train-[1].jsonl").write_text('{"text": "%s"}' % text)
@@ -106,9 +156,16 @@ def test_what_a_pattern_leaves_out_or_finds_twice_is_named_once(tmp_path, capsys
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress((tmp_path / "b.txt").read_bytes()))
     prepare(str(tmp_path / "*"), cache=tmp_path.parent / f"{tmp_path.name}-cache")
     lines = capsys.readouterr().err.splitlines()
-    assert [line for line in lines if "left out 1 folder, such as" in line and line.endswith("finds files at any depth")] == lines[:1]
+    assert [
+        line
+        for line in lines
+        if "left out 1 folder, such as" in line and line.endswith("finds files at any depth")
+    ] == lines[:1]
     assert "b.txt.gz is read, and so is b.txt, maybe the same text" in lines[1] and len(lines) == 2
-    assert len(list(load_documents(str(tmp_path / "**" / "*.txt")))) == 3 and capsys.readouterr().err == ""
+    assert (
+        len(list(load_documents(str(tmp_path / "**" / "*.txt")))) == 3
+        and capsys.readouterr().err == ""
+    )
 
 
 def test_a_local_dataset_may_have_any_other_name(tmp_path, monkeypatch):
@@ -138,51 +195,115 @@ def test_missing_sources_are_refused(tmp_path, monkeypatch, source):
 
 def with_a_damaged_page():
     file = io.BytesIO()
-    pq.write_table(pa.table({"text": documents(500)}), file, compression="none", use_dictionary=False)
+    pq.write_table(
+        pa.table({"text": documents(500)}), file, compression="none", use_dictionary=False
+    )
     return file.getvalue()[:200] + b"\xff" * 500 + file.getvalue()[700:]
 
 
 ZIPPED = "cannot be decompressed"
 
 
-@pytest.mark.parametrize("name, content, says", [
-    *((f"a{end}", content, "is empty") for end in (".txt", ".jsonl") for content in (b"", b"\n \n")),
-    ("a.txt", b"abc\0def", "is not text: it contains NUL"), ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text: byte 3"),
-    *((name, text.encode(encoding), f"is {encoding[:6].upper()}; save it as UTF-8") for name, text in (("a.txt", "words\n" * 9), ("a.jsonl", '{"text": "x"}\n'))
-      for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")),
-    ("a.txt.gz", gzip.compress("日本".encode("utf-16"), mtime=0), "is UTF-16; save it as UTF-8"),
-    ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], ZIPPED),
-    ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], ZIPPED),
-    ("torn.zst", zstandard.compress(os.urandom(10_000))[:-20], ZIPPED),
-    ("torn-early.zst", zstandard.compress(os.urandom(10_000))[:3], ZIPPED),
-    ("torn-late.zst", zstandard.compress(b"whole frame") + zstandard.compress(b"x" * 10_000)[:-3], ZIPPED),
-    *((f"not{end}", b"plain text", ZIPPED) for end in (".xz", ".gz", ".zst")),
-    ("a.jsonl", json_lines({"text": "x"}, {"text": 7}), "line 2: column 'text' holds a value of type int, not text"),
-    ("a.jsonl", json_lines({"text": ["x"]}), "line 1: column 'text' holds a value of type list, not text"),
-    ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not UTF-8 text: byte 0"),
-    ("a.jsonl", json_lines({"body": "x", "id": 7}), "line 1 has no column 'text' or 'content'; it has body, id"),
-    ("a.jsonl", json_lines({"text": "x"}, {"id": 7}), "line 2 has no column 'text' or 'content'; it has id"),
-    ("a.jsonl", json_lines({"text": "x"}, {}), "line 2 has no column .*; it has none"),
-    ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', "line 3 is not a JSON record: Expecting ',' delimiter"),
-    ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "line 2 is not a JSON record: 'utf-8'"),
-    ("a.jsonl", b"[" * 10**5 + b"\n", "line 1 is not a JSON record: .*recursion"),
-    ("a.json", b'[{"text": "x"}]\n', "line 1 is not a record but a JSON value of type list"),
-    ("a.json", b'[\n{"text": "x"}\n]\n', "line 1 is not a JSON record"),
-    ("a.jsonl", json_lines({"text": None}, {"text": " "}, {"text": "\0"}, {"text": "\ufeff"}), "is empty"),
-    ("a.jsonl.gz", gzip.compress(json_lines({"text": "x" * 9999}), mtime=0)[:-20], ZIPPED),
-    ("a.jsonl.gz", json_lines({"text": "x"}), ZIPPED),
-    ("a.parquet", b"", "cannot be read as parquet: .*0 bytes"),
-    ("a.parquet", b"plain text", "cannot be read as parquet: .*magic bytes"),
-    ("a.parquet", with_a_damaged_page(), "cannot be read as parquet: "),
-    ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "cannot be read as parquet"),
-    ("a.parquet", {"text": pa.array([], pa.string())}, "is empty"),
-    ("a.parquet", {"body": ["x"], "id": [7]}, "has no column 'text' or 'content'; it has body, id"),
-    ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
-    ("a.parquet", {"text": [b"x", b"y"]}, "row 0: column 'text' holds a value of type bytes, not text"),
-    ("a.parquet", {"text": pa.array([b"\xe9"]).view(pa.string())}, "cannot be read as parquet: 'utf-8'"),
-    *((f"a{end}", b"plain letters", "cannot be read as text")
-      for end in (".csv", ".TSV", ".csv.gz", ".tar.xz", ".arrow", ".zip", ".npy")),
-], ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    "name, content, says",
+    [
+        *(
+            (f"a{end}", content, "is empty")
+            for end in (".txt", ".jsonl")
+            for content in (b"", b"\n \n")
+        ),
+        ("a.txt", b"abc\0def", "is not text: it contains NUL"),
+        ("a.txt", "caf\xe9".encode("latin-1"), "is not UTF-8 text: byte 3"),
+        *(
+            (name, text.encode(encoding), f"is {encoding[:6].upper()}; save it as UTF-8")
+            for name, text in (("a.txt", "words\n" * 9), ("a.jsonl", '{"text": "x"}\n'))
+            for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
+        ),
+        (
+            "a.txt.gz",
+            gzip.compress("日本".encode("utf-16"), mtime=0),
+            "is UTF-16; save it as UTF-8",
+        ),
+        ("torn.gz", gzip.compress(b"x" * 10_000, mtime=0)[:-20], ZIPPED),
+        ("torn.xz", lzma.compress(os.urandom(10_000))[:-200], ZIPPED),
+        ("torn.zst", zstandard.compress(os.urandom(10_000))[:-20], ZIPPED),
+        ("torn-early.zst", zstandard.compress(os.urandom(10_000))[:3], ZIPPED),
+        (
+            "torn-late.zst",
+            zstandard.compress(b"whole frame") + zstandard.compress(b"x" * 10_000)[:-3],
+            ZIPPED,
+        ),
+        *((f"not{end}", b"plain text", ZIPPED) for end in (".xz", ".gz", ".zst")),
+        (
+            "a.jsonl",
+            json_lines({"text": "x"}, {"text": 7}),
+            "line 2: column 'text' holds a value of type int, not text",
+        ),
+        (
+            "a.jsonl",
+            json_lines({"text": ["x"]}),
+            "line 1: column 'text' holds a value of type list, not text",
+        ),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not UTF-8 text: byte 0"),
+        (
+            "a.jsonl",
+            json_lines({"body": "x", "id": 7}),
+            "line 1 has no column 'text' or 'content'; it has body, id",
+        ),
+        (
+            "a.jsonl",
+            json_lines({"text": "x"}, {"id": 7}),
+            "line 2 has no column 'text' or 'content'; it has id",
+        ),
+        ("a.jsonl", json_lines({"text": "x"}, {}), "line 2 has no column .*; it has none"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n\n{"text": "x"\n',
+            "line 3 is not a JSON record: Expecting ',' delimiter",
+        ),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "caf\xe9"}\n',
+            "line 2 is not a JSON record: 'utf-8'",
+        ),
+        ("a.jsonl", b"[" * 10**5 + b"\n", "line 1 is not a JSON record: .*recursion"),
+        ("a.json", b'[{"text": "x"}]\n', "line 1 is not a record but a JSON value of type list"),
+        ("a.json", b'[\n{"text": "x"}\n]\n', "line 1 is not a JSON record"),
+        (
+            "a.jsonl",
+            json_lines({"text": None}, {"text": " "}, {"text": "\0"}, {"text": "\ufeff"}),
+            "is empty",
+        ),
+        ("a.jsonl.gz", gzip.compress(json_lines({"text": "x" * 9999}), mtime=0)[:-20], ZIPPED),
+        ("a.jsonl.gz", json_lines({"text": "x"}), ZIPPED),
+        ("a.parquet", b"", "cannot be read as parquet: .*0 bytes"),
+        ("a.parquet", b"plain text", "cannot be read as parquet: .*magic bytes"),
+        ("a.parquet", with_a_damaged_page(), "cannot be read as parquet: "),
+        ("a.parquet.gz", gzip.compress(b"PAR1", mtime=0), "cannot be read as parquet"),
+        ("a.parquet", {"text": pa.array([], pa.string())}, "is empty"),
+        (
+            "a.parquet",
+            {"body": ["x"], "id": [7]},
+            "has no column 'text' or 'content'; it has body, id",
+        ),
+        ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
+        (
+            "a.parquet",
+            {"text": [b"x", b"y"]},
+            "row 0: column 'text' holds a value of type bytes, not text",
+        ),
+        (
+            "a.parquet",
+            {"text": pa.array([b"\xe9"]).view(pa.string())},
+            "cannot be read as parquet: 'utf-8'",
+        ),
+        *(
+            (f"a{end}", b"plain letters", "cannot be read as text")
+            for end in (".csv", ".TSV", ".csv.gz", ".tar.xz", ".arrow", ".zip", ".npy")
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
 def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, name, content, says):
     if isinstance(content, dict):
         write_records(tmp_path / name, **content)
@@ -196,9 +317,14 @@ def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, n
 def test_the_column_may_be_named(tmp_path):
     rows = [{"text": f"one {i}", "body": f"two {i}"} for i in range(200)]
     for name in ("a.jsonl", "a.parquet"):
-        source = write_records(tmp_path / name, **{column: [row[column] for row in rows] for column in ("text", "body")})
+        source = write_records(
+            tmp_path / name,
+            **{column: [row[column] for row in rows] for column in ("text", "body")},
+        )
         for column in ("text", "body"):
-            assert [text for _, text in load_documents(source, column)] == [row[column] for row in rows]
+            assert [text for _, text in load_documents(source, column)] == [
+                row[column] for row in rows
+            ]
         with pytest.raises(ValueError, match=f"{name}.* has no column 'title'; it has text, body"):
             list(load_documents(source, "title"))
     (tmp_path / "plain.txt").write_text("words")
@@ -212,13 +338,19 @@ def test_records_without_text_are_skipped_and_counted(tmp_path, capsys, monkeypa
     files = [write_records(tmp_path / name, content=texts) for name in ("a.jsonl", "a.parquet")]
     for source in (*files, "hf:owner/code"):
         assert [text for _, text in load_documents(source)] == ["one", "two"]
-        assert capsys.readouterr().err.strip().endswith("4 of 6 records have no text and were skipped")
+        assert (
+            capsys.readouterr().err.strip().endswith("4 of 6 records have no text and were skipped")
+        )
 
 
 def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
     random = np.random.default_rng(0)
     texts = [random.bytes(10_000).hex() for _ in range(2000)]
-    pages = {"compression": "none", "use_dictionary": False, "write_batch_size": 16}  # small pages in one row group
+    pages = {
+        "compression": "none",
+        "use_dictionary": False,
+        "write_batch_size": 16,
+    }  # small pages in one row group
     pq.write_table(pa.table({"text": texts, "other": texts}), tmp_path / "a.parquet", **pages)
     assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_row_groups == 1
     before, most = pa.total_allocated_bytes(), 0
@@ -233,22 +365,33 @@ def fake_datasets(monkeypatch, load):
 
 def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
     asked = []
+
     def load(path, config, split, streaming, revision):
         assert streaming
         asked.append((path, config, split, revision))
         return ({"text": text} for text in documents(5) + [" "])
+
     fake_datasets(monkeypatch, load)
     assert [text for _, text in load_documents("hf:owner/books:small")] == documents(5)
     for name in ("a/b", "a/b:c#test", "a/b@v1", "a/b#validation@v1"):
         list(load_documents(f"hf:{name}"))
-    assert asked == [("owner/books", "small", "train", None), ("a/b", None, "train", None), ("a/b", "c", "test", None),
-                     ("a/b", None, "train", "v1"), ("a/b", None, "validation", "v1")]
+    assert asked == [
+        ("owner/books", "small", "train", None),
+        ("a/b", None, "train", None),
+        ("a/b", "c", "test", None),
+        ("a/b", None, "train", "v1"),
+        ("a/b", None, "validation", "v1"),
+    ]
     with pytest.raises(ValueError, match="hf::: its name should look like"):
         list(load_documents("hf::"))
+
     def offline(*args, **options):
         raise ConnectionError("no route to the hub\nand more lines")
+
     fake_datasets(monkeypatch, offline)
-    with pytest.raises(OSError, match="cannot load the dataset 'owner/books'.*no route to the hub$"):
+    with pytest.raises(
+        OSError, match="cannot load the dataset 'owner/books'.*no route to the hub$"
+    ):
         list(load_documents("hf:owner/books"))
     fake_datasets(monkeypatch, lambda *args, **options: iter([{"image": 1, "label": 2}]))
     with pytest.raises(ValueError, match="no column 'text' or 'content'; it has image, label"):
@@ -262,7 +405,7 @@ def test_a_position_resumes_after_the_last_document(tmp_path, monkeypatch, sourc
     (tmp_path / "rows").mkdir()
     texts = documents(60)
     for i in range(3):
-        part = texts[20 * i:20 * i + 20]
+        part = texts[20 * i : 20 * i + 20]
         (tmp_path / f"a-{i}.txt").write_text(SEPARATOR.join(part))
         for folder in (".", "rows"):
             write_records(tmp_path / folder / f"a-{i}.jsonl", text=part)
@@ -275,7 +418,9 @@ def test_a_position_resumes_after_the_last_document(tmp_path, monkeypatch, sourc
 
 def test_embedded_corpus_is_fixed_and_its_parts_share_no_document():
     names = [name for name, _ in embedded_documents()]
-    assert len(names) == len(set(names)) > 300 and names == [name for name, _ in embedded_documents()]
+    assert len(names) == len(set(names)) > 300 and names == [
+        name for name, _ in embedded_documents()
+    ]
     left_out = {"test", "tests", "tkinter", "idlelib", "lib2to3", "distutils", "site-packages"}
     assert not [name for name in names if left_out & set(name.split("/"))]
     assert any(name.startswith("topics/") for name in names) and "threading.py" in names
@@ -298,7 +443,9 @@ def test_copies_of_a_document_are_in_the_same_part(n, different, salt):
     for part, text in split(enumerate(texts), fraction=0.3):
         parts[part][text] += 1
     if len({is_held_out(text, 0.3) for text in texts}) == 2:
-        assert not set(parts["train"]) & set(parts["val"]) and parts["train"] + parts["val"] == Counter(texts)
+        assert not set(parts["train"]) & set(parts["val"]) and parts["train"] + parts[
+            "val"
+        ] == Counter(texts)
     else:  # whole documents would leave one part empty, so the end of every document is held out
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
@@ -308,15 +455,24 @@ def test_a_small_share_of_many_documents_is_whole_documents():
     assert not any(is_held_out(text, 0.0005) for text in texts[:1000])
     held = [text for text in texts if is_held_out(text, 0.0005)]
     parts = split(enumerate(texts), fraction=0.0005)
-    assert held and [text for part, text in parts if part == "val"] == held and len(parts) == len(texts)
+    assert (
+        held
+        and [text for part, text in parts if part == "val"] == held
+        and len(parts) == len(texts)
+    )
 
 
 def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     texts = ["line\n" * 100, "other line\n" * 50]
     pieces = split(enumerate(texts), fraction=0.1)
     assert "".join(text for _, text in pieces) == "".join(texts)
-    assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(text.endswith("\n") for _, text in pieces)
-    assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == ["train", "val"] # a line is a text too
+    assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(
+        text.endswith("\n") for _, text in pieces
+    )
+    assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == [
+        "train",
+        "val",
+    ]  # a line is a text too
     assert 0.05 < sum(len(t) for p, t in pieces if p == "val") / sum(map(len, texts)) < 0.15
 
 
@@ -327,7 +483,9 @@ def two_domains(folder, long={"docs": 6, "prose": 6}):
     "A text of two domains: a long document after every third one, a blank one, Windows newlines, a last one without end mark."
     folder.mkdir()
     for name, suffix, compress in (("docs", "", bytes), ("prose", ".xz", lzma.compress)):
-        texts = [f"{name} β {i}\n" * (40 if i % 3 == 0 and i < 3 * long[name] else 1) for i in range(21)] + ["  "]
+        texts = [
+            f"{name} β {i}\n" * (40 if i % 3 == 0 and i < 3 * long[name] else 1) for i in range(21)
+        ] + ["  "]
         text = SEPARATOR.join(texts) + "\n<|endoftext|>\r\nthe\r\nend\n"
         (folder / f"{name}.train.txt{suffix}").write_bytes(compress(text.encode()))
         (folder / f"{name}.val.txt{suffix}").write_bytes(compress(f"{name} held out\n".encode()))
@@ -335,7 +493,7 @@ def two_domains(folder, long={"docs": 6, "prose": 6}):
 
 
 def read_bytes(folder, name, part):
-    path, = folder.glob(f"{name}.{part}.txt*")
+    (path,) = folder.glob(f"{name}.{part}.txt*")
     return lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
 
 
@@ -345,11 +503,14 @@ def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp
     taken = hold_out_long(source, out, count=8, least=400)
     assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 4, "prose": 4}
     for name, (_, size) in taken.items():
-        before, after, moved = (read_bytes(*place) for place in ((source, name, "train"), (out, name, "train"), (out, name, "long")))
+        before, after, moved = (
+            read_bytes(*place)
+            for place in ((source, name, "train"), (out, name, "train"), (out, name, "long"))
+        )
         documents = moved.split(SEPARATOR.encode())
         assert documents.pop() == b"" and len(documents) == 4 and sum(map(len, documents)) == size
         assert min(map(len, documents)) >= 400
-        for text in documents: # what is left is the text without them, byte for byte
+        for text in documents:  # what is left is the text without them, byte for byte
             whole = text + SEPARATOR.encode()
             assert before.count(whole) == 1
             before = before.replace(whole, b"")
@@ -362,15 +523,26 @@ def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp
 
 
 def test_a_domain_with_few_long_documents_gives_all_and_the_others_give_more(tmp_path):
-    taken = hold_out_long(two_domains(tmp_path / "text", {"docs": 1, "prose": 6}), tmp_path / "apart", count=6, least=400)
+    taken = hold_out_long(
+        two_domains(tmp_path / "text", {"docs": 1, "prose": 6}),
+        tmp_path / "apart",
+        count=6,
+        least=400,
+    )
     assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 1, "prose": 5}
 
 
 def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
     source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
     for options, error, message in (
-            (dict(count=13, least=400), ValueError, "has 12 documents of at least 400 bytes; 13 were to be held out"),
-            (dict(count=0), ValueError, "count is 0"), (dict(least=0), ValueError, "least is 0")):
+        (
+            dict(count=13, least=400),
+            ValueError,
+            "has 12 documents of at least 400 bytes; 13 were to be held out",
+        ),
+        (dict(count=0), ValueError, "count is 0"),
+        (dict(least=0), ValueError, "least is 0"),
+    ):
         with pytest.raises(error, match=message):
             hold_out_long(source, out, **options)
     with pytest.raises(FileExistsError, match="text exists; name a new folder"):
@@ -394,14 +566,22 @@ def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatc
     assert before.long == {} and "long" not in before.summary()
     for name in ("docs", "prose"):
         texts = [text.encode() for _, text in file_documents(out / f"{name}.long.txt.xz")]
-        assert [bytes(document.tolist()) for document in after.long[name]] == texts and len(texts) == 2
+        assert [bytes(document.tolist()) for document in after.long[name]] == texts and len(
+            texts
+        ) == 2
         about = after.summary()["long"][name]
-        assert about["documents"] == 2 and about["bytes"] == sum(map(len, texts)) + 2 and len(about["sha256"]) == 16
+        assert (
+            about["documents"] == 2
+            and about["bytes"] == sum(map(len, texts)) + 2
+            and len(about["sha256"]) == 16
+        )
     held, ours = before.summary()["domains"], after.summary()
     assert ours["domains"] == held and ours["corpus"] != before.summary()["corpus"]
-    assert ours["train_tokens"] == before.summary()["train_tokens"] - sum(one["bytes"] for one in ours["long"].values())
+    assert ours["train_tokens"] == before.summary()["train_tokens"] - sum(
+        one["bytes"] for one in ours["long"].values()
+    )
     hashes = {one["sha256"] for one in ours["long"].values()}
-    assert len(hashes) == 2 # a change of text or order is another one
+    assert len(hashes) == 2  # a change of text or order is another one
     after.long["docs"].reverse()
     assert after.summary()["long"]["docs"]["sha256"] not in hashes
 
@@ -424,7 +604,9 @@ def gpt2_folder(tmp_path_factory):
     others = [b for b in range(256) if b not in printable]
     letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
     merges = [("t", "h"), ("th", "e"), (letter[32], "the"), ("i", "n")]
-    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8")
+    (folder / "vocab.bpe").write_text(
+        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
+    )
     names = [letter[b] for b in printable + others] + [a + b for a, b in merges]
     ids = {name: i for i, name in enumerate(names)} | {"<|endoftext|>": 50256}
     (folder / "encoder.json").write_text(json.dumps(ids))
@@ -436,7 +618,10 @@ def test_gpt2_from_a_folder(gpt2_folder):
     assert tokenizer.encode("the in the").tolist() == [257, 220, 259, 258]
     assert tokenizer.encode(" <|endoftext|>").max() < 50256  # in the text it is not the end mark
     text = "the in the α\n" * 3
-    assert tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode()) and tokenizer.sizes[50256] == 1
+    assert (
+        tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode())
+        and tokenizer.sizes[50256] == 1
+    )
 
 
 def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypatch):
@@ -448,13 +633,21 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
         (tmp_path / name).write_bytes((gpt2_folder / name).read_bytes())
     for damage in ('{"a": 0}', "[]", "{"):
         (tmp_path / "encoder.json").write_text(damage)
-        with pytest.raises(ValueError, match="vocab.bpe and encoder.json beside it do not fit together .*; copy both again"):
+        with pytest.raises(
+            ValueError,
+            match="vocab.bpe and encoder.json beside it do not fit together .*; copy both again",
+        ):
             get_tokenizer(f"gpt2:{tmp_path}")
     (tmp_path / "encoder.json").write_bytes((gpt2_folder / "encoder.json").read_bytes())
-    assert get_tokenizer(f"gpt2:{tmp_path}").encode("the").tolist() == get_tokenizer(f"gpt2:{gpt2_folder}").encode("the").tolist()
+    assert (
+        get_tokenizer(f"gpt2:{tmp_path}").encode("the").tolist()
+        == get_tokenizer(f"gpt2:{gpt2_folder}").encode("the").tolist()
+    )
     import tiktoken
+
     def offline(name):
         raise ConnectionError("a long story")
+
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(OSError, match="without a network use gpt2:FOLDER"):
         get_tokenizer("gpt2")
@@ -464,7 +657,13 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 80), st.integers(0, 2**32), st.integers(1, 3))
+@given(
+    st.integers(1, 9),
+    st.integers(1, 5),
+    st.integers(0, 80),
+    st.integers(0, 2**32),
+    st.integers(1, 3),
+)
 def test_every_window_once_per_epoch(context, batch, extra, seed, world):
     tokens = np.arange(context + 1 + extra)
     ranks = [Sampler(tokens, context, batch, seed, rank, world) for rank in range(world)]
@@ -476,8 +675,10 @@ def test_every_window_once_per_epoch(context, batch, extra, seed, world):
             assert torch.equal(inputs + 1, targets)  # neighbours in this text differ by one
             drawn += [int(row[0]) for row in inputs]
     for epoch in (drawn[:n], drawn[n : 2 * n]):
-        starts = sorted(epoch) # adjacent windows use no input twice
-        assert starts == list(range(starts[0], starts[0] + n * context, context)) and starts[-1] + context < len(tokens)
+        starts = sorted(epoch)  # adjacent windows use no input twice
+        assert starts == list(range(starts[0], starts[0] + n * context, context)) and starts[
+            -1
+        ] + context < len(tokens)
 
 
 @settings(max_examples=30, deadline=None)
@@ -494,20 +695,28 @@ def test_position_is_restored_exactly(steps, seed):
 
 def test_the_order_depends_on_the_seed_and_on_no_other_randomness():
     tokens = np.arange(1000)
+
     def order(seed):
         torch.manual_seed(np.random.randint(1000))
         sampler = Sampler(tokens, 8, 16, seed)
         return [sampler.next_batch()[0][:, 0].tolist() for _ in range(10)]
+
     assert order(0) == order(0) != order(1)
 
 
 def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     state = Sampler(np.arange(100), 8, 2).state_dict()
-    for other in (Sampler(np.arange(101), 8, 2), Sampler(np.arange(100), 9, 2), Sampler(np.arange(100), 8, 2, seed=1),
-                  Sampler(np.arange(1, 101), 8, 2)):
+    for other in (
+        Sampler(np.arange(101), 8, 2),
+        Sampler(np.arange(100), 9, 2),
+        Sampler(np.arange(100), 8, 2, seed=1),
+        Sampler(np.arange(1, 101), 8, 2),
+    ):
         with pytest.raises(ValueError, match="the saved position belongs to"):
             other.load_state_dict(state)
-    Sampler(np.arange(100), 8, 4).load_state_dict(state)  # another batch size continues in the same order
+    Sampler(np.arange(100), 8, 4).load_state_dict(
+        state
+    )  # another batch size continues in the same order
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
     assert Sampler(np.arange(9), 8, 1).windows == 1
@@ -525,15 +734,25 @@ def test_a_folder_stands_for_its_texts_and_counts_the_other_files(tmp_path, caps
     write_records(tmp_path / "sub" / "d.jsonl", text=["fourth\n"])
     for name in ("cover.png", "back.PNG", "notes", ".git/config", ".hidden.txt"):
         (tmp_path / name).write_bytes(b"\0")
-    assert [text for _, text in load_documents(str(tmp_path))] == ["first\n", "second\n", "third\n", "fourth\n"]
+    assert [text for _, text in load_documents(str(tmp_path))] == [
+        "first\n",
+        "second\n",
+        "third\n",
+        "fourth\n",
+    ]
     list(load_documents(str(tmp_path)))
-    assert capsys.readouterr().err == (f"longhorn: warning: of the folder {tmp_path} only texts are read; "
-                                       "left out: 2 files ('.png'), 1 file ('no ending')\n") # once
+    assert capsys.readouterr().err == (
+        f"longhorn: warning: of the folder {tmp_path} only texts are read; "
+        "left out: 2 files ('.png'), 1 file ('no ending')\n"
+    )  # once
 
 
 def test_a_folder_without_a_text_is_refused_with_what_it_holds(tmp_path):
     (tmp_path / "cover.png").write_bytes(b"\0")
-    with pytest.raises(FileNotFoundError, match=r"is a folder without texts; expected files that end in .txt, .*; it has 1 file \('.png'\)"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=r"is a folder without texts; expected files that end in .txt, .*; it has 1 file \('.png'\)",
+    ):
         list(load_documents(str(tmp_path)))
 
 

@@ -1,4 +1,5 @@
 """lm-eval on checkpoints of the kit: its numbers are the model's own, contexts come twice, and every failure is one sentence."""
+
 import json, math, re, shutil, sys
 from types import SimpleNamespace
 
@@ -24,7 +25,7 @@ def save(folder, mixer="longhorn", vocab_size=256):
     torch.manual_seed(0)
     model = SequenceLM(LMConfig(vocab_size, 16, 1, mixer=mixer)).eval()
     for weight in model.parameters():
-        weight.data *= 3 # clear preferences
+        weight.data *= 3  # clear preferences
     model.save_pretrained(folder)
     return model
 
@@ -40,9 +41,11 @@ def checkpoint(tmp_path_factory):
     return root / "kit"
 
 
-DOCS = [{"text": "The cow is brown. The cow is", "right": " brown", "wrong": " blue and green"},
-        {"text": "Two and two is", "right": " four", "wrong": " five"},
-        {"text": "état =", "right": " 3", "wrong": " état"}] * 2
+DOCS = [
+    {"text": "The cow is brown. The cow is", "right": " brown", "wrong": " blue and green"},
+    {"text": "Two and two is", "right": " four", "wrong": " five"},
+    {"text": "état =", "right": " 3", "wrong": " état"},
+] * 2
 NAMES = ["tiny_choice", "tiny_line", "tiny_whole"]
 
 
@@ -51,20 +54,47 @@ def tasks(tmp_path_factory):
     "Three tasks of lm-eval, one for each kind of request, on local documents."
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "docs.json").write_text(json.dumps(DOCS))
+
     def write(name, kind, text, target, metrics, **more):
-        task = {"task": f"tiny_{name}", "dataset_path": "json", "test_split": "test", "dataset_kwargs": {"data_files": {"test": str(folder / "docs.json")}},
-                "output_type": kind, "doc_to_text": text, "doc_to_target": target, "metric_list": metrics}
-        (folder / f"{name}.yaml").write_text(json.dumps(task | more)) # JSON is YAML
-    write("choice", "multiple_choice", "{{text}}", 0, [{"metric": "acc"}, {"metric": "acc_norm"}], target_delimiter="",
-          doc_to_choice="{{[right, wrong]}}")
-    write("line", "generate_until", "{{text}}", "{{right}}", [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-          generation_kwargs={"until": ["\n"], "max_gen_toks": 6, "do_sample": False})
+        task = {
+            "task": f"tiny_{name}",
+            "dataset_path": "json",
+            "test_split": "test",
+            "dataset_kwargs": {"data_files": {"test": str(folder / "docs.json")}},
+            "output_type": kind,
+            "doc_to_text": text,
+            "doc_to_target": target,
+            "metric_list": metrics,
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(task | more))  # JSON is YAML
+
+    write(
+        "choice",
+        "multiple_choice",
+        "{{text}}",
+        0,
+        [{"metric": "acc"}, {"metric": "acc_norm"}],
+        target_delimiter="",
+        doc_to_choice="{{[right, wrong]}}",
+    )
+    write(
+        "line",
+        "generate_until",
+        "{{text}}",
+        "{{right}}",
+        [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        generation_kwargs={"until": ["\n"], "max_gen_toks": 6, "do_sample": False},
+    )
     write("whole", "loglikelihood_rolling", "", "{{text}}", [{"metric": "bits_per_byte"}])
     return folder
 
 
 def value(record, task, metric, read="once"):
-    return next(row["value"] for row in record["rows"] if (row["task"], row["metric"], row["read"]) == (task, metric, read))
+    return next(
+        row["value"]
+        for row in record["rows"]
+        if (row["task"], row["metric"], row["read"]) == (task, metric, read)
+    )
 
 
 @torch.no_grad()
@@ -72,131 +102,307 @@ def log_probability(model, context, continuation):
     "By hand, in nats; byte 0 stands before an empty context."
     context, ids = context.encode() or b"\0", continuation.encode()
     logits = model(torch.tensor([[*context, *ids]])[:, :-1])[0].log_softmax(-1)
-    return logits[len(context) - 1:].gather(1, torch.tensor([[i] for i in ids])).sum().item()
+    return logits[len(context) - 1 :].gather(1, torch.tensor([[i] for i in ids])).sum().item()
 
 
 def test_tokenizers_are_the_same_for_transformers(tmp_path):
-    merges = ["t h", "th e", "Ġ the", "i n", "in g", "a n", "an d", "Ġ and", "c o", "co w", "Ã ©", "e r"]
+    merges = [
+        "t h",
+        "th e",
+        "Ġ the",
+        "i n",
+        "in g",
+        "a n",
+        "an d",
+        "Ġ and",
+        "c o",
+        "co w",
+        "Ã ©",
+        "e r",
+    ]
     words = sorted(bytes_to_unicode().values(), key=lambda letter: (letter > "\xff", letter))
-    known = {word: i for i, word in enumerate([*words, *(pair.replace(" ", "") for pair in merges)])}
-    (tmp_path / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    known = {
+        word: i for i, word in enumerate([*words, *(pair.replace(" ", "") for pair in merges)])
+    }
+    (tmp_path / "vocab.bpe").write_text(
+        "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
+    )
     (tmp_path / "encoder.json").write_text(json.dumps(known), encoding="utf-8")
     ours, plain = get_tokenizer(f"gpt2:{tmp_path}"), get_tokenizer("bytes")
-    assert evaluation.vocabulary(ours) == (known | {evaluation.END: 50256}, [tuple(pair.split()) for pair in merges])
-    for ours, theirs in ((ours, evaluation.hf_tokenizer(ours)), (plain, evaluation.hf_tokenizer(plain))):
-        for text in ("the cow and the other thing", "  theé and\n\ncowing  ", "état → β 😀 日本", " ", "a\r\nb", "".join(map(chr, range(1, 400)))):
-            assert theirs(text)["input_ids"] == ours.encode(text).tolist() and theirs.decode(ours.encode(text)) == text
+    assert evaluation.vocabulary(ours) == (
+        known | {evaluation.END: 50256},
+        [tuple(pair.split()) for pair in merges],
+    )
+    for ours, theirs in (
+        (ours, evaluation.hf_tokenizer(ours)),
+        (plain, evaluation.hf_tokenizer(plain)),
+    ):
+        for text in (
+            "the cow and the other thing",
+            "  theé and\n\ncowing  ",
+            "état → β 😀 日本",
+            " ",
+            "a\r\nb",
+            "".join(map(chr, range(1, 400))),
+        ):
+            assert (
+                theirs(text)["input_ids"] == ours.encode(text).tolist()
+                and theirs.decode(ours.encode(text)) == text
+            )
     assert len(theirs) == 256 and theirs.eos_token_id == 0
 
 
 def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, monkeypatch):
     model = SequenceLM.from_pretrained(checkpoint)
-    record = evaluation.evaluate_checkpoint(checkpoint, ["tiny_choice,tiny_line", "tiny_whole"], include=tasks, read="both")
+    record = evaluation.evaluate_checkpoint(
+        checkpoint, ["tiny_choice,tiny_line", "tiny_whole"], include=tasks, read="both"
+    )
     for read, change in (("once", lambda text: text), ("twice", lambda text: f"{text}\n{text}")):
-        for metric, norm in (("acc", lambda text: 1), ("acc_norm", len)): # lm-eval counts characters
-            scores = [[log_probability(model, change(doc["text"]), doc[key]) / norm(doc[key]) for key in ("right", "wrong")] for doc in DOCS]
-            assert value(record, "tiny_choice", metric, read) == sum(a > b for a, b in scores) / len(DOCS)
-    nats, size = (sum(part(doc["text"]) for doc in DOCS) for part in (lambda text: log_probability(model, "", text), lambda text: len(text.encode())))
-    assert value(record, "tiny_whole", "bits_per_byte") == pytest.approx(-nats / size / math.log(2), rel=1e-5)
-    assert all(row["documents"] == len(DOCS) for row in record["rows"]) and record["parameters"] == model.num_parameters()
-    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda found: None) # asks pip, for seconds
+        for metric, norm in (
+            ("acc", lambda text: 1),
+            ("acc_norm", len),
+        ):  # lm-eval counts characters
+            scores = [
+                [
+                    log_probability(model, change(doc["text"]), doc[key]) / norm(doc[key])
+                    for key in ("right", "wrong")
+                ]
+                for doc in DOCS
+            ]
+            assert value(record, "tiny_choice", metric, read) == sum(
+                a > b for a, b in scores
+            ) / len(DOCS)
+    nats, size = (
+        sum(part(doc["text"]) for doc in DOCS)
+        for part in (lambda text: log_probability(model, "", text), lambda text: len(text.encode()))
+    )
+    assert value(record, "tiny_whole", "bits_per_byte") == pytest.approx(
+        -nats / size / math.log(2), rel=1e-5
+    )
+    assert (
+        all(row["documents"] == len(DOCS) for row in record["rows"])
+        and record["parameters"] == model.num_parameters()
+    )
+    monkeypatch.setattr(
+        "lm_eval.evaluator.add_env_info", lambda found: None
+    )  # asks pip, for seconds
     manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
     with evaluation.quiet():
-        found = lm_eval.simple_evaluate("hf", model_args=f"pretrained={checkpoint.parent / 'export'},trust_remote_code=True", device="cpu",
-                                        tasks=NAMES, task_manager=manager, bootstrap_iters=0)
-    for row in evaluation.metric_rows(found, "once"): # the harness's way to a model
+        found = lm_eval.simple_evaluate(
+            "hf",
+            model_args=f"pretrained={checkpoint.parent / 'export'},trust_remote_code=True",
+            device="cpu",
+            tasks=NAMES,
+            task_manager=manager,
+            bootstrap_iters=0,
+        )
+    for row in evaluation.metric_rows(found, "once"):  # the harness's way to a model
         assert row["value"] == pytest.approx(value(record, row["task"], row["metric"]))
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_generated_lines_are_the_models_own(checkpoint, batch_size):
-    model, lm = SequenceLM.from_pretrained(checkpoint), evaluation.harness_model(checkpoint, batch_size=batch_size)
-    requests = [Instance("generate_until", {}, (doc["text"], {"until": ["\n"], "max_gen_toks": 9}), 0) for doc in DOCS]
+    model, lm = (
+        SequenceLM.from_pretrained(checkpoint),
+        evaluation.harness_model(checkpoint, batch_size=batch_size),
+    )
+    requests = [
+        Instance("generate_until", {}, (doc["text"], {"until": ["\n"], "max_gen_toks": 9}), 0)
+        for doc in DOCS
+    ]
     for reader, again in ((evaluation.read_twice(lm), True), (lm, False)):
         with evaluation.quiet():
             found = reader.generate_until(requests)
         for doc, line in zip(DOCS, found):
             prompt = list((f"{doc['text']}\n" * again + doc["text"]).encode())
-            ids = model.generate(torch.tensor([prompt]), 9, temperature=0)[0, len(prompt):].tolist()
-            ids = ids[:ids.index(0)] if 0 in ids else ids # the end of a document
+            ids = model.generate(torch.tensor([prompt]), 9, temperature=0)[
+                0, len(prompt) :
+            ].tolist()
+            ids = ids[: ids.index(0)] if 0 in ids else ids  # the end of a document
             assert line == get_tokenizer("bytes").decode(ids).split("\n")[0]
-    assert [request.args[0] for request in requests] == [doc["text"] for doc in DOCS] # left alone
+    assert [request.args[0] for request in requests] == [doc["text"] for doc in DOCS]  # left alone
 
 
 def test_only_contexts_are_doubled_and_long_ones_lose_their_start(checkpoint):
     request = lambda kind, *words: Instance(kind, {}, words, 0)
     assert evaluation.doubled(request("loglikelihood", "", "a text")).args == ("", "a text")
     echo = lambda requests: [request.args for request in requests]
-    twice = evaluation.read_twice(SimpleNamespace(loglikelihood=echo, loglikelihood_rolling=echo, generate_until=echo))
-    assert twice.loglikelihood_rolling([request("loglikelihood_rolling", "a text")]) == [("a text",)]
+    twice = evaluation.read_twice(
+        SimpleNamespace(loglikelihood=echo, loglikelihood_rolling=echo, generate_until=echo)
+    )
+    assert twice.loglikelihood_rolling([request("loglikelihood_rolling", "a text")]) == [
+        ("a text",)
+    ]
     assert twice.generate_until([request("generate_until", "x", {})]) == [("x\nx", {})]
     with evaluation.quiet():
-        found, = evaluation.harness_model(checkpoint, context=16).loglikelihood([request("loglikelihood", "x" * 50 + "0123456789ab", "cdef")])
-    assert found[0] == pytest.approx(log_probability(SequenceLM.from_pretrained(checkpoint), "x0123456789ab", "cdef"), rel=1e-4)
+        (found,) = evaluation.harness_model(checkpoint, context=16).loglikelihood(
+            [request("loglikelihood", "x" * 50 + "0123456789ab", "cdef")]
+        )
+    assert found[0] == pytest.approx(
+        log_probability(SequenceLM.from_pretrained(checkpoint), "x0123456789ab", "cdef"), rel=1e-4
+    )
 
 
 def test_recall_tasks_of_our_own_read_the_passage(checkpoint, tmp_path, monkeypatch):
-    docs = [{"context": "[DOC] [TLE] Towers [PAR] The tower is 57 m high. It stands in", "question": "It stands in", "answers": ["Pisa", "Italy"]},
-            {"context": "A cow says moo.", "question": "The sound of a cow is", "answers": ["Moo"]}]
+    docs = [
+        {
+            "context": "[DOC] [TLE] Towers [PAR] The tower is 57 m high. It stands in",
+            "question": "It stands in",
+            "answers": ["Pisa", "Italy"],
+        },
+        {"context": "A cow says moo.", "question": "The sound of a cow is", "answers": ["Moo"]},
+    ]
     (tmp_path / "docs.json").write_text(json.dumps(docs))
-    local = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "docs.json")}}}
+    local = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "docs.json")}},
+    }
     for name, task in evaluation.OWN_TASKS.items():
         monkeypatch.setitem(evaluation.OWN_TASKS, name, task | local)
     found = evaluation.find_tasks(list(evaluation.OWN_TASKS))
-    prompts = ["Towers  The tower is 57 m high. It stands in", "A cow says moo. The sound of a cow is"]
-    assert [task.doc_to_text(doc) for task in found["tasks"].values() for doc in task.test_docs()] == prompts * 3
+    prompts = [
+        "Towers  The tower is 57 m high. It stands in",
+        "A cow says moo. The sound of a cow is",
+    ]
+    assert [
+        task.doc_to_text(doc) for task in found["tasks"].values() for doc in task.test_docs()
+    ] == prompts * 3
     heard, lm = [], evaluation.harness_model(checkpoint)
-    lm.generate_until = lambda requests, **options: heard.extend(r.args[0] for r in requests) or [" pisa, they say", "quack"] * 3
-    assert {(row["task"], row["metric"], row["value"], row["documents"]) for row in evaluation.run_tasks(lm, found, "twice")} == {
-        (name, "contains", 0.5, 2) for name in evaluation.OWN_TASKS}
+    lm.generate_until = lambda requests, **options: (
+        heard.extend(r.args[0] for r in requests) or [" pisa, they say", "quack"] * 3
+    )
+    assert {
+        (row["task"], row["metric"], row["value"], row["documents"])
+        for row in evaluation.run_tasks(lm, found, "twice")
+    } == {(name, "contains", 0.5, 2) for name in evaluation.OWN_TASKS}
     assert set(heard) == {f"{prompt}\n{prompt}" for prompt in prompts}
 
 
 def test_recall_preset_is_the_papers_table_and_means_are_over_whole_sets():
     assert tuple(evaluation.RECALL) == published.RECALL_TASKS
-    assert evaluation.expand_tasks(["recall", "fda", "a, b", "a"]) == [*evaluation.RECALL.values(), "a", "b"]
+    assert evaluation.expand_tasks(["recall", "fda", "a, b", "a"]) == [
+        *evaluation.RECALL.values(),
+        "a",
+        "b",
+    ]
     row = {"task": "a", "read": "once", "metric": "perplexity", "value": 3.0}
-    means = lambda *rows: [(row["task"], row["read"], row["metric"], row["value"]) for row in evaluation.mean_rows(list(rows))]
-    six = [row | {"task": task, "read": read, "metric": "contains", "value": i / 10}
-           for read in ("once", "twice") for i, task in enumerate(evaluation.RECALL.values())]
+    means = lambda *rows: [
+        (row["task"], row["read"], row["metric"], row["value"])
+        for row in evaluation.mean_rows(list(rows))
+    ]
+    six = [
+        row | {"task": task, "read": read, "metric": "contains", "value": i / 10}
+        for read in ("once", "twice")
+        for i, task in enumerate(evaluation.RECALL.values())
+    ]
     mean = lambda read: ("mean of 6 sets", read, "contains", pytest.approx(0.25))
     assert means(*six) == [mean("once"), mean("twice")] and means(*six[1:]) == [mean("twice")]
-    assert means(row) == means(row, row | {"metric": "acc"}) == means(row, row | {"read": "twice"}) == []
-    two = means(row, row | {"metric": "word_perplexity", "value": 4.0}, row | {"metric": "byte_perplexity"})
+    assert (
+        means(row)
+        == means(row, row | {"metric": "acc"})
+        == means(row, row | {"read": "twice"})
+        == []
+    )
+    two = means(
+        row, row | {"metric": "word_perplexity", "value": 4.0}, row | {"metric": "byte_perplexity"}
+    )
     assert two == [("mean of 2 sets", "once", "perplexity", 3.5)]
 
 
-def test_downstream_gives_perplexities_per_word_and_their_mean(checkpoint, capsys, monkeypatch, tmp_path):
+def test_downstream_gives_perplexities_per_word_and_their_mean(
+    checkpoint, capsys, monkeypatch, tmp_path
+):
     import datasets
-    words = ["The cow , a big one , is brown . \n It says moo ", "A second article \n", "Two and two is four"]
-    docs = {"EleutherAI/wikitext_document_level": [{"page": text} for text in words], "EleutherAI/lambada_openai": [{"text": text.strip()} for text in words]}
-    load = lambda path, name=None, **options: datasets.DatasetDict({part: datasets.Dataset.from_list(docs[path]) for part in ("train", "validation", "test")})
+
+    words = [
+        "The cow , a big one , is brown . \n It says moo ",
+        "A second article \n",
+        "Two and two is four",
+    ]
+    docs = {
+        "EleutherAI/wikitext_document_level": [{"page": text} for text in words],
+        "EleutherAI/lambada_openai": [{"text": text.strip()} for text in words],
+    }
+    load = lambda path, name=None, **options: datasets.DatasetDict(
+        {part: datasets.Dataset.from_list(docs[path]) for part in ("train", "validation", "test")}
+    )
     monkeypatch.setattr("datasets.load_dataset", load)
-    assert cli.main(["eval", "--model", str(checkpoint), "--tasks", "downstream", "--out", str(tmp_path / "scores.json")]) == 0
-    assert len(evaluation.manager_for(evaluation.expand_tasks(["downstream"]), None).all_subtasks) < 20 # not the files of all tasks
-    out, record, model = capsys.readouterr().out, json.loads((tmp_path / "scores.json").read_text()), SequenceLM.from_pretrained(checkpoint)
-    pages = sum(log_probability(model, "", text) for text in ("The cow, a big one, is brown.\nIt says moo ", "A second article\n", words[2]))
-    last = sum(log_probability(model, context, " " + word) for context, _, word in (text.strip().rpartition(" ") for text in words))
-    found = value(record, "wikitext", "word_perplexity"), value(record, "lambada_openai", "perplexity")
-    assert found == pytest.approx((math.exp(-pages / sum(len(re.split(r"\s+", text)) for text in words)), math.exp(-last / len(words))), rel=1e-4)
+    assert (
+        cli.main(
+            [
+                "eval",
+                "--model",
+                str(checkpoint),
+                "--tasks",
+                "downstream",
+                "--out",
+                str(tmp_path / "scores.json"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        len(evaluation.manager_for(evaluation.expand_tasks(["downstream"]), None).all_subtasks) < 20
+    )  # not the files of all tasks
+    out, record, model = (
+        capsys.readouterr().out,
+        json.loads((tmp_path / "scores.json").read_text()),
+        SequenceLM.from_pretrained(checkpoint),
+    )
+    pages = sum(
+        log_probability(model, "", text)
+        for text in ("The cow, a big one, is brown.\nIt says moo ", "A second article\n", words[2])
+    )
+    last = sum(
+        log_probability(model, context, " " + word)
+        for context, _, word in (text.strip().rpartition(" ") for text in words)
+    )
+    found = (
+        value(record, "wikitext", "word_perplexity"),
+        value(record, "lambada_openai", "perplexity"),
+    )
+    assert found == pytest.approx(
+        (
+            math.exp(-pages / sum(len(re.split(r"\s+", text)) for text in words)),
+            math.exp(-last / len(words)),
+        ),
+        rel=1e-4,
+    )
     assert f"mean of 2 sets once perplexity {sum(found) / 2:.4f}" in " ".join(out.split())
-    assert value(record, "wikitext", "byte_perplexity") > 1 # in the record, but not in the mean
+    assert value(record, "wikitext", "byte_perplexity") > 1  # in the record, but not in the mean
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "gla", *map(slow_case, ("longhorn_exact", "mamba", "attention", "retnet", "rwkv5"))]) # the official code's, and exact
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "longhorn",
+        "gla",
+        *map(slow_case, ("longhorn_exact", "mamba", "attention", "retnet", "rwkv5")),
+    ],
+)  # the official code's, and exact
 def test_exported_folder_scores_the_same(mixer, tasks, tmp_path):
     save(tmp_path / "kit", mixer)
     out = evaluation.export_checkpoint(tmp_path / "kit", tmp_path / "hf")
-    assert len({str(evaluation.evaluate_checkpoint(folder, NAMES, include=tasks)["rows"]) for folder in (tmp_path / "kit", out)}) == 1
+    assert (
+        len(
+            {
+                str(evaluation.evaluate_checkpoint(folder, NAMES, include=tasks)["rows"])
+                for folder in (tmp_path / "kit", out)
+            }
+        )
+        == 1
+    )
 
 
 def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch, capsys):
     export = checkpoint.parent / "export"
     contents = lambda: {path.name: path.read_bytes() for path in export.iterdir()}
     before = contents()
+
     def full(model, folder, *_):
         (folder / "config.json").write_text("half")
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)
     with pytest.raises(OSError, match="export: No space left"):
         evaluation.export_checkpoint(checkpoint, export)
@@ -207,11 +413,20 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     assert cli.main(["export", str(checkpoint), str(export)]) == 0
     assert "from_pretrained" in capsys.readouterr().out and contents() == before
     assert "itself" in fails(capsys, ["export", str(checkpoint), str(checkpoint)], 2)
-    assert "context is 0" in fails(capsys, ["export", str(checkpoint), str(checkpoint.parent / "none"), "--context", "0"])
+    assert "context is 0" in fails(
+        capsys, ["export", str(checkpoint), str(checkpoint.parent / "none"), "--context", "0"]
+    )
 
 
-DAMAGE = {"empty": lambda data: b"", "half": lambda data: data[:len(data) // 2], "not UTF-8": lambda data: b"\xff" + data[1:],
-          "a list": lambda data: b"[]", "other words": lambda data: b'{"tokenizer": 3, "model_type": 4, "d_model": "x", "model": []}'}
+DAMAGE = {
+    "empty": lambda data: b"",
+    "half": lambda data: data[: len(data) // 2],
+    "not UTF-8": lambda data: b"\xff" + data[1:],
+    "a list": lambda data: b"[]",
+    "other words": lambda data: b'{"tokenizer": 3, "model_type": 4, "d_model": "x", "model": []}',
+}
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("folder", ["kit", "export", "bare"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
@@ -221,36 +436,54 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint, folder, name, damag
     with pytest.raises((ValueError, OSError)) as caught:
         evaluation.load_pair(path.parent)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-    assert ("export it again" if folder == "export" else "restore it from a copy") in str(caught.value)
+    assert ("export it again" if folder == "export" else "restore it from a copy") in str(
+        caught.value
+    )
 
 
 def test_a_flipped_bit_a_lost_weight_and_an_export_moved_aside_are_found(checkpoint, tmp_path):
-    for name, words in (("export", "is damaged; export it again"), ("bare", r"in .* lacks model.blocks.0.mixer.conv1d.bias; restore")):
+    for name, words in (
+        ("export", "is damaged; export it again"),
+        ("bare", r"in .* lacks model.blocks.0.mixer.conv1d.bias; restore"),
+    ):
         weights = shutil.copytree(checkpoint.parent / name, tmp_path / name) / "model.safetensors"
         weights.write_bytes(weights.read_bytes().replace(b"conv1d.bias", b"conv1d.bia2"))
         with pytest.raises(ValueError, match=f"model.safetensors {words}"):
             evaluation.load_pair(tmp_path / name)
-    shutil.copytree(checkpoint.parent / "export", tmp_path / ".hf.old") # a killed writer had moved it aside
+    shutil.copytree(
+        checkpoint.parent / "export", tmp_path / ".hf.old"
+    )  # a killed writer had moved it aside
     assert evaluation.is_export(tmp_path / "hf") and evaluation.load_pair(tmp_path / "hf")
 
 
 def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
     from longhorn_kit.models.transformers import LonghornForCausalLM
-    for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact")): # equal shapes: a mixture would not be noticed
+
+    for name, mixer in (
+        ("a", "longhorn"),
+        ("b", "longhorn_exact"),
+    ):  # equal shapes: a mixture would not be noticed
         save(tmp_path / f"m{name}", mixer)
         model = SequenceLM.from_pretrained(tmp_path / f"m{name}")
         model.embedding.weight.data.add_(name == "b")
         model.save_pretrained(tmp_path / f"m{name}")
         evaluation.export_checkpoint(tmp_path / f"m{name}", tmp_path / name)
-    weights = {mixer: evaluation.load_pair(tmp_path / name)[0].model.embedding.weight.clone() for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact"))}
+    weights = {
+        mixer: evaluation.load_pair(tmp_path / name)[0].model.embedding.weight.clone()
+        for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact"))
+    }
     real, seen = LonghornForCausalLM.__init__, []
-    def built(self, config): # while the model is built, after its config was read and before its weights are
+
+    def built(
+        self, config
+    ):  # while the model is built, after its config was read and before its weights are
         real(self, config)
         seen.append(config.mixer)
         if how == "exchanged":
             records.exchange(tmp_path / "a", tmp_path / "b")
         elif len(seen) == 1:
             evaluation.export_checkpoint(tmp_path / "mb", tmp_path / "a")
+
     monkeypatch.setattr(LonghornForCausalLM, "__init__", built)
     for how in ("exchanged", "exported again"):
         seen.clear()
@@ -261,13 +494,17 @@ def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
 
 def test_a_folder_that_is_replaced_all_the_time_or_missing_is_named(tmp_path):
     (tmp_path / "m").mkdir()
+
     def replaced(path):
         write_json(tmp_path / "m" / "config.json", 1)
         raise ValueError(f"{path}/config.json is torn")
+
     with pytest.raises(OSError, match=f"{tmp_path / 'm'} was replaced 3 times while it was read"):
         records.read_whole(tmp_path / "m", ("*.json",), replaced, attempts=3)
+
     def torn(path):
         raise ValueError(f"{path}/config.json is torn")
+
     with pytest.raises(ValueError, match=f"^{tmp_path / 'm'}/config.json is torn$"):
         records.read_whole(tmp_path / "m", ("*.json",), torn)
     with pytest.raises(FileNotFoundError):
@@ -278,7 +515,10 @@ def test_a_folder_that_is_replaced_all_the_time_or_missing_is_named(tmp_path):
 def test_a_billion_blocks_are_refused_before_they_are_built(checkpoint, tmp_path, folder):
     path = shutil.copytree(checkpoint.parent / folder, tmp_path / "m") / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 10**9}))
-    with pytest.raises(ValueError, match="config.json asks for 1000000000 blocks, and there are .* tensors; restore it"):
+    with pytest.raises(
+        ValueError,
+        match="config.json asks for 1000000000 blocks, and there are .* tensors; restore it",
+    ):
         evaluation.load_pair(tmp_path / "m")
 
 
@@ -287,17 +527,37 @@ def test_weights_of_the_kit_that_were_damaged_are_not_exported(checkpoint, tmp_p
     data = bytearray(weights.read_bytes())
     data[10 + int.from_bytes(data[:8], "little")] ^= 0x40
     weights.write_bytes(data)
-    for use in (evaluation.load_own, evaluation.load_pair, lambda folder: evaluation.export_checkpoint(folder, tmp_path / "out")):
-        with pytest.raises(ValueError, match="model.safetensors is damaged: its contents do not match their SHA-256.*restore it"):
+    for use in (
+        evaluation.load_own,
+        evaluation.load_pair,
+        lambda folder: evaluation.export_checkpoint(folder, tmp_path / "out"),
+    ):
+        with pytest.raises(
+            ValueError,
+            match="model.safetensors is damaged: its contents do not match their SHA-256.*restore it",
+        ):
             use(tmp_path / "m")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("error", [Exception("No space left on device (os error 28)"), SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        Exception("No space left on device (os error 28)"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+    ],
+)
 def test_a_full_disk_is_named_whatever_a_library_raises(checkpoint, tmp_path, monkeypatch, error):
-    def full(*_): raise error
+    def full(*_):
+        raise error
+
     monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)
-    with pytest.raises(OSError, match=f"^cannot write {tmp_path / 'out'}: No space left on device; what was there before is unchanged$"):
+    with pytest.raises(
+        OSError,
+        match=f"^cannot write {tmp_path / 'out'}: No space left on device; what was there before is unchanged$",
+    ):
         evaluation.export_checkpoint(checkpoint, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -305,57 +565,113 @@ def test_a_full_disk_is_named_whatever_a_library_raises(checkpoint, tmp_path, mo
 def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
     config = shutil.copytree(checkpoint.parent / "bare", tmp_path / "foreign") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "foreign"}))
-    (tmp_path / "foreign" / "modeling_longhorn.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "foreign" / "modeling_longhorn.py").write_text(
+        f"open({str(tmp_path / 'ran')!r}, 'w')\n"
+    )
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
-    tokenizer = shutil.copytree(checkpoint.parent / "export", tmp_path / "words") / "tokenizer_config.json"
-    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["modeling_longhorn.OwnTokenizer", None]}}
+    tokenizer = (
+        shutil.copytree(checkpoint.parent / "export", tmp_path / "words") / "tokenizer_config.json"
+    )
+    own = {
+        "tokenizer_class": "OwnTokenizer",
+        "auto_map": {"AutoTokenizer": ["modeling_longhorn.OwnTokenizer", None]},
+    }
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | own))
     (tmp_path / "words/manifest.json").unlink()
     shutil.copy(tmp_path / "foreign/modeling_longhorn.py", tmp_path / "words")
     for name in ("foreign", "words"):
-        with pytest.raises(ValueError, match=f"{name} needs code of its own, and longhorn never runs code from a model's folder"):
+        with pytest.raises(
+            ValueError,
+            match=f"{name} needs code of its own, and longhorn never runs code from a model's folder",
+        ):
             evaluation.load_pair(tmp_path / name)
     assert not (tmp_path / "ran").exists()
 
 
 def fails(capsys, argv, code=1):
     capsys.readouterr()
-    return test_cli.fails(capsys, ["eval", "--tasks", *argv] if "export" not in argv[:1] else argv, code)
+    return test_cli.fails(
+        capsys, ["eval", "--tasks", *argv] if "export" not in argv[:1] else argv, code
+    )
 
 
-def test_command_prints_a_table_and_writes_the_record(checkpoint, tasks, tmp_path, capsys, monkeypatch):
-    path, rest = tmp_path / "new" / "scores.json", ["--model", str(checkpoint), "--include", str(tasks), "--limit"]
-    assert cli.main(["eval", "--tasks", "tiny_choice", "tiny_line", "--read", "both", "--out", str(path), *rest, "2"]) == 0
+def test_command_prints_a_table_and_writes_the_record(
+    checkpoint, tasks, tmp_path, capsys, monkeypatch
+):
+    path, rest = (
+        tmp_path / "new" / "scores.json",
+        ["--model", str(checkpoint), "--include", str(tasks), "--limit"],
+    )
+    assert (
+        cli.main(
+            [
+                "eval",
+                "--tasks",
+                "tiny_choice",
+                "tiny_line",
+                "--read",
+                "both",
+                "--out",
+                str(path),
+                *rest,
+                "2",
+            ]
+        )
+        == 0
+    )
     (out, err), rows = capsys.readouterr(), json.loads(path.read_text())["rows"]
     assert err == "" and len(rows) == 6 and {row["documents"] for row in rows} == {2}
     assert out.count("tiny_choice") == 4 and out.splitlines()[-1] == f"results: {path}"
     assert cli.main(["eval", "--tasks", "tiny_whole", *rest, "1"]) == 0
-    assert (checkpoint / "eval-tiny_whole-once-first-1.json").is_file() and not (checkpoint / "eval-tiny_whole-once.json").exists()
+    assert (checkpoint / "eval-tiny_whole-once-first-1.json").is_file() and not (
+        checkpoint / "eval-tiny_whole-once.json"
+    ).exists()
+
     def full(path, value):
         raise OSError(f"cannot write {path}: No space left on device")
+
     monkeypatch.setattr("longhorn_kit.records.write_json", full)
     assert cli.main(["eval", "--tasks", "tiny_choice", "--out", str(path), *rest, "2"]) == 1
     out, err = capsys.readouterr()
-    assert "tiny_choice once acc" in " ".join(out.split()) and "No space left" in err # the scores are seen all the same
+    assert (
+        "tiny_choice once acc" in " ".join(out.split()) and "No space left" in err
+    )  # the scores are seen all the same
 
 
 def test_what_cannot_be_evaluated_is_one_sentence(checkpoint, tasks, tmp_path, capsys, monkeypatch):
     base = ["--model", str(checkpoint), "--include", str(tasks)]
-    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **_: SimpleNamespace(all_tasks=["tiny_choice"], all_subtasks=[]))
-    assert fails(capsys, ["tiny_choise", *base], 2) == "unknown task 'tiny_choise'; did you mean tiny_choice?"
+    monkeypatch.setattr(
+        "lm_eval.tasks.TaskManager",
+        lambda **_: SimpleNamespace(all_tasks=["tiny_choice"], all_subtasks=[]),
+    )
+    assert (
+        fails(capsys, ["tiny_choise", *base], 2)
+        == "unknown task 'tiny_choise'; did you mean tiny_choice?"
+    )
     assert "lists them all" in fails(capsys, ["qqqqq", *base], 2)
     monkeypatch.undo()
-    for argv, words in ((["--context", "0"], "context is 0"), (["--batch-size", "0"], "batch_size is 0"), (["--limit", "0"], "limit is 0"),
-                        (["--shots", "-1"], "shots is -1"), (["--tokenizer", "words"], "words"),
-                        (["--out", str(tasks / "docs.json" / "x.json")], "cannot write")):
+    for argv, words in (
+        (["--context", "0"], "context is 0"),
+        (["--batch-size", "0"], "batch_size is 0"),
+        (["--limit", "0"], "limit is 0"),
+        (["--shots", "-1"], "shots is -1"),
+        (["--tokenizer", "words"], "words"),
+        (["--out", str(tasks / "docs.json" / "x.json")], "cannot write"),
+    ):
         assert words in fails(capsys, ["tiny_choice", *base, *argv])
-    assert "no task" in fails(capsys, [",", *base]) and "max tokens" in fails(capsys, ["tiny_line", *base, "--context", "2"])
+    assert "no task" in fails(capsys, [",", *base]) and "max tokens" in fails(
+        capsys, ["tiny_line", *base, "--context", "2"]
+    )
     assert "nowhere does not exist" in fails(capsys, ["x", "--model", str(tmp_path / "nowhere")])
     assert "none does not exist" in fails(capsys, ["x", *base, "--include", str(tmp_path / "none")])
-    assert "is a folder; name a file in it" in fails(capsys, ["tiny_choice", *base, "--out", str(tmp_path)], 2)
+    assert "is a folder; name a file in it" in fails(
+        capsys, ["tiny_choice", *base, "--out", str(tmp_path)], 2
+    )
 
 
-def test_models_data_and_extras_that_are_missing_or_wrong(checkpoint, tmp_path, tasks, capsys, monkeypatch):
+def test_models_data_and_extras_that_are_missing_or_wrong(
+    checkpoint, tmp_path, tasks, capsys, monkeypatch
+):
     argv = lambda name: ["tiny_choice", "--include", str(tasks), "--model", str(tmp_path / name)]
     save(tmp_path / "small", vocab_size=64)
     assert "--tokenizer" in fails(capsys, argv("small"))
@@ -367,10 +683,20 @@ def test_models_data_and_extras_that_are_missing_or_wrong(checkpoint, tmp_path, 
     config = shutil.copytree(checkpoint, tmp_path / "unknown") / "config.json"
     config.write_text(config.read_text().replace('"longhorn"', '"longhorm"'))
     assert "longhorm" in fails(capsys, argv("unknown"))
+
     def no_network(*args, **options):
         raise ConnectionError("Couldn't reach the Hub\nand more")
+
     monkeypatch.setattr("datasets.load_dataset", no_network)
     said = fails(capsys, ["recall", "--model", str(checkpoint)])
-    assert said.startswith("task fda: its data cannot be loaded (ConnectionError: Couldn't reach the Hub)") and "network" in said
+    assert (
+        said.startswith(
+            "task fda: its data cannot be loaded (ConnectionError: Couldn't reach the Hub)"
+        )
+        and "network" in said
+    )
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert fails(capsys, ["fda", "--model", str(checkpoint)]) == f'evaluation needs the extra "eval": {pip_command("eval")}'
+    assert (
+        fails(capsys, ["fda", "--model", str(checkpoint)])
+        == f'evaluation needs the extra "eval": {pip_command("eval")}'
+    )

@@ -1,4 +1,5 @@
 """Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
+
 import base64, json, re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,10 +10,24 @@ from hypothesis import given, settings, strategies as st
 
 from rounding import bound, error
 from test_zoo import draw
-from longhorn_kit.theory.closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
+from longhorn_kit.theory.closed_forms import (
+    decoupled_step,
+    diagonal_step,
+    exact_step,
+    explicit_step,
+)
 from longhorn_kit.theory.exact_vs_diagonal import (
-    LEARNERS, best_scale, correlated_keys, linear_attention_step, random_keys, recall_error, recall_matrix,
-    run_stream, transition_eigenvalues, transition_matrix)
+    LEARNERS,
+    best_scale,
+    correlated_keys,
+    linear_attention_step,
+    random_keys,
+    recall_error,
+    recall_matrix,
+    run_stream,
+    transition_eigenvalues,
+    transition_matrix,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -23,7 +38,9 @@ seeds = st.integers(0, 10_000)
 @pytest.mark.parametrize("step", IMPLICIT_STEPS)
 @given(seed=seeds, log_length=st.floats(-6, 4), beta=st.floats(0, 1), state_size=st.integers(1, 9))
 @settings(max_examples=30, deadline=None)
-def test_eigenvalues_of_implicit_steps_lie_between_zero_and_one(step, seed, log_length, beta, state_size):
+def test_eigenvalues_of_implicit_steps_lie_between_zero_and_one(
+    step, seed, log_length, beta, state_size
+):
     values = transition_eigenvalues(step, 10**log_length * draw(seed, state_size), beta)
     assert values.shape == (state_size,)
     assert values.min() > -1e-12 and values.max() < 1 + 1e-12
@@ -33,14 +50,16 @@ def test_transition_of_a_batch_of_keys_is_the_transition_of_each():
     keys = draw(0, 2, 3, 5)
     for step in (*IMPLICIT_STEPS, explicit_step):
         of_all, of_one = transition_matrix(step, keys)[1, 2], transition_matrix(step, keys[1, 2])
-        assert error(of_all, of_one) < bound(of_one.dtype, 5 + 5) # |k|^2 and S k
+        assert error(of_all, of_one) < bound(of_one.dtype, 5 + 5)  # |k|^2 and S k
 
 
 @given(seed=seeds, zeros=st.integers(0, 6), beta=st.floats(0.3, 1))
 @settings(max_examples=20, deadline=None)
 def test_repeated_pair_goes_to_x_or_to_the_number_of_nonzero_coordinates_times_x(seed, zeros, beta):
     source = torch.Generator().manual_seed(seed)
-    k = (0.7 + torch.rand(7, generator=source, dtype=torch.float64)) * torch.randn(7, generator=source).sign()
+    k = (0.7 + torch.rand(7, generator=source, dtype=torch.float64)) * torch.randn(
+        7, generator=source
+    ).sign()
     k[:zeros] = 0
     x = draw(seed + 1, 3)
     stream = k.expand(800, 7), x.expand(800, 3)
@@ -54,8 +73,12 @@ def test_repeated_pair_goes_to_x_or_to_the_number_of_nonzero_coordinates_times_x
 def test_exact_does_not_depend_on_the_basis_of_the_keys_and_diagonal_does(seed):
     rotation = torch.linalg.qr(draw(seed, 6, 6))[0]
     keys = draw(seed + 1, 4, 6)
-    assert torch.allclose(recall_matrix(exact_step, keys), recall_matrix(exact_step, keys @ rotation.T))
-    assert not torch.allclose(recall_matrix(diagonal_step, keys), recall_matrix(diagonal_step, keys @ rotation.T))
+    assert torch.allclose(
+        recall_matrix(exact_step, keys), recall_matrix(exact_step, keys @ rotation.T)
+    )
+    assert not torch.allclose(
+        recall_matrix(diagonal_step, keys), recall_matrix(diagonal_step, keys @ rotation.T)
+    )
 
 
 def test_exact_solves_the_linear_system_when_pairs_repeat():
@@ -65,7 +88,12 @@ def test_exact_solves_the_linear_system_when_pairs_repeat():
 
 
 def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channel():
-    keys, values, beta, start = draw(5, 2, 7, 4), draw(6, 2, 7, 3), torch.rand(2, 7, 3).double(), draw(7, 3, 4)
+    keys, values, beta, start = (
+        draw(5, 2, 7, 4),
+        draw(6, 2, 7, 3),
+        torch.rand(2, 7, 3).double(),
+        draw(7, 3, 4),
+    )
     states = run_stream(exact_step, keys, values, beta, start)
     assert states.shape == (2, 8, 3, 4) and torch.equal(states[1, 0], start)
     A = torch.eye(4, dtype=keys.dtype) + beta[1, 0, 2] * torch.outer(keys[1, 0], keys[1, 0])
@@ -76,8 +104,14 @@ def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channe
 def test_run_stream_takes_one_rate_per_channel_and_no_pairs():
     assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
     keys, values, beta = draw(5, 2, 7, 4), draw(6, 2, 7, 3), torch.rand(3).double()
-    assert torch.equal(run_stream(exact_step, keys, values, beta), run_stream(exact_step, keys, values, beta.expand(2, 7, 3)))
-    assert torch.equal(run_stream(exact_step, keys, values, beta[0]), run_stream(exact_step, keys, values, beta[0].item()))
+    assert torch.equal(
+        run_stream(exact_step, keys, values, beta),
+        run_stream(exact_step, keys, values, beta.expand(2, 7, 3)),
+    )
+    assert torch.equal(
+        run_stream(exact_step, keys, values, beta[0]),
+        run_stream(exact_step, keys, values, beta[0].item()),
+    )
 
 
 def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative():
@@ -89,14 +123,18 @@ def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative
 def test_no_scale_is_better_than_the_best_scale():
     M = recall_matrix(diagonal_step, random_keys(20, 6, 8, torch.Generator().manual_seed(0)))
     best = recall_error(M, best_scale(M)).mean()
-    assert all(recall_error(M, best_scale(M) * factor).mean() > best for factor in (0.9, 0.999, 1.001, 1.1))
+    assert all(
+        recall_error(M, best_scale(M) * factor).mean() > best for factor in (0.9, 0.999, 1.001, 1.1)
+    )
 
 
 @given(cosine=st.floats(-1, 1), state_size=st.integers(2, 20))
 @settings(max_examples=20, deadline=None)
 def test_correlated_keys_have_the_cosine_and_the_length(cosine, state_size):
     a, b = correlated_keys(cosine, 10, state_size, torch.Generator().manual_seed(0)).unbind(1)
-    assert torch.allclose((a * b).sum(-1) / state_size, torch.tensor(cosine, dtype=a.dtype), atol=1e-5)
+    assert torch.allclose(
+        (a * b).sum(-1) / state_size, torch.tensor(cosine, dtype=a.dtype), atol=1e-5
+    )
     assert torch.allclose(b.square().sum(-1), torch.tensor(float(state_size)), rtol=1e-4)
 
 
@@ -113,7 +151,11 @@ NOTEBOOK = Path(__file__).parent.parent / "nbs" / "theory" / "03_exact_vs_diagon
 
 
 def outputs():
-    return [o.get("data", {}) for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] for o in c.get("outputs", [])]
+    return [
+        o.get("data", {})
+        for c in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+        for o in c.get("outputs", [])
+    ]
 
 
 def test_committed_outputs_hold_pictures_and_no_widget():
@@ -124,8 +166,16 @@ def test_committed_outputs_hold_pictures_and_no_widget():
 
 
 def test_the_film_is_small_needs_no_network_and_can_stand_still():
-    (film,) = [svg for data in outputs() for svg in re.findall(r"data:image/svg\+xml;base64,([^\"]+)", "".join(data.get("text/html", "")))]
+    (film,) = [
+        svg
+        for data in outputs()
+        for svg in re.findall(
+            r"data:image/svg\+xml;base64,([^\"]+)", "".join(data.get("text/html", ""))
+        )
+    ]
     svg = base64.b64decode(film).decode()
     assert len(film) < 100_000 and "prefers-reduced-motion" in svg
-    assert "script" not in svg and re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
+    assert "script" not in svg and re.findall(r"https?://[^\"]+", svg) == [
+        "http://www.w3.org/2000/svg"
+    ]
     ElementTree.fromstring(svg)

@@ -1,4 +1,5 @@
 """Long contexts: streamed losses are the model's, memory stays flat, needles lie where they should, results belong to weights."""
+
 import math
 from dataclasses import replace
 from itertools import product
@@ -25,12 +26,32 @@ from longhorn_kit.records import read_record, write_record
 pytestmark = pytest.mark.numeric
 
 BYTES = get_tokenizer("bytes")
-TEXT = np.frombuffer(("The quick sleek fox jumps over the lazy dog; 12345 times. " * 60).encode(), np.uint8)
-TINY = dict(multiples=(1, 2, 4), windows=2, chunk=16, tokens_at_once=64, needles=("passkey",), finetuned=("fact",), needle_lengths=(96, 128),
-            twice_lengths=(96,), depths=(0.0, 1.0), trials=3, choices=4, finetune_lengths=(64, 80), finetune_steps=4, finetune_rows=2,
-            context=16, bf16=False, gpu=False)
+TEXT = np.frombuffer(
+    ("The quick sleek fox jumps over the lazy dog; 12345 times. " * 60).encode(), np.uint8
+)
+TINY = dict(
+    multiples=(1, 2, 4),
+    windows=2,
+    chunk=16,
+    tokens_at_once=64,
+    needles=("passkey",),
+    finetuned=("fact",),
+    needle_lengths=(96, 128),
+    twice_lengths=(96,),
+    depths=(0.0, 1.0),
+    trials=3,
+    choices=4,
+    finetune_lengths=(64, 80),
+    finetune_steps=4,
+    finetune_rows=2,
+    context=16,
+    bf16=False,
+    gpu=False,
+)
 CONFIG = ex.Config(**TINY)
-TEXTS = SimpleNamespace(corpus=SimpleNamespace(tokenizer=BYTES, train=TEXT), domains={"held out": (TEXT, len(TEXT))})
+TEXTS = SimpleNamespace(
+    corpus=SimpleNamespace(tokenizer=BYTES, train=TEXT), domains={"held out": (TEXT, len(TEXT))}
+)
 RECORDS = Path(__file__).parent.parent / "nbs/lab/results/extrapolation"
 
 
@@ -41,9 +62,14 @@ def model(mixer="longhorn", seed=0):
 @every_mixer
 def test_streamed_losses_are_those_of_the_whole_text(name):
     "A text read in chunks has the losses of the whole text."
-    lm, windows = model(name), torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0))
+    lm, windows = (
+        model(name),
+        torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0)),
+    )
     with torch.no_grad():
-        whole = F.cross_entropy(lm(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none")
+        whole = F.cross_entropy(
+            lm(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none"
+        )
     for chunk in (1, 7, 16, 100):
         pieces = torch.cat([losses for losses, _ in ex.stream_losses(lm, windows, chunk)], 1)
         torch.testing.assert_close(pieces, whole, rtol=1e-3, atol=1e-4)
@@ -52,33 +78,49 @@ def test_streamed_losses_are_those_of_the_whole_text(name):
 def test_losses_by_hand_with_the_state_reset_and_carried():
     lm, s = model("longhorn_exact"), replace(CONFIG, tokens_at_once=48)
     windows = {length: ex.cut(TEXT, length, 128) for length in (8, 16, 64)}
-    assert all(cut[:, 1:].flatten().tolist() == TEXT[1:129].tolist() for cut in windows.values()) # the same tokens are predicted
+    assert all(
+        cut[:, 1:].flatten().tolist() == TEXT[1:129].tolist() for cut in windows.values()
+    )  # the same tokens are predicted
     losses = {length: ex.window_losses(lm, cut, s) for length, cut in windows.items()}
     for length, found in losses.items():
         assert found.shape == (128 // length, length)
         with torch.no_grad():
-            assert found.mean() == pytest.approx(float(lm(windows[length][:, :-1], windows[length][:, 1:])[1]), rel=1e-4)
-    added = ex.added(losses[64], losses[16]) # what the state adds is nothing in the first stretch
-    by_hand = [np.mean([losses[64][w, 16 * i:16 * (i + 1)] - losses[16][4 * w + i] for w in range(2)]) for i in range(4)]
+            assert found.mean() == pytest.approx(
+                float(lm(windows[length][:, :-1], windows[length][:, 1:])[1]), rel=1e-4
+            )
+    added = ex.added(losses[64], losses[16])  # what the state adds is nothing in the first stretch
+    by_hand = [
+        np.mean([losses[64][w, 16 * i : 16 * (i + 1)] - losses[16][4 * w + i] for w in range(2)])
+        for i in range(4)
+    ]
     np.testing.assert_allclose(added, by_hand, atol=1e-5)
     assert abs(added[0]) < 1e-4 < abs(added[1])
-    for longest in (16, 100, 4096): # bins of positions cover every position once
+    for longest in (16, 100, 4096):  # bins of positions cover every position once
         edges, noise = ex.position_bins(longest), np.random.default_rng(0).random((2, longest))
         assert edges[0] == 0 and edges[-1] == longest and (np.diff(edges) > 0).all()
-        assert np.average(ex.by_position(noise)["nats"], weights=np.diff(edges)) == pytest.approx(noise.mean(), abs=1e-4)
+        assert np.average(ex.by_position(noise)["nats"], weights=np.diff(edges)) == pytest.approx(
+            noise.mean(), abs=1e-4
+        )
 
 
 def test_sliding_windows_predict_each_token_once_with_half_a_window_before_it():
     class Spy(torch.nn.Module):
         "A model with the same loss everywhere, which notes the tokens that it was asked for."
+
         embedding = torch.nn.Embedding(1, 1)
+
         def prefill(self, tokens, cache):
             asked.append(tokens)
             return torch.zeros(*tokens.shape, 256), cache
+
     asked = []
     loss = ex.sliding_loss(Spy(), np.arange(70) % 256, 64, CONFIG)
-    assert loss == pytest.approx(math.log(256), rel=bound(torch.float32, 56)) # the mean of 56 terms
-    assert sorted(int(token) + 1 for part in asked for row in part for token in row[8:]) == list(range(9, 65))
+    assert loss == pytest.approx(
+        math.log(256), rel=bound(torch.float32, 56)
+    )  # the mean of 56 terms
+    assert sorted(int(token) + 1 for part in asked for row in part for token in row[8:]) == list(
+        range(9, 65)
+    )
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba"])
@@ -88,7 +130,9 @@ def test_memory_is_flat_while_a_long_text_goes_by(mixer):
     for _, cache in ex.stream_losses(lm, text, 1000):
         sizes.add(cache_numbers(cache))
         memory.append(resident())
-    assert len(sizes) == 1 and max(memory[20:]) - memory[19] < 8e6 # the losses and states of 40,000 tokens would be 100 MB
+    assert (
+        len(sizes) == 1 and max(memory[20:]) - memory[19] < 8e6
+    )  # the losses and states of 40,000 tokens would be 100 MB
 
 
 @pytest.mark.parametrize("kind, times", [*product(ex.NEEDLES, (1, 2))])
@@ -97,12 +141,20 @@ def test_the_needle_is_in_the_text_at_its_depth(kind, times):
         sentence, question, answers = ex.needle(kind, seed, 8)
         context, tokens = ex.haystack(TEXT, BYTES, kind, seed, 300, depth, 8, times)
         text, size = BYTES.decode(context), 300 - len(question)
-        assert text.count(sentence) == times and text.endswith(question) and text[:size] == text[-len(question) - size:-len(question)]
-        assert text.index(sentence) == round(depth * (size - len(sentence))) and len(context) == times * size + len(question)
+        assert (
+            text.count(sentence) == times
+            and text.endswith(question)
+            and text[:size] == text[-len(question) - size : -len(question)]
+        )
+        assert text.index(sentence) == round(depth * (size - len(sentence))) and len(
+            context
+        ) == times * size + len(question)
         assert [BYTES.decode(answer) for answer in tokens] == answers and len(set(answers)) == 8
         assert {len(answer) for answer in tokens} == {ex.LONGEST}
         assert answers[0] in sentence and not any(answer in text for answer in answers[1:])
-    assert len({ex.needle("fact", seed, 8)[2][0] for seed in range(10)}) == 10 # right colours are balanced
+    assert (
+        len({ex.needle("fact", seed, 8)[2][0] for seed in range(10)}) == 10
+    )  # right colours are balanced
 
 
 def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_writes():
@@ -110,34 +162,48 @@ def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_wr
     contexts = torch.from_numpy(rng.integers(256, size=(2, 20)))
     answers = [[rng.integers(256, size=size) for size in (1, 3, 2)] for _ in range(2)]
     trials = [(context.numpy(), row) for context, row in zip(contexts, answers)]
-    for scores, _ in (ex.answer_scores(lm, contexts, answers, chunk=7), ex.score_trials(lm, trials, replace(CONFIG, chunk=7))):
+    for scores, _ in (
+        ex.answer_scores(lm, contexts, answers, chunk=7),
+        ex.score_trials(lm, trials, replace(CONFIG, chunk=7)),
+    ):
         for context, row, found in zip(contexts, answers, scores):
             for answer, score in zip(row, found):
                 ids = torch.cat([context, torch.from_numpy(answer)])[None]
                 with torch.no_grad():
                     log = lm(ids[:, :-1]).log_softmax(-1)[0, 19:]
-                assert score == pytest.approx(float(log.gather(1, ids[0, 20:, None]).sum()), rel=1e-4)
+                assert score == pytest.approx(
+                    float(log.gather(1, ids[0, 20:, None]).sum()), rel=1e-4
+                )
     greedy = lm.generate(contexts, 3, temperature=0)[:, 20:].numpy()
     assert ex.answer_scores(lm, contexts, [[row] for row in greedy])[1].all()
-    assert not ex.answer_scores(lm, contexts, [[row] for row in (greedy + [0, 1, 0]) % 256])[1].any()
+    assert not ex.answer_scores(lm, contexts, [[row] for row in (greedy + [0, 1, 0]) % 256])[
+        1
+    ].any()
 
 
 def test_finetuning_asks_for_the_answer_alone_and_never_for_a_test_needle():
     s = replace(CONFIG, finetune_lengths=(80, 96), finetuned=ex.NEEDLES)
     batches = list(ex.lessons(TEXT, BYTES, s, "cpu"))
-    assert len({inputs.shape for inputs, _ in batches}) == 1 # as a CUDA graph needs it
+    assert len({inputs.shape for inputs, _ in batches}) == 1  # as a CUDA graph needs it
     for step, length, (inputs, targets) in zip(range(4), (80, 80, 96, 96), batches):
         for row_in, row_out in zip(inputs, targets):
             asked, kind = (row_out != -100).nonzero()[:, 0].tolist(), ex.NEEDLES[step % 2]
             answer, text = BYTES.decode(row_out[asked]), BYTES.decode(row_in)
-            assert asked == list(range(length - 1, length - 1 + len(answer))) and f"is{answer}." in text
+            assert (
+                asked == list(range(length - 1, length - 1 + len(answer)))
+                and f"is{answer}." in text
+            )
             assert answer[1:].isdigit() if kind == "passkey" else answer[1:] in ex.COLOURS
-    assert torch.equal(list(ex.lessons(TEXT, BYTES, s, "cpu"))[1][0], batches[1][0]) and not torch.equal(batches[0][0], batches[2][0])
+    assert torch.equal(
+        list(ex.lessons(TEXT, BYTES, s, "cpu"))[1][0], batches[1][0]
+    ) and not torch.equal(batches[0][0], batches[2][0])
 
 
 def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch):
     read, tokens, lm = [], torch.arange(48).view(2, 24), model()
-    monkeypatch.setattr(ex, "retrieval_maps", lambda model, *rest: read.append((model, model(tokens))) or {})
+    monkeypatch.setattr(
+        ex, "retrieval_maps", lambda model, *rest: read.append((model, model(tokens))) or {}
+    )
     start = lm.embedding.weight.clone()
     with torch.no_grad():
         found = ex.measure(lm, TEXTS, replace(CONFIG, needles=("fact",), bf16=True))
@@ -145,16 +211,38 @@ def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypat
         for reader, logits in read:
             with torch.autocast("cpu", torch.bfloat16):
                 torch.testing.assert_close(reader(tokens), logits, rtol=0, atol=0)
-    assert torch.equal(start, lm.embedding.weight) and not torch.equal(start, finetuned.embedding.weight) and not finetuned.training
+    assert (
+        torch.equal(start, lm.embedding.weight)
+        and not torch.equal(start, finetuned.embedding.weight)
+        and not finetuned.training
+    )
     assert math.isfinite(found["finetune_loss"]) and not torch.equal(before, after)
-    wide, narrow = ex.perplexities(lm, TEXT, CONFIG)["by_length"]["nats"], found["text"]["held out"]["by_length"]["nats"]
+    wide, narrow = (
+        ex.perplexities(lm, TEXT, CONFIG)["by_length"]["nats"],
+        found["text"]["held out"]["by_length"]["nats"],
+    )
     assert wide != narrow and wide == pytest.approx(narrow, abs=0.02)
 
 
 def test_what_cannot_be_is_refused():
-    for name, value in (("context", 15), ("context", 0), ("choices", 11), ("choices", 1), ("trials", 0), ("needles", ("x",)), ("chunk", 0), ("multiples", (1, 0)),
-                        ("depths", (0, 2)), ("needle_lengths", (-1,)), ("finetune_steps", 0), ("finetune_lr", 0), ("finetune_lr", math.nan)):
-        with pytest.raises(ValueError, match="unknown needle 'x'" if name == "needles" else f"^{name} is"):
+    for name, value in (
+        ("context", 15),
+        ("context", 0),
+        ("choices", 11),
+        ("choices", 1),
+        ("trials", 0),
+        ("needles", ("x",)),
+        ("chunk", 0),
+        ("multiples", (1, 0)),
+        ("depths", (0, 2)),
+        ("needle_lengths", (-1,)),
+        ("finetune_steps", 0),
+        ("finetune_lr", 0),
+        ("finetune_lr", math.nan),
+    ):
+        with pytest.raises(
+            ValueError, match="unknown needle 'x'" if name == "needles" else f"^{name} is"
+        ):
             replace(CONFIG, **{name: value})
     with pytest.raises(ValueError, match="65 are needed"):
         ex.cut(TEXT[:64], 16, 64)
@@ -167,7 +255,10 @@ def save_job(run, mixer, seed, weights, done=True):
     "Leave what a job of the language experiment leaves."
     save_lm(model(mixer, weights), "bytes", run / "jobs" / f"{mixer}{seed}" / "model")
     if done:
-        write_record(run / "jobs" / f"{mixer}{seed}" / "metrics.json", {"settings": {"mixer": mixer, "seed": seed}})
+        write_record(
+            run / "jobs" / f"{mixer}{seed}" / "metrics.json",
+            {"settings": {"mixer": mixer, "seed": seed}},
+        )
 
 
 def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
@@ -175,35 +266,69 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
         save_job(tmp_path / "grid", mixer, seed, seed, done=mixer != "attention")
     for domain in ("prose", "docs"):
         for part, times in (("train", 40), ("val", 20)):
-            (tmp_path / f"{domain}.{part}.txt").write_text(f"This is {domain}, and nothing but {domain}. " * times)
+            (tmp_path / f"{domain}.{part}.txt").write_text(
+                f"This is {domain}, and nothing but {domain}. " * times
+            )
     measured, measure = [], ex.measure
     monkeypatch.setattr(ex, "measure", lambda *words: measured.append(1) or measure(*words))
     here = TINY | dict(checkpoints=str(tmp_path / "grid"), data=str(tmp_path))
-    go = lambda minutes=math.inf, **more: run(ex.EXPERIMENT, "gpu", tmp_path / "here", workers=0, minutes=minutes, **here | more)
+    go = lambda minutes=math.inf, **more: run(
+        ex.EXPERIMENT, "gpu", tmp_path / "here", workers=0, minutes=minutes, **here | more
+    )
     assert len(go(minutes=-1)["results"]["not_run"]) == 3 and measured == []
     record = go()
     assert len(measured) == 3 and [row["seed"] for row in record["results"]["models"]] == [0, 0, 1]
-    assert set(record["results"]["text"]) == {"prose", "docs"} and record["results"]["not_run"] == []
-    assert [len(found.differences) for found in compare_length(record, ("longhorn",)) + compare_needles(record)] == [2, 2, 1]
+    assert (
+        set(record["results"]["text"]) == {"prose", "docs"} and record["results"]["not_run"] == []
+    )
+    assert [
+        len(found.differences)
+        for found in compare_length(record, ("longhorn",)) + compare_needles(record)
+    ] == [2, 2, 1]
     assert about_length(record).startswith("0.0")
-    moved = str((tmp_path / "grid").rename(tmp_path / "moved")) # where the models lie does not matter
+    moved = str(
+        (tmp_path / "grid").rename(tmp_path / "moved")
+    )  # where the models lie does not matter
     assert go(checkpoints=moved)["results"] == record["results"] and len(measured) == 3
-    save_job(tmp_path / "other", "longhorn", 0, weights=7) # a model of the same name
-    assert go(checkpoints=str(tmp_path / "other"))["results"]["models"][0]["text"] != record["results"]["models"][0]["text"]
+    save_job(tmp_path / "other", "longhorn", 0, weights=7)  # a model of the same name
+    assert (
+        go(checkpoints=str(tmp_path / "other"))["results"]["models"][0]["text"]
+        != record["results"]["models"][0]["text"]
+    )
     go(checkpoints=moved, windows=1)
     assert len(measured) == 7
-    for wrong, told in ((dict(data=""), "--data FOLDER"), (dict(checkpoints="nowhere"), "nowhere holds no trained model")):
+    for wrong, told in (
+        (dict(data=""), "--data FOLDER"),
+        (dict(checkpoints="nowhere"), "nowhere holds no trained model"),
+    ):
         with pytest.raises((ValueError, FileNotFoundError), match=told):
             go(**wrong)
 
 
 def test_tiny_run_has_the_structure_of_the_committed_records(tmp_path):
     preset = override(ex.LM_PRESETS["laptop"], d_model=16, n_layer=1, steps=2, context=16)
-    record = run(ex.EXPERIMENT, "laptop", tmp_path, workers=0, **TINY, preset=preset, mixers=("longhorn", "mamba"))
+    record = run(
+        ex.EXPERIMENT,
+        "laptop",
+        tmp_path,
+        workers=0,
+        **TINY,
+        preset=preset,
+        mixers=("longhorn", "mamba"),
+    )
     assert len(compare_length(record, ("longhorn",))) == len(compare_needles(record)) == 1
     for path in RECORDS.glob("*.json"):
         known, fields = read_record(path), set(record["settings"]) - {"preset"}
-        assert set(known["settings"]) - {"preset"} == fields and known["results"].keys() == record["results"].keys()
+        assert (
+            set(known["settings"]) - {"preset"} == fields
+            and known["results"].keys() == record["results"].keys()
+        )
         ours, theirs = record["results"]["models"][0], known["results"]["models"][0]
-        assert ours.keys() == theirs.keys() and ours["text"]["held out"].keys() == next(iter(theirs["text"].values())).keys()
-        assert all(found["once"].keys() == ours["needles"]["fact, finetuned"]["once"].keys() for found in theirs["needles"].values())
+        assert (
+            ours.keys() == theirs.keys()
+            and ours["text"]["held out"].keys() == next(iter(theirs["text"].values())).keys()
+        )
+        assert all(
+            found["once"].keys() == ours["needles"]["fact, finetuned"]["once"].keys()
+            for found in theirs["needles"].values()
+        )

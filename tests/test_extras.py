@@ -1,4 +1,5 @@
 """The wheel works with PyTorch, NumPy, safetensors and Triton alone, and names the extra of everything else."""
+
 import ast
 import json
 import os
@@ -25,9 +26,22 @@ from sweep import slow_case
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn", "lm_eval": "lm-eval"} # those not called like their package
-PARTS = ("pyproject.toml", "setup.py", "settings.ini", "README.md", "LICENSE", "MANIFEST.in", "longhorn_kit",
-         "nbs/lab/results", "kernels/results")
+DISTRIBUTION = {
+    "PIL": "pillow",
+    "sklearn": "scikit-learn",
+    "lm_eval": "lm-eval",
+}  # those not called like their package
+PARTS = (
+    "pyproject.toml",
+    "setup.py",
+    "settings.ini",
+    "README.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "longhorn_kit",
+    "nbs/lab/results",
+    "kernels/results",
+)
 CORE = ("torch", "numpy", "safetensors", *["triton"] * (sys.platform == "linux"))
 
 
@@ -48,20 +62,45 @@ def test_the_table_of_extras_agrees_with_pyproject():
     for extra, packages in EXTRAS.items():
         names = {normal(DISTRIBUTION.get(name, name)) for name in packages}
         assert names == required(extra) if extra != "book" else names <= required(extra), extra
-    assert {"lab", "lm", "vision", "hf", "eval", "cluster", "track", "book", "dev"} <= set(PROJECT["optional-dependencies"])
+    assert {"lab", "lm", "vision", "hf", "eval", "cluster", "track", "book", "dev"} <= set(
+        PROJECT["optional-dependencies"]
+    )
 
 
 def test_versions_that_are_known_to_fail_are_left_out():
-    lab = {normal(line): Requirement(line).specifier for line in PROJECT["optional-dependencies"]["lab"]}
-    taken = [version for version in ("4.0.0", "4.8.4", "5.0.0", "5.0.3", "5.1.0", "5.2.0") if version in lab["datasets"]]
-    assert taken == ["4.0.0", "4.8.4", "5.1.0", "5.2.0"] # 5.0: the position of a resumed stream
-    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    assert int(pins["pillow"].split(".")[0]) < 13 # for trackio
+    lab = {
+        normal(line): Requirement(line).specifier
+        for line in PROJECT["optional-dependencies"]["lab"]
+    }
+    taken = [
+        version
+        for version in ("4.0.0", "4.8.4", "5.0.0", "5.0.3", "5.1.0", "5.2.0")
+        if version in lab["datasets"]
+    ]
+    assert taken == ["4.0.0", "4.8.4", "5.1.0", "5.2.0"]  # 5.0: the position of a resumed stream
+    pins = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    assert int(pins["pillow"].split(".")[0]) < 13  # for trackio
 
 
 def test_the_package_imports_only_what_an_extra_brings():
-    known = {"torch", "numpy", "safetensors", "triton", "longhorn_kit", "tiktoken_ext", "psutil", "IPython", "matplotlib_inline", # with tiktoken, accelerate, jupyterlab
-             "torchvision", *sum(EXTRAS.values(), ()), *sys.stdlib_module_names} # torchvision: only mended if it is there
+    known = {
+        "torch",
+        "numpy",
+        "safetensors",
+        "triton",
+        "longhorn_kit",
+        "tiktoken_ext",
+        "psutil",
+        "IPython",
+        "matplotlib_inline",  # with tiktoken, accelerate, jupyterlab
+        "torchvision",
+        *sum(EXTRAS.values(), ()),
+        *sys.stdlib_module_names,
+    }  # torchvision: only mended if it is there
     for path in (ROOT / "longhorn_kit").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         names = set(re.findall(r"^\s*from (\w+)[\w.]* import ", text, re.M))
@@ -72,12 +111,15 @@ def test_the_package_imports_only_what_an_extra_brings():
 
 # --- the wheel ------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / part, source)
     code = "import setuptools.build_meta as b; b.build_wheel('dist')"
@@ -92,8 +134,15 @@ def with_requirements(lines, found):
         if (name, *wanted.extras) not in found:
             found.add((name, *wanted.extras))
             needs = [Requirement(line) for line in metadata.requires(name) or []]
-            with_requirements([str(r).split(";")[0] for r in needs if not r.marker or any(
-                r.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))], found)
+            with_requirements(
+                [
+                    str(r).split(";")[0]
+                    for r in needs
+                    if not r.marker
+                    or any(r.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))
+                ],
+                found,
+            )
     return {name for name, *_ in found}
 
 
@@ -103,18 +152,40 @@ def environment(folder, wheel, *distributions):
     site = next(folder.glob("lib/python*/site-packages"))
     for name in with_requirements(distributions, set()):
         about = metadata.distribution(name)
-        for top in {re.split("[/,]", line)[0] for line in about.read_text("RECORD").splitlines()} - {"..", "__pycache__"}:
+        for top in {
+            re.split("[/,]", line)[0] for line in about.read_text("RECORD").splitlines()
+        } - {"..", "__pycache__"}:
             if not (site / top).exists():
                 (site / top).symlink_to(about.locate_file(top))
-    subprocess.run([sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "-q", "--no-deps", "--no-index", "--no-compile",
-                    "--ignore-installed", # such as the checkout, if it is in the path
-                    "--disable-pip-version-check", wheel], check=True, env={**os.environ, "PIP_CONFIG_FILE": os.devnull})
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            folder / "bin/python",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-index",
+            "--no-compile",
+            "--ignore-installed",  # such as the checkout, if it is in the path
+            "--disable-pip-version-check",
+            wheel,
+        ],
+        check=True,
+        env={**os.environ, "PIP_CONFIG_FILE": os.devnull},
+    )
     return folder / "bin"
 
 
 def run(*words, cwd, **env):
     hidden = ("PYTHONPATH", "LONGHORN_DEBUG")
-    env = {**{k: v for k, v in os.environ.items() if k not in hidden}, "PYTHONDONTWRITEBYTECODE": "1", **env}
+    env = {
+        **{k: v for k, v in os.environ.items() if k not in hidden},
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **env,
+    }
     return subprocess.run([str(w) for w in words], cwd=cwd, env=env, capture_output=True, text=True)
 
 
@@ -151,7 +222,11 @@ def test_scans_layers_and_models_need_only_the_core(core, tmp_path):
     assert done.returncode == 0, done.stderr
     folder, message = done.stdout.splitlines()
     place = Path(folder)
-    assert place.is_relative_to(core.parent) and (place / "py.typed").exists() and not (place / "_modidx.py").exists()
+    assert (
+        place.is_relative_to(core.parent)
+        and (place / "py.typed").exists()
+        and not (place / "_modidx.py").exists()
+    )
     assert message == f'a vision model needs the extra "vision": {pip_command("vision")}'
 
 
@@ -164,7 +239,7 @@ def test_without_extras_every_command_names_its_own(core, tmp_path):
             assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
 
-HIDE = '''
+HIDE = """
 import importlib.util, sys
 from importlib.abc import MetaPathFinder
 class Hidden(MetaPathFinder):
@@ -181,10 +256,17 @@ def find_spec(name, package=None):
 importlib.util.find_spec = find_spec
 from longhorn_kit.start import start
 sys.exit(start())
-'''
+"""
 
 
-@pytest.mark.parametrize("command", ["train-lm", slow_case("train-vision"), *map(slow_case, sorted(NEEDS.keys() - {"train-lm", "train-vision"}))])
+@pytest.mark.parametrize(
+    "command",
+    [
+        "train-lm",
+        slow_case("train-vision"),
+        *map(slow_case, sorted(NEEDS.keys() - {"train-lm", "train-vision"})),
+    ],
+)
 def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
     "Other packages of extras are hidden from the process."
     hidden = {package for packages in EXTRAS.values() for package in packages} - set(EXTRAS["lab"])
@@ -193,59 +275,116 @@ def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert done.stdout.startswith(f"usage: longhorn {command}")
     if command == "train-vision":
-        assert 'Its flags and presets need the extra "vision"' in " ".join(done.stdout.replace("│", " ").split())
+        assert 'Its flags and presets need the extra "vision"' in " ".join(
+            done.stdout.replace("│", " ").split()
+        )
     if NEEDS[command] != "lab":
         done = run(sys.executable, "-c", code, command, cwd=tmp_path, PYTHONPATH=str(ROOT))
-        assert done.returncode == 1 and done.stderr == f'longhorn: error: {command} needs the extra "{NEEDS[command]}": {pip_command(NEEDS[command])}\n'
+        assert (
+            done.returncode == 1
+            and done.stderr
+            == f'longhorn: error: {command} needs the extra "{NEEDS[command]}": {pip_command(NEEDS[command])}\n'
+        )
 
 
 def test_hints_name_a_package_index_only_once_it_has_the_package():
     settings = (ROOT / "settings.ini").read_text()
     assert f"\npublished = {PUBLISHED}\n" in settings
-    assert pip_command("lm") == ('pip install "longhorn-kit[lm]"' if PUBLISHED else 'pip install ".[lm]" in a clone of the repository')
+    assert pip_command("lm") == (
+        'pip install "longhorn-kit[lm]"'
+        if PUBLISHED
+        else 'pip install ".[lm]" in a clone of the repository'
+    )
 
 
-@pytest.mark.parametrize("module, who, extra", [
-    ("lab.recall", "lab", "lab"), ("lab", "lab", "lab"), ("plots", "plots", "book")])
+@pytest.mark.parametrize(
+    "module, who, extra",
+    [("lab.recall", "lab", "lab"), ("lab", "lab", "lab"), ("plots", "plots", "book")],
+)
 def test_without_extras_a_module_names_its_own(core, tmp_path, module, who, extra):
     done = run(core / "python", "-c", f"import longhorn_kit.{module}", cwd=tmp_path)
     assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
-        f'ModuleNotFoundError: longhorn_kit.{who} needs the extra "{extra}": {pip_command(extra)}')
+        f'ModuleNotFoundError: longhorn_kit.{who} needs the extra "{extra}": {pip_command(extra)}'
+    )
 
 
 def test_claims_are_the_same_from_the_wheel_and_the_repository(wheel, tmp_path):
     shutil.unpack_archive(wheel, tmp_path / "kit", "zip")
     command = (sys.executable, "-m", "longhorn_kit.cli", "claims", "--json")
-    mine, theirs = (run(*command, cwd=tmp_path, PYTHONPATH=str(place)) for place in (tmp_path / "kit", ROOT))
-    assert mine.returncode == 0 and mine.stdout == theirs.stdout and mine.stdout.count('"holds"') > 5
+    mine, theirs = (
+        run(*command, cwd=tmp_path, PYTHONPATH=str(place)) for place in (tmp_path / "kit", ROOT)
+    )
+    assert (
+        mine.returncode == 0 and mine.stdout == theirs.stdout and mine.stdout.count('"holds"') > 5
+    )
 
 
-@pytest.mark.parametrize("published, place", [
-    (False, ""), (True, "https://github.com/someone/longhorn-kit/blob/v{}/")])
-def test_the_links_of_the_package_page_are_absolute_once_the_repository_is_published(tmp_path, published, place):
+@pytest.mark.parametrize(
+    "published, place", [(False, ""), (True, "https://github.com/someone/longhorn-kit/blob/v{}/")]
+)
+def test_the_links_of_the_package_page_are_absolute_once_the_repository_is_published(
+    tmp_path, published, place
+):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "longhorn_kit/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    settings = re.sub(r"^published = .*", f"published = {published}", (ROOT / "settings.ini").read_text(), flags=re.M)
-    (tmp_path / "settings.ini").write_text(re.sub(r"^user = .*", "user = someone", settings, flags=re.M))
+    settings = re.sub(
+        r"^published = .*",
+        f"published = {published}",
+        (ROOT / "settings.ini").read_text(),
+        flags=re.M,
+    )
+    (tmp_path / "settings.ini").write_text(
+        re.sub(r"^user = .*", "user = someone", settings, flags=re.M)
+    )
     code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_wheel('.'))"
-    made = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
+    )
     text = (tmp_path / made.stdout.split()[-1] / "METADATA").read_text()
     place = place.format(__version__)
     raw = place.replace("//github.com", "//raw.githubusercontent.com").replace("/blob", "")
     assert f"]({place}CONTRIBUTING.md)" in text and f"]({raw}docs/static/film.svg)" in text
-    assert f'src="{raw}docs/static/findings.svg"' in text and f'srcset="{raw}docs/static/findings-narrow.svg"' in text
+    assert (
+        f'src="{raw}docs/static/findings.svg"' in text
+        and f'srcset="{raw}docs/static/findings-narrow.svg"' in text
+    )
     if published:
         assert not re.search(r'(\]\(|src="|srcset=")(?!https?:)', text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("extra, words", [
-    ("lab", ("longhorn", "claims")),
-    ("lab", ("python", "-c", "from longhorn_kit.lab import extrapolation, language, mqar, recall, report; report.templates()")),
-    ("lm", ("longhorn", "train-lm", "--preset", "laptop", "--steps", "2", "--out", "run")),
-    ("vision", ("python", "-c", "from longhorn_kit.lab import vision, vision_training; vision.digits()")),
-    ("hf", ("python", "-c", "from longhorn_kit.lab import evaluation; import longhorn_kit.models.transformers"))])
+@pytest.mark.parametrize(
+    "extra, words",
+    [
+        ("lab", ("longhorn", "claims")),
+        (
+            "lab",
+            (
+                "python",
+                "-c",
+                "from longhorn_kit.lab import extrapolation, language, mqar, recall, report; report.templates()",
+            ),
+        ),
+        ("lm", ("longhorn", "train-lm", "--preset", "laptop", "--steps", "2", "--out", "run")),
+        (
+            "vision",
+            (
+                "python",
+                "-c",
+                "from longhorn_kit.lab import vision, vision_training; vision.digits()",
+            ),
+        ),
+        (
+            "hf",
+            (
+                "python",
+                "-c",
+                "from longhorn_kit.lab import evaluation; import longhorn_kit.models.transformers",
+            ),
+        ),
+    ],
+)
 def test_an_extra_brings_all_that_its_commands_import(wheel, tmp_path, extra, words):
     place = environment(tmp_path / "env", wheel, *CORE, *required(extra))
     done = run(place / words[0], *words[1:], cwd=tmp_path)
@@ -317,15 +456,21 @@ def test_claims_run_in_spawned_processes_without_triton(tmp_path):
     longhorn = (sys.executable, "-m", "longhorn_kit.cli", "reproduce")
     shown = run(*longhorn, "--help", cwd=tmp_path, PYTHONPATH=path)
     assert shown.returncode == 0 and "--scale" in shown.stdout, shown.stderr
-    tiny = "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 --warmup 1 --lrs 0.05 " \
-           "--search-seeds --seeds 0 --test-streams 4 --test-pairs 4 --points 2 --workers 2"
+    tiny = (
+        "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 --warmup 1 --lrs 0.05 "
+        "--search-seeds --seeds 0 --test-streams 4 --test-pairs 4 --points 2 --workers 2"
+    )
     done = run(*longhorn, *tiny.split(), cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(next(tmp_path.glob("runs/recall/laptop*/record.json")).read_text())
-    assert record["missing"] == 0 and set(record["results"]["tasks"]["once"]["recall"]) == {"longhorn_exact", "attention"}
+    assert record["missing"] == 0 and set(record["results"]["tasks"]["once"]["recall"]) == {
+        "longhorn_exact",
+        "attention",
+    }
 
 
 # --- pages without Triton -------------------------------------------------------------------------------------------
+
 
 def kernel_pages():
     "Return the pages whose cells import Triton or the kit's kernels: path -> sources of the code cells."
@@ -333,15 +478,22 @@ def kernel_pages():
     for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-        if any(re.search(r"^(import|from) (triton|longhorn_kit\.scan\.(triton|gluon))", source, re.M) for source in sources):
+        if any(
+            re.search(r"^(import|from) (triton|longhorn_kit\.scan\.(triton|gluon))", source, re.M)
+            for source in sources
+        ):
             pages[path] = sources
     return pages
 
 
-@pytest.mark.parametrize("path, sources", [pytest.param(*page, id=page[0].stem) for page in kernel_pages().items()])
+@pytest.mark.parametrize(
+    "path, sources", [pytest.param(*page, id=page[0].stem) for page in kernel_pages().items()]
+)
 def test_a_page_of_kernels_says_first_that_it_needs_triton(path, sources):
     first = [source for source in sources if not re.match(r"#\| *(default_exp|export)", source)][0]
-    assert re.search(r"\buse_triton\(", first) and not re.search(r"^(import|from) triton", first, re.M), first
+    assert re.search(r"\buse_triton\(", first) and not re.search(
+        r"^(import|from) triton", first, re.M
+    ), first
 
 
 PAGES = """
@@ -368,18 +520,31 @@ for page in map(pathlib.Path, sys.argv[1:]):
             report.append((error and f"{type(error).__name__}: {error}", "" if error else printed.getvalue()))
     print(json.dumps(report))
 """
-RUN_ANYWAY = { # solutions of exercises, and other cells that need no kernel, by a name that they define or call
-    "12_triton_primer": ("floor_ms",), "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)"),
-    "14_triton_exact": ("check_parts(part_errors)", "check_shared(solve_shared)", "check_dk(dk_step)"),
-    "21_triton_step": ("check_most_tokens(most_tokens)",), "triton_op": ()}
-NEED_KERNELS = { # checks and cells that do
+RUN_ANYWAY = {  # solutions of exercises, and other cells that need no kernel, by a name that they define or call
+    "12_triton_primer": ("floor_ms",),
+    "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)"),
+    "14_triton_exact": (
+        "check_parts(part_errors)",
+        "check_shared(solve_shared)",
+        "check_dk(dk_step)",
+    ),
+    "21_triton_step": ("check_most_tokens(most_tokens)",),
+    "triton_op": (),
+}
+NEED_KERNELS = {  # checks and cells that do
     "12_triton_primer": ("check_softplus(_softplus_kernel)", "check_sums(column_sums)"),
     "13_triton_diagonal": ("check_decoupled(_decoupled_kernel)", "results = {C: checkpointed"),
     "14_triton_exact": ("_chunk_kernel[(", "y, S, kept = exact_forward"),
-    "21_triton_step": ("longhorn_step(q[:, t]",), "triton_op": ("opcheck(",)}
+    "21_triton_step": ("longhorn_step(q[:, t]",),
+    "triton_op": ("opcheck(",),
+}
 
 
-@pytest.mark.parametrize("names", [["21_triton_step"], slow_case([name for name in RUN_ANYWAY if name != "21_triton_step"])], ids=["one", "rest"])
+@pytest.mark.parametrize(
+    "names",
+    [["21_triton_step"], slow_case([name for name in RUN_ANYWAY if name != "21_triton_step"])],
+    ids=["one", "rest"],
+)
 def test_pages_of_kernels_without_triton(names):
     "Each prints one sentence at its top, and what needs Triton fails with it, never deep inside; the rest of a page runs."
     pages = {path: sources for path, sources in kernel_pages().items() if path.stem in names}
@@ -388,25 +553,58 @@ def test_pages_of_kernels_without_triton(names):
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(reports) == len(pages) == len(names)
     for (path, sources), report in zip(pages.items(), reports):
-        said = next(i for i, (error, printed) in enumerate(report) if printed.startswith(f"This page {NEEDS_TRITON}. Without"))
-        assert all(error is None for error, _ in report[:said + 1])
+        said = next(
+            i
+            for i, (error, printed) in enumerate(report)
+            if printed.startswith(f"This page {NEEDS_TRITON}. Without")
+        )
+        assert all(error is None for error, _ in report[: said + 1])
         for error, _ in report:
-            assert error is None or error in (f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
-                                              f"ValueError: backend 'triton' cannot run this: it {NEEDS_TRITON}"), error
-        errors = lambda part: {error is not None for source, (error, _) in zip(sources, report) if part in source}
+            assert error is None or error in (
+                f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
+                f"ValueError: backend 'triton' cannot run this: it {NEEDS_TRITON}",
+            ), error
+        errors = lambda part: {
+            error is not None for source, (error, _) in zip(sources, report) if part in source
+        }
         assert all(errors(part) == {False} for part in RUN_ANYWAY[path.stem]), path
         assert all(errors(part) == {True} for part in NEED_KERNELS[path.stem]), path
 
 
-@pytest.mark.parametrize("cells, runs", [
-    (["import triton, math\nimport os", "os.sep", "math.pi"], [False, True, False]),
-    (["import triton", "def f(x): return triton.cdiv(x, 2)", "f(3)", "def f(x): return x", "f(3)"], [False, False, False, True, True]),
-    (["import triton", "y = 1\ntriton.cdiv(y, 2)", "y"], [False, False, False]),                       # not the y before the kernel
-    (["import triton.language as tl", "def f(tl): return tl", "f(3)"], [False, True, True]),              # an argument of that name
-    (["import triton", "n = triton.cdiv(3, 2)", "for n in (1, 2):\n    n + 1", "n"], [False, False, True, True]),
-    (["import triton", "n = triton.cdiv(3, 2)", "n += 1", "n"], [False, False, False, False]),
-    (["def f():\n    from longhorn_kit.scan.triton_op import triton_scan", "f()"], [False, False]),
-    (["with open(os.devnull) as f:\n    import triton", "f"], [False, False])])
+@pytest.mark.parametrize(
+    "cells, runs",
+    [
+        (["import triton, math\nimport os", "os.sep", "math.pi"], [False, True, False]),
+        (
+            [
+                "import triton",
+                "def f(x): return triton.cdiv(x, 2)",
+                "f(3)",
+                "def f(x): return x",
+                "f(3)",
+            ],
+            [False, False, False, True, True],
+        ),
+        (
+            ["import triton", "y = 1\ntriton.cdiv(y, 2)", "y"],
+            [False, False, False],
+        ),  # not the y before the kernel
+        (
+            ["import triton.language as tl", "def f(tl): return tl", "f(3)"],
+            [False, True, True],
+        ),  # an argument of that name
+        (
+            ["import triton", "n = triton.cdiv(3, 2)", "for n in (1, 2):\n    n + 1", "n"],
+            [False, False, True, True],
+        ),
+        (["import triton", "n = triton.cdiv(3, 2)", "n += 1", "n"], [False, False, False, False]),
+        (
+            ["def f():\n    from longhorn_kit.scan.triton_op import triton_scan", "f()"],
+            [False, False],
+        ),
+        (["with open(os.devnull) as f:\n    import triton", "f"], [False, False]),
+    ],
+)
 def test_which_cells_need_triton(cells, runs):
     page, found = CellsWithoutTriton("no kernels here"), []
     for cell in cells:
@@ -425,11 +623,17 @@ def test_a_backend_without_triton_is_refused_with_the_same_sentence(monkeypatch)
 
 # --- other devices --------------------------------------------------------------------------------------------------
 
+
 class NoFloat64(TorchDispatchMode):
     "Apple's GPUs have no float64: no operation may return it."
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        wide = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.dtype in (torch.float64, torch.complex128)]
+        wide = [
+            t
+            for t in tree_leaves(out)
+            if isinstance(t, torch.Tensor) and t.dtype in (torch.float64, torch.complex128)
+        ]
         assert not wide, f"{func} returned {wide[0].dtype}"
         return out
 
@@ -464,7 +668,9 @@ def test_all_tensors_of_a_model_stay_on_its_device(name):
     tokens = torch.zeros(2, 40, dtype=torch.int64, device="meta")
     model(tokens).sum().backward()
     logits, cache = model.step(tokens[:, 0], model.empty_cache(2))
-    devices = {p.grad.device.type for p in model.parameters()} | {t.device.type for t in tree_leaves((logits, cache)) if t is not None}
+    devices = {p.grad.device.type for p in model.parameters()} | {
+        t.device.type for t in tree_leaves((logits, cache)) if t is not None
+    }
     assert devices == {"meta"}
 
 
@@ -473,12 +679,19 @@ def test_a_device_that_is_no_gpu_of_cuda_gets_the_chunked_scan(form):
     q = torch.randn(1, 9, 4, device="meta")
     assert pick_backend("auto", q) == "chunked"
     out, state = longhorn_scan(q, q, q, q, form=form, output_final_state=True)
-    assert out.is_meta and state.is_meta and longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
+    assert (
+        out.is_meta
+        and state.is_meta
+        and longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
+    )
 
 
 def test_models_and_the_kernels_of_a_scan_do_not_import_the_compiler():
     "torch._dynamo takes about a second. Registered operations import it, but eager calls of the kernels do not use them."
-    done = run(sys.executable, "-c", """
+    done = run(
+        sys.executable,
+        "-c",
+        """
 import sys, torch
 import longhorn_kit.scan.matrix, longhorn_kit.models
 from longhorn_kit import longhorn_scan
@@ -486,7 +699,11 @@ assert "torch._dynamo" not in sys.modules, "the import of models"
 data = [torch.randn(1, 5, size, requires_grad=True) for size in (4, 4, 8, 8)]
 longhorn_scan(*data, form="exact", backend="triton").sum().backward()
 assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
-""", cwd=ROOT, PYTHONPATH=str(ROOT), TRITON_INTERPRET="1")
+""",
+        cwd=ROOT,
+        PYTHONPATH=str(ROOT),
+        TRITON_INTERPRET="1",
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -494,23 +711,43 @@ assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
 def test_where_triton_interprets():
     "Without a GPU, unless it was imported before; a child process that finds a GPU takes back only what the kit set."
     code = "import glob, os, sys\nglob.glob = lambda path: {}\n{}\nimport longhorn_kit\nprint(os.environ.get('TRITON_INTERPRET'))"
-    python = ("env", "-u", "TRITON_INTERPRET", "-u", "LONGHORN_KIT_INTERPRETS", sys.executable, "-c")
+    python = (
+        "env",
+        "-u",
+        "TRITON_INTERPRET",
+        "-u",
+        "LONGHORN_KIT_INTERPRETS",
+        sys.executable,
+        "-c",
+    )
+
     def said(gpus, first=""):
         done = run(*python, code.format(gpus, first), cwd=ROOT, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
+
     child = "import longhorn_kit, subprocess; subprocess.run([sys.executable, '-c', {!r}]); exit()"
-    assert said([]) == ["1"] and said(["/dev/nvidia0"]) == ["None"] and said([], "import triton") == ["None"]
+    assert (
+        said([]) == ["1"]
+        and said(["/dev/nvidia0"]) == ["None"]
+        and said([], "import triton") == ["None"]
+    )
     assert said([], child.format(code.format(["/dev/nvidia0"], ""))) == ["None"]
     assert said([], child.format(code.format([], ""))) == ["1"]
     assert said(["/dev/nvidia0"], "os.environ['TRITON_INTERPRET'] = '1'") == ["1"]
     late = "import torch, triton\nfrom longhorn_kit import longhorn_scan\nlonghorn_scan(*torch.ones(4, 1, 2, 3), backend='triton')"
     done = run(*python, late, cwd=ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    assert "ValueError: backend 'triton' cannot run this: q is on cpu, and they need a GPU, or TRITON_INTERPRET=1" in done.stderr
+    assert (
+        "ValueError: backend 'triton' cannot run this: q is on cpu, and they need a GPU, or TRITON_INTERPRET=1"
+        in done.stderr
+    )
 
 
 def test_need_looks_at_the_packages_that_are_named():
     assert need("models", "vision", "timm") is None
-    with pytest.raises(ModuleNotFoundError, match=re.escape(f'train-lm needs the extra "lm": {pip_command("lm")}') + "$") as error:
+    with pytest.raises(
+        ModuleNotFoundError,
+        match=re.escape(f'train-lm needs the extra "lm": {pip_command("lm")}') + "$",
+    ) as error:
         need("train-lm", "lm", "torch", "no_such_package")
     assert error.value.name == "no_such_package"

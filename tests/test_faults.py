@@ -1,4 +1,5 @@
 """Records, claims, exports and prepared text survive kills, damage and full disks: `make faults`. Children are forked from one warm process."""
+
 import itertools, json, os, random, re, resource, shutil, signal, sys
 from pathlib import Path
 
@@ -41,9 +42,15 @@ def watch(folder, kill_at):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event, arguments):
-        writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        writes = (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        )
         if writes or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
-            if isinstance(arguments[0], (str, bytes, os.PathLike)) and str(folder) in os.path.abspath(os.fsdecode(arguments[0])):
+            if isinstance(arguments[0], (str, bytes, os.PathLike)) and str(
+                folder
+            ) in os.path.abspath(os.fsdecode(arguments[0])):
                 step()
 
     fsync, exchange = os.fsync, records.exchange
@@ -55,7 +62,7 @@ def watch(folder, kill_at):
 
 def child(argv, folder, kill_at=0, limit=None):
     "Run a command in a forked process; return exit code (-9 if killed), output, and number of file operations."
-    counted, screen = os.pipe(), os.pipe() # the limit on file sizes does not apply to a pipe
+    counted, screen = os.pipe(), os.pipe()  # the limit on file sizes does not apply to a pipe
     if not (pid := os.fork()):
         code = 1
         try:
@@ -102,9 +109,16 @@ def test_reproduce_killed_at_every_file_operation(here):
     argv = lambda folder: ["reproduce", "--out", str(folder)]
     code, output, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 20
-    numbers = lambda folder: [records.read_record(folder / name / "laptop" / "record.json")["results"] for name in ("fake", "second")]
-    named = lambda folder: [path for path in folder.rglob("*.json") if not path.name.startswith(".")]
-    whole = lambda folder: all(map(records.read_record, named(folder))) # files with their final name
+    numbers = lambda folder: [
+        records.read_record(folder / name / "laptop" / "record.json")["results"]
+        for name in ("fake", "second")
+    ]
+    named = lambda folder: [
+        path for path in folder.rglob("*.json") if not path.name.startswith(".")
+    ]
+    whole = lambda folder: all(
+        map(records.read_record, named(folder))
+    )  # files with their final name
     for folder, again in killed_and_resumed(argv, here, operations, between=whole):
         assert numbers(folder) == numbers(here / "whole") and stable(again) == stable(output)
         assert files_in(folder) == files_in(here / "whole")
@@ -116,15 +130,25 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(corpus, "PIECE", 10_000)
     monkeypatch.setattr(corpus, "batch_of", lambda documents: list(itertools.islice(documents, 20)))
-    corpus.prepare(source, cache=here / "warm", workers=1) # imports the modules that the children need
+    corpus.prepare(
+        source, cache=here / "warm", workers=1
+    )  # imports the modules that the children need
     argv = lambda folder: ["prepare", source, "--cache", str(folder), "--workers", "1"]
     code, output, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 30
-    whole = {name: (here / "whole" / name).read_bytes() for name in files_in(here / "whole") if name.endswith(("bin", "index.json"))}
+    whole = {
+        name: (here / "whole" / name).read_bytes()
+        for name in files_in(here / "whole")
+        if name.endswith(("bin", "index.json"))
+    }
     for folder, again in killed_and_resumed(argv, here, operations):
-        lines = lambda text: [line for line in text[text.index("to train on"):].splitlines() if "checked" not in line]
+        lines = lambda text: [
+            line for line in text[text.index("to train on") :].splitlines() if "checked" not in line
+        ]
         assert lines(again) == lines(output), again
-        assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(folder) == files_in(here / "whole")
+        assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(
+            folder
+        ) == files_in(here / "whole")
 
 
 def small_model(folder, seed):
@@ -143,12 +167,15 @@ def warm(tmp_path_factory):
 
 def writes(folder):
     "Return exit code and output of `longhorn generate` on a folder."
-    return child(["generate", str(folder), "--tokens", "8", "--top-k", "1", "--prompt", "a"], folder.parent / "generate")[:2]
+    return child(
+        ["generate", str(folder), "--tokens", "8", "--top-k", "1", "--prompt", "a"],
+        folder.parent / "generate",
+    )[:2]
 
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
-    if not swap: # as on a system that cannot swap two folders in one step
+    if not swap:  # as on a system that cannot swap two folders in one step
         monkeypatch.setattr(records, "exchange", lambda one, other: False)
     old, new = small_model(here / "old", 0), small_model(here / "new", 1)
     argv = lambda model, folder: ["export", str(model), str(folder)]
@@ -157,7 +184,12 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
     text_of_old = writes(here / "b" / "out")
     code, _, operations = child(argv(new, here / "b" / "out"), here / "b")
     text_of_new = writes(here / "b" / "out")
-    assert code == 0 and operations > 15 and text_of_old[0] == text_of_new[0] == 0 and text_of_old != text_of_new
+    assert (
+        code == 0
+        and operations > 15
+        and text_of_old[0] == text_of_new[0] == 0
+        and text_of_old != text_of_new
+    )
     found = set()
     for n in fakes.kills(operations):
         shutil.rmtree(here / "c", ignore_errors=True)
@@ -166,22 +198,29 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
         found.add(writes(here / "c" / "out"))
         assert found <= {text_of_old, text_of_new}
         assert child(argv(new, here / "c" / "out"), here / "c")[0] == 0
-        assert writes(here / "c" / "out") == text_of_new and files_in(here / "c") == files_in(here / "b")
+        assert writes(here / "c" / "out") == text_of_new and files_in(here / "c") == files_in(
+            here / "b"
+        )
     assert found == {text_of_old, text_of_new}
 
 
 def damage(path, chance):
     "Damage a file at random; return the kind of damage, and whether the file has changed."
-    data, kind = path.read_bytes(), chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"])
+    data, kind = (
+        path.read_bytes(),
+        chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"]),
+    )
     digits = [i for i, byte in enumerate(data) if kind == "number" and chr(byte) in "0123456789"]
     at = chance.choice(digits or range(max(1, len(data))))
-    byte, rest = data[at:at + 1], data[at + 1:]
-    if kind == "number" and digits: # replace a digit by another
+    byte, rest = data[at : at + 1], data[at + 1 :]
+    if kind == "number" and digits:  # replace a digit by another
         byte = str((int(byte) + chance.randrange(1, 10)) % 10).encode()
     elif kind in ("bit", "byte") and data:
-        byte = bytes([byte[0] ^ 1 << chance.randrange(8) if kind == "bit" else chance.randrange(256)])
+        byte = bytes(
+            [byte[0] ^ 1 << chance.randrange(8) if kind == "bit" else chance.randrange(256)]
+        )
     elif kind == "zeros":
-        byte, rest = bytes(len(data[at:at + 64])), data[at + 64:]
+        byte, rest = bytes(len(data[at : at + 64])), data[at + 64 :]
     whole = {"cut": data[:at], "garbage": chance.randbytes(200), "empty": b""}
     path.write_bytes(whole.get(kind, data[:at] + byte + rest))
     return kind, path.read_bytes() != data
@@ -190,16 +229,27 @@ def damage(path, chance):
 def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
     monkeypatch.undo()
     chance = random.Random(39)
-    whole = {row.comparison.label: row for row in ledger("none") if row.claim.name in ("recall", "vision", "mqar", "language")}
+    whole = {
+        row.comparison.label: row
+        for row in ledger("none")
+        if row.claim.name in ("recall", "vision", "mqar", "language")
+    }
     for n in range(100):
         name = chance.choice(["recall", "vision", "language", "mqar"])
         path = here / "results" / name / "laptop.json"
         shutil.copytree(RESULTS / name, path.parent, dirs_exist_ok=True)
         kind, changed = damage(path, chance)
-        rows = [row for row in ledger("none", here / "results") if row.claim.name == name and row.scale == "laptop"]
+        rows = [
+            row
+            for row in ledger("none", here / "results")
+            if row.claim.name == name and row.scale == "laptop"
+        ]
         for row in rows:
             if row.judgement.verdict == "cannot be judged" and not row.comparison.differences:
-                assert f"nbs/lab/results/{name}/laptop.json" in row.judgement.why and "delete it" in row.judgement.why
+                assert (
+                    f"nbs/lab/results/{name}/laptop.json" in row.judgement.why
+                    and "delete it" in row.judgement.why
+                )
                 assert "\n" not in row.judgement.why
             else:
                 assert row.judgement == whole[row.comparison.label].judgement, (n, kind)
@@ -222,8 +272,14 @@ def test_a_hundred_damaged_models_change_no_word(here, warm, kind):
         code, output = writes(here / "out")
         last = output.strip().splitlines()[-1] if output.strip() else ""
         if (code, output) != good:
-            assert code == 1 and "Traceback" not in output and last.startswith("longhorn: error: "), (path, kind, output)
-            assert path.name in last and re.search("export|restore|save|--tokenizer", last), (path, kind, last)
+            assert (
+                code == 1 and "Traceback" not in output and last.startswith("longhorn: error: ")
+            ), (path, kind, output)
+            assert path.name in last and re.search("export|restore|save|--tokenizer", last), (
+                path,
+                kind,
+                last,
+            )
             reported += 1
         path.write_bytes(kept)
     assert reported > 60
@@ -231,10 +287,18 @@ def test_a_hundred_damaged_models_change_no_word(here, warm, kind):
 
 def test_text_of_a_record_is_escaped_wherever_it_ends(here):
     nasty = "\x1b[31m<script>alert('&')</script>\x07"
+
     def poisoned(value):
         if isinstance(value, dict):
             return {name: poisoned(item) for name, item in value.items()}
-        return [poisoned(item) for item in value] if isinstance(value, list) else nasty if isinstance(value, str) else value
+        return (
+            [poisoned(item) for item in value]
+            if isinstance(value, list)
+            else nasty
+            if isinstance(value, str)
+            else value
+        )
+
     record = poisoned(fakes.record()) | {"experiment": "fake", "scale": "laptop"}
     records.write_record(here / "runs" / "fake" / "laptop" / "record.json", record)
     rows = ledger("runs")
@@ -242,23 +306,42 @@ def test_text_of_a_record_is_escaped_wherever_it_ends(here):
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
     for text in (ledger_text(rows), ledger_html(rows), page):
         assert "\x1b" not in text and "\x07" not in text
-    assert "<script>alert" not in page and "<script>alert" not in ledger_html(rows) and "&lt;script&gt;alert" in page
+    assert (
+        "<script>alert" not in page
+        and "<script>alert" not in ledger_html(rows)
+        and "&lt;script&gt;alert" in page
+    )
 
 
 @pytest.mark.parametrize("what", ["reproduce", "export"])
 def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
     model, folder = small_model(here / "model", 0), here / "out"
-    argv = ["reproduce", "--out", str(folder)] if what == "reproduce" else ["export", str(model), str(folder / "export")]
+    argv = (
+        ["reproduce", "--out", str(folder)]
+        if what == "reproduce"
+        else ["export", str(model), str(folder / "export")]
+    )
     assert child(argv, folder)[0] == 0
-    before = {name: (folder / name).read_bytes() for name in files_in(folder) if (folder / name).is_file()}
+    before = {
+        name: (folder / name).read_bytes() for name in files_in(folder) if (folder / name).is_file()
+    }
     again = [*argv, "--fresh"] if what == "reproduce" else argv
     for limit in (0, 100, 1000, 3000):
         code, output, _ = child(again, folder, limit=limit)
-        if code == 0: # the output fits
+        if code == 0:  # the output fits
             continue
         last = output.strip().splitlines()[-1]
-        assert code == 1 and last.startswith("longhorn: error: ") and "File too large" in last and "Traceback" not in output, output
-        kept = {str(path.relative_to(folder)).replace(".previous", ""): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        assert (
+            code == 1
+            and last.startswith("longhorn: error: ")
+            and "File too large" in last
+            and "Traceback" not in output
+        ), output
+        kept = {
+            str(path.relative_to(folder)).replace(".previous", ""): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
         assert what == "reproduce" or kept == before
         assert not list(folder.rglob("*.partial"))
     assert child(argv, folder)[0] == 0 and json.dumps(files_in(folder))
@@ -266,20 +349,24 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
 
 # ---- training: the same tests for every trainer
 
-TRAINERS = {"train-lm": "train-lm --preset laptop --d-model 8 --n-layer 1 --context 16 --batch-size 2 --steps 6 --warmup 1 --lr 0.01 "
-                        "--eval-every 3 --log-every 1 --save-every 2 --data text.txt --cpu".split(),
-            "train-vision": "train-vision --preset digits --data images --epochs 2 --batch-size 8 --ema 0.5 --save-every 2 --cpu".split()}
+TRAINERS = {
+    "train-lm": "train-lm --preset laptop --d-model 8 --n-layer 1 --context 16 --batch-size 2 --steps 6 --warmup 1 --lr 0.01 "
+    "--eval-every 3 --log-every 1 --save-every 2 --data text.txt --cpu".split(),
+    "train-vision": "train-vision --preset digits --data images --epochs 2 --batch-size 8 --ema 0.5 --save-every 2 --cpu".split(),
+}
 
 
 @pytest.fixture(params=TRAINERS)
 def trainer(request, here, monkeypatch):
     "Run a command without interruption; return its words, folder, output and number of file operations."
     monkeypatch.setenv("LONGHORN_CACHE", str(here / "cache"))
-    (here / "cache").mkdir() # cache of prepared text
-    (here / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400)))
+    (here / "cache").mkdir()  # cache of prepared text
+    (here / "text.txt").write_text(
+        "".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(400))
+    )
     filled(here / "images", 12, 3)
     words = TRAINERS[request.param]
-    assert cli.main([*words, "--out", "warm"]) == 0 # imports before the children are forked
+    assert cli.main([*words, "--out", "warm"]) == 0  # imports before the children are forked
     code, output, operations = child([*words, "--out", "whole"], here / "whole")
     assert code == 0 and operations > 60
     return words, here / "whole", output, operations
@@ -287,24 +374,50 @@ def trainer(request, here, monkeypatch):
 
 def printed(text):
     "Return the printed lines without speeds and the name of the folder."
-    text = re.sub(r"killed\d*|damaged\d*|whole", "RUN", re.sub(r"[\d,.]+ (tokens/s|images/s|% of the time)", "", text))
-    return [line for line in text.splitlines() if not line.startswith(("longhorn: warning", "text: "))] # text: how the tokens were checked
+    text = re.sub(
+        r"killed\d*|damaged\d*|whole",
+        "RUN",
+        re.sub(r"[\d,.]+ (tokens/s|images/s|% of the time)", "", text),
+    )
+    return [
+        line for line in text.splitlines() if not line.startswith(("longhorn: warning", "text: "))
+    ]  # text: how the tokens were checked
 
 
 def outcome(folder):
     "Return metrics without speeds, the weights, and the names of all files."
-    lines = [{name: value for name, value in line.items() if not name.endswith(("_per_second", "_percent"))} for line in records.read_jsonl(folder / "metrics.jsonl")]
-    return lines, [path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))], files_in(folder)
+    lines = [
+        {
+            name: value
+            for name, value in line.items()
+            if not name.endswith(("_per_second", "_percent"))
+        }
+        for line in records.read_jsonl(folder / "metrics.jsonl")
+    ]
+    return (
+        lines,
+        [path.read_bytes() for path in sorted(folder.rglob("model.safetensors"))],
+        files_in(folder),
+    )
 
 
 def test_training_killed_at_every_file_operation(here, trainer):
     words, whole, output, operations = trainer
-    def whole_ones(folder): # a checkpoint is listed only while all its files are there
+
+    def whole_ones(folder):  # a checkpoint is listed only while all its files are there
         for path in checkpoints(folder):
             about, _ = read_checkpoint(path)
-            assert len(list(path.iterdir())) == len(list(next((whole / "checkpoints").iterdir()).iterdir())), path
-    for folder, again in killed_and_resumed(lambda folder: [*words, "--out", folder.name], here, operations, between=whole_ones):
-        assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (folder, again)
+            assert len(list(path.iterdir())) == len(
+                list(next((whole / "checkpoints").iterdir()).iterdir())
+            ), path
+
+    for folder, again in killed_and_resumed(
+        lambda folder: [*words, "--out", folder.name], here, operations, between=whole_ones
+    ):
+        assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (
+            folder,
+            again,
+        )
 
 
 def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
@@ -314,19 +427,32 @@ def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
     for n in range(100):
         shutil.copytree(whole, folder := here / f"damaged{n}")
         cache = shutil.copytree(here / "cache", here / "kept")
-        if n % 2: # an unfinished run
+        if n % 2:  # an unfinished run
             for newest in sorted(folder.glob("checkpoints/*"))[-1:]:
                 shutil.rmtree(newest)
-        files = sorted(path for place in (folder, here / "cache") for path in place.rglob("*") if path.is_file() and "model" not in path.parts)
+        files = sorted(
+            path
+            for place in (folder, here / "cache")
+            for path in place.rglob("*")
+            if path.is_file() and "model" not in path.parts
+        )
         kind, changed = damage(path := chance.choice(files), chance)
         code, again, _ = child([*words, "--out", folder.name], folder)
         last = again.strip().splitlines()[-1]
         assert "Traceback" not in again, (path, kind, again)
         if code:
-            assert last.startswith("longhorn: error: ") and path.name in again and re.search("delete|use another|restore", last), (path, kind, last)
+            assert (
+                last.startswith("longhorn: error: ")
+                and path.name in again
+                and re.search("delete|use another|restore", last)
+            ), (path, kind, last)
             reported += 1
         else:
-            assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (path, kind, again)
+            assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (
+                path,
+                kind,
+                again,
+            )
             went_back += "going back" in again
         shutil.rmtree(folder)
         shutil.rmtree(here / "cache")
@@ -337,9 +463,11 @@ def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
 def test_a_kill_while_a_library_writes_leaves_nothing(here, trainer, monkeypatch):
     "safetensors writes a temporary file beside its target."
     words, whole, *_ = trainer
+
     def killed(state, path, *_):
         Path(path).with_name(".tmpAbCdEf").write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
+
     with monkeypatch.context() as patch:
         patch.setattr("longhorn_kit.models.files.save_file", killed)
         patch.setattr("safetensors.torch.save_file", killed)

@@ -1,4 +1,5 @@
 """The front page: one wording whoever is ahead, pictures that can be read, and a notebook that shows them before it is run."""
+
 import json
 import os
 import re
@@ -16,19 +17,34 @@ from colours import contrast
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import both, forest, image, inline, legend, svg
 from longhorn_kit.lab.front import (
-    FRONT, Finding, Shown, count, favours, findings, findings_html, findings_markdown, kind, leader, picture,
-    reproduced, statement)
+    FRONT,
+    Finding,
+    Shown,
+    count,
+    favours,
+    findings,
+    findings_html,
+    findings_markdown,
+    kind,
+    leader,
+    picture,
+    reproduced,
+    statement,
+)
 from longhorn_kit.lab.ledger import Row, ledger
 from longhorn_kit.lab.stats import Comparison, judge, judge_ratios
 
 ROOT = Path(__file__).parents[1]
-LEADS = (0.021, 0.019, 0.020, 0.022) # bits per byte, for the first side
+LEADS = (0.021, 0.019, 0.020, 0.022)  # bits per byte, for the first side
 OPEN = (0.03, -0.02, 0.01)
-RATIOS = (2.0, 1.6, 2.5) # times as fast as the second side
+RATIOS = (2.0, 1.6, 2.5)  # times as fast as the second side
 
 
 def finding(first, second, comparison, judgement):
-    return Finding(Shown("claim", "gpu", "", "Language", "N = 16", first, second, ""), Row(None, comparison, judgement))
+    return Finding(
+        Shown("claim", "gpu", "", "Language", "N = 16", first, second, ""),
+        Row(None, comparison, judgement),
+    )
 
 
 def judged(first, second, values, **options):
@@ -41,7 +57,10 @@ def timed(first, second, ratios):
 
 
 def test_a_decided_row_has_the_same_words_whichever_side_the_claim_puts_first():
-    one, other = judged("exact", "Mamba", LEADS), judged("Mamba", "exact", tuple(-lead for lead in LEADS))
+    one, other = (
+        judged("exact", "Mamba", LEADS),
+        judged("Mamba", "exact", tuple(-lead for lead in LEADS)),
+    )
     assert one.row.judgement.verdict == "holds" and other.row.judgement.verdict == "does not hold"
     assert statement(one) == statement(other) == "exact is ahead of Mamba by 0.021"
     assert statement(one, interval=True) == statement(other, interval=True)
@@ -49,21 +68,40 @@ def test_a_decided_row_has_the_same_words_whichever_side_the_claim_puts_first():
 
 
 def test_the_faster_side_comes_first_with_its_share_of_the_time():
-    one, other = timed("exact", "diagonal", RATIOS), timed("diagonal", "exact", tuple(1 / ratio for ratio in RATIOS))
-    assert statement(one, interval=True) == statement(other, interval=True) == "exact takes 0.50 of the time of diagonal (0.40 to 0.62)"
+    one, other = (
+        timed("exact", "diagonal", RATIOS),
+        timed("diagonal", "exact", tuple(1 / ratio for ratio in RATIOS)),
+    )
+    assert (
+        statement(one, interval=True)
+        == statement(other, interval=True)
+        == "exact takes 0.50 of the time of diagonal (0.40 to 0.62)"
+    )
     mixed = timed("exact", "diagonal", (2.0, 0.8, 2.5))
-    assert (count(one), count(other), count(mixed)) == ("3 of 3 shapes", "3 of 3 shapes", "2 of 3 shapes")
+    assert (count(one), count(other), count(mixed)) == (
+        "3 of 3 shapes",
+        "3 of 3 shapes",
+        "2 of 3 shapes",
+    )
     assert leader(mixed) == "exact" and leader(timed("exact", "diagonal", (0.5, 0.4))) == "diagonal"
 
 
 def test_an_open_row_gives_its_interval_and_a_row_without_numbers_its_reason():
     row = judged("exact", "Mamba", OPEN)
-    assert re.fullmatch(r"exact against Mamba: between \u2212\d\.\d{3} and \+\d\.\d{3}", statement(row))
+    assert re.fullmatch(
+        r"exact against Mamba: between \u2212\d\.\d{3} and \+\d\.\d{3}", statement(row)
+    )
     assert (favours(row), kind(row), leader(row)) == ("undecided", "undecided", "")
     doubted = judged("exact", "Mamba", LEADS, doubt="one learning rate was tried")
-    assert (favours(doubted), kind(doubted)) == ("not judged", "not judged") and "between" in statement(doubted)
+    assert (favours(doubted), kind(doubted)) == (
+        "not judged",
+        "not judged",
+    ) and "between" in statement(doubted)
     assert "one learning rate was tried" in findings_markdown([doubted])
-    assert statement(judged("exact", "Mamba", (), doubt="Mamba diverged")) == "exact against Mamba: Mamba diverged"
+    assert (
+        statement(judged("exact", "Mamba", (), doubt="Mamba diverged"))
+        == "exact against Mamba: Mamba diverged"
+    )
 
 
 def test_every_row_of_the_front_page_is_a_row_of_the_ledger():
@@ -72,16 +110,27 @@ def test_every_row_of_the_front_page_is_a_row_of_the_ledger():
     for shown in FRONT:
         same = [row for row in rows if (row.claim.name, row.scale) == (shown.claim, shown.scale)]
         labels = [row.comparison.label for row in same if row.comparison.label]
-        assert shown.claim not in known or not labels or any(label.startswith(shown.label) for label in labels), shown
+        assert (
+            shown.claim not in known
+            or not labels
+            or any(label.startswith(shown.label) for label in labels)
+        ), shown
     for found in findings():
         assert found.row in rows and leader(found) in (found.shown.first, found.shown.second, "")
 
 
 def test_planned_rows_replace_the_earlier_ones_as_soon_as_they_are_judged(monkeypatch):
     rows = ledger("recorded runs only")
-    old = next(row for row in rows if row.claim.name == "recall" and "rewritten: exact above diagonal" in row.comparison.label)
-    planned = replace(old, claim=replace(old.claim, name="recall-rewritten"),
-                      comparison=replace(old.comparison, label="embedding of 32: exact above diagonal"))
+    old = next(
+        row
+        for row in rows
+        if row.claim.name == "recall" and "rewritten: exact above diagonal" in row.comparison.label
+    )
+    planned = replace(
+        old,
+        claim=replace(old.claim, name="recall-rewritten"),
+        comparison=replace(old.comparison, label="embedding of 32: exact above diagonal"),
+    )
     waiting = replace(planned, comparison=replace(planned.comparison, waits=True))
     others = [row for row in rows if row.claim.name != "recall-rewritten"]
     names = lambda: {found.shown.claim for found in findings() if "rewritten" in found.shown.topic}
@@ -96,9 +145,15 @@ def test_the_picture_has_every_statement_inside_and_names_both_sides(narrow):
     drawn = ElementTree.fromstring(picture(found, narrow))
     texts = [element for element in drawn.iter() if element.tag.endswith("}text")]
     words = " ".join("".join(element.itertext()) for element in texts)
-    assert all(statement(each) in words and each.shown.second.removeprefix("the ") in words for each in found)
+    assert all(
+        statement(each) in words and each.shown.second.removeprefix("the ") in words
+        for each in found
+    )
     width, height = map(float, drawn.get("viewBox").split()[2:])
-    assert all(0 <= float(element.get("x")) <= width and 0 < float(element.get("y")) <= height for element in texts)
+    assert all(
+        0 <= float(element.get("x")) <= width and 0 < float(element.get("y")) <= height
+        for element in texts
+    )
     assert "a &lt; b is ahead of c &amp; d" in findings_html(found)
 
 
@@ -106,14 +161,23 @@ def test_a_picture_in_an_image_comes_back_unchanged_and_the_narrow_one_is_hidden
     drawn = svg('what "it" shows & more', 100, 20, "<text>é</text>")
     shown = both(drawn, drawn)
     assert inline(image(drawn)) == drawn and "<svg" not in shown and shown.count("<img") == 2
-    assert '<div class="lk-narrow" hidden="hidden">' in shown and 'alt="what &quot;it&quot; shows &amp; more"' in shown
+    assert (
+        '<div class="lk-narrow" hidden="hidden">' in shown
+        and 'alt="what &quot;it&quot; shows &amp; more"' in shown
+    )
     row = judged("exact", "Mamba", LEADS).row
-    assert "<svg" not in forest([row]) + legend() and inline(forest([row]) + legend()).count("<svg") == 4
+    assert (
+        "<svg" not in forest([row]) + legend()
+        and inline(forest([row]) + legend()).count("<svg") == 4
+    )
 
 
 def test_words_and_marks_of_the_pictures_have_enough_contrast_in_both_themes():
     style = (ROOT / "longhorn_kit/lab/forest.css").read_text()
-    themes = [dict(re.findall(r"--(\w+): (#\w+)", block)) for block in re.findall(r"\{ (--ink[^}]*)", style)]
+    themes = [
+        dict(re.findall(r"--(\w+): (#\w+)", block))
+        for block in re.findall(r"\{ (--ink[^}]*)", style)
+    ]
     assert len(themes) == 4
     for theme in themes:
         for name in theme.keys() - {"page", "band"}:
@@ -125,7 +189,10 @@ def test_the_minutes_of_reproduce_are_those_of_the_claims():
     for name in ("recall", "language"):
         claim = claims.find_claim(name)
         line = next(line for line in reproduced().splitlines() if f"`{name}`" in line)
-        assert line.split("|")[-2].strip() == f"{claim.minutes['laptop']:g}" and claim.statement in line
+        assert (
+            line.split("|")[-2].strip() == f"{claim.minutes['laptop']:g}"
+            and claim.statement in line
+        )
     assert "`vision`" not in reproduced(), "it runs only if named"
 
 
@@ -144,21 +211,39 @@ def jupyterlab(tmp_path_factory):
     (home / "book").mkdir()
     index = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
     (home / "book/index.ipynb").write_text(json.dumps(index), encoding="utf-8")
-    for cell in index["cells"]: # what a notebook with inline SVG would show
+    for cell in index["cells"]:  # what a notebook with inline SVG would show
         for output in cell.get("outputs", []):
             if "text/html" in output.get("data", {}):
                 output["data"]["text/html"] = inline("".join(output["data"]["text/html"]))
     (home / "book/elements.ipynb").write_text(json.dumps(index), encoding="utf-8")
     settings = home / "settings/@jupyterlab/notebook-extension"
     settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}') # draw every cell at once
-    folders = {f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
-    environment = {**os.environ, **folders, "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
-                   "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces")}
-    options = ("--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1", "--ServerApp.port=0",
-               "--IdentityProvider.token=", f"--ServerApp.root_dir={home / 'book'}")
-    server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *options], env=environment,
-                              stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    (settings / "tracker.jupyterlab-settings").write_text(
+        '{"windowingMode": "none"}'
+    )  # draw every cell at once
+    folders = {
+        f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")
+    }
+    environment = {
+        **os.environ,
+        **folders,
+        "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+        "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+    }
+    options = (
+        "--no-browser",
+        "--allow-root",
+        "--ServerApp.ip=127.0.0.1",
+        "--ServerApp.port=0",
+        "--IdentityProvider.token=",
+        f"--ServerApp.root_dir={home / 'book'}",
+    )
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", *options],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     limit = time.monotonic() + 120
     while not (found := list((home / "runtime").glob("jpserver-*.json"))):
         assert time.monotonic() < limit and server.poll() is None, "JupyterLab does not start"
@@ -167,7 +252,7 @@ def jupyterlab(tmp_path_factory):
     server.terminate()
     try:
         server.wait(60)
-    except subprocess.TimeoutExpired: # it waits for a kernel
+    except subprocess.TimeoutExpired:  # it waits for a kernel
         server.kill()
 
 
@@ -176,12 +261,24 @@ def test_an_untrusted_notebook_shows_the_pictures_of_the_index(jupyterlab, tmp_p
     browser = Browser(tmp_path)
     try:
         browser.visit(f"{jupyterlab}lab/tree/index.ipynb", 1200)
-        browser.wait(f"(seen => seen.length >= 2 && seen.every(image => image.pixels > 0))({SEEN})", 180)
+        browser.wait(
+            f"(seen => seen.length >= 2 && seen.every(image => image.pixels > 0))({SEEN})", 180
+        )
         wide, narrow = browser.run(SEEN)
         assert wide["width"] > 400 and narrow["width"] == 0, "the second one is for phones"
-        assert "Mamba is ahead of" not in browser.run("document.querySelector('.jp-Notebook').innerText").split("The same rows")[0]
+        assert (
+            "Mamba is ahead of"
+            not in browser.run("document.querySelector('.jp-Notebook').innerText").split(
+                "The same rows"
+            )[0]
+        )
         browser.visit(f"{jupyterlab}lab/tree/elements.ipynb", 1200)
-        browser.wait("document.querySelector('.jp-Notebook')?.innerText.includes('Mamba is ahead of diagonal')", 180)
-        assert browser.run("document.querySelectorAll('.jp-OutputArea svg.lk').length") == 0, "JupyterLab no longer removes SVG"
+        browser.wait(
+            "document.querySelector('.jp-Notebook')?.innerText.includes('Mamba is ahead of diagonal')",
+            180,
+        )
+        assert browser.run("document.querySelectorAll('.jp-OutputArea svg.lk').length") == 0, (
+            "JupyterLab no longer removes SVG"
+        )
     finally:
         browser.close()

@@ -1,8 +1,9 @@
 """Random command lines and random calls, with a seed: each works, or refuses in one sentence; none hangs or prints a traceback.
 
-    python -m pytest tests/test_fuzz.py -m slow           # a part, in a minute (make test-all)
-    python -m pytest tests/test_fuzz.py -m release        # 500 command lines and 500 calls, in ten minutes
+python -m pytest tests/test_fuzz.py -m slow           # a part, in a minute (make test-all)
+python -m pytest tests/test_fuzz.py -m release        # 500 command lines and 500 calls, in ten minutes
 """
+
 import os, random, re, resource, select, signal, sys, time
 import traceback
 
@@ -16,21 +17,66 @@ from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import causal_conv1d, longhorn_scan, longhorn_step
 
 PART, ALL, MEMORY = 40, 500, 6 << 30
-NUMBERS = ["0", "1", "2", "3", "-1", "7", "1e3", "2.5", "nan", "inf", "-inf", "1e-400", str(2**31), str(2**63), str(10**30), "abc", "", "True", "None", "0x10"]
-TEXTS = ["", " ", "no/such/file", "/dev/null", ".", "..", "a b", "\u00e4\u200b", "x" * 5000, "--", "hf:", "hf:no/such", "stdlib", "bytes", "gpt2", "longhorn", "mamba"]
+NUMBERS = [
+    "0",
+    "1",
+    "2",
+    "3",
+    "-1",
+    "7",
+    "1e3",
+    "2.5",
+    "nan",
+    "inf",
+    "-inf",
+    "1e-400",
+    str(2**31),
+    str(2**63),
+    str(10**30),
+    "abc",
+    "",
+    "True",
+    "None",
+    "0x10",
+]
+TEXTS = [
+    "",
+    " ",
+    "no/such/file",
+    "/dev/null",
+    ".",
+    "..",
+    "a b",
+    "\u00e4\u200b",
+    "x" * 5000,
+    "--",
+    "hf:",
+    "hf:no/such",
+    "stdlib",
+    "bytes",
+    "gpt2",
+    "longhorn",
+    "mamba",
+]
 
 
-def forked(work, limit): # work() -> exit code; prints to the screen
+def forked(work, limit):  # work() -> exit code; prints to the screen
     "Run in a forked process; return (exit code, or None if it was still running after `limit` seconds; what it printed; seconds)."
     screen, start = os.pipe(), time.monotonic()
     if not (pid := os.fork()):
         code = 99
         try:
             os.setsid()
-            os.dup2(screen[1], 1), os.dup2(screen[1], 2), os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            (
+                os.dup2(screen[1], 1),
+                os.dup2(screen[1], 2),
+                os.dup2(os.open(os.devnull, os.O_RDONLY), 0),
+            )
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            torch.set_num_threads(1) # OpenMP's threads do not survive a fork: a second one would be waited for without end
+            torch.set_num_threads(
+                1
+            )  # OpenMP's threads do not survive a fork: a second one would be waited for without end
             code = work()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
@@ -61,18 +107,51 @@ def place(tmp_path_factory):
     (folder / "text.jsonl").write_text('{"text": "one two three"}\n' * 300)
     torch.manual_seed(0)
     from longhorn_kit.lab.language_training import save_lm
+
     save_lm(SequenceLM(LMConfig(256, 16, 1, "longhorn")), "bytes", folder / "model")
     return folder
 
 
 def base_commands(folder):
-    small = ["--steps", "2", "--batch-size", "2", "--context", "16", "--d-model", "8", "--n-layer", "1", "--cpu"]
+    small = [
+        "--steps",
+        "2",
+        "--batch-size",
+        "2",
+        "--context",
+        "16",
+        "--d-model",
+        "8",
+        "--n-layer",
+        "1",
+        "--cpu",
+    ]
     return [
-        ["train-lm", "--preset", "laptop", "--data", f"{folder}/text.txt", "--out", "{out}", *small],
+        [
+            "train-lm",
+            "--preset",
+            "laptop",
+            "--data",
+            f"{folder}/text.txt",
+            "--out",
+            "{out}",
+            *small,
+        ],
         ["prepare", f"{folder}/text.jsonl", "--cache", "{out}"],
         ["generate", f"{folder}/model", "--tokens", "3"],
         ["export", f"{folder}/model", "{out}"],
-        ["train-vision", "--preset", "digits", "--epochs", "1", "--out", "{out}", "--cpu", "--batch-size", "600"],
+        [
+            "train-vision",
+            "--preset",
+            "digits",
+            "--epochs",
+            "1",
+            "--out",
+            "{out}",
+            "--cpu",
+            "--batch-size",
+            "600",
+        ],
         ["train-lm", "--preset", "owt-120m", "--plan"],
         ["claims", "--out", "{out}"],
     ]
@@ -80,20 +159,28 @@ def base_commands(folder):
 
 FLAGS = {
     "train-lm": "steps batch-size context d-model n-layer gradient-accumulation-steps lr min-lr-ratio warmup weight-decay beta1 beta2 clip ema precision seed "
-                "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer gpus gpu network sharding decay out",
-    "prepare": "tokenizer val fraction text-column workers limit tokens cache", "generate": "prompt tokens temperature top-k top-p seed tokenizer",
-    "export": "tokenizer context", "train-vision": "preset batch-size lr epochs warmup-epochs img-size drop-path smoothing mixup cutmix auto-augment repeats workers seed model data init-from crop-pct",
+    "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer gpus gpu network sharding decay out",
+    "prepare": "tokenizer val fraction text-column workers limit tokens cache",
+    "generate": "prompt tokens temperature top-k top-p seed tokenizer",
+    "export": "tokenizer context",
+    "train-vision": "preset batch-size lr epochs warmup-epochs img-size drop-path smoothing mixup cutmix auto-augment repeats workers seed model data init-from crop-pct",
     "claims": "out json",
 }
 
 
 def command(rng, folder, out):
     "Return a command line with one to three odd flags or words."
-    words = [word.format(out=out) if "{out}" in word else word for word in rng.choice(base_commands(folder))]
+    words = [
+        word.format(out=out) if "{out}" in word else word
+        for word in rng.choice(base_commands(folder))
+    ]
     for _ in range(rng.choice((1, 1, 2, 3))):
         kind = rng.random()
         if kind < 0.8:
-            words += [f"--{rng.choice(FLAGS[words[0]].split())}", rng.choice(rng.choice((NUMBERS, NUMBERS, TEXTS)))]
+            words += [
+                f"--{rng.choice(FLAGS[words[0]].split())}",
+                rng.choice(rng.choice((NUMBERS, NUMBERS, TEXTS))),
+            ]
         elif kind < 0.9 and len(words) > 2:
             words.pop(rng.randrange(1, len(words)))
         else:
@@ -103,48 +190,132 @@ def command(rng, folder, out):
 
 def check_commands(place, tmp_path, seeds):
     bad = []
-    os.chdir(tmp_path) # some commands write into the current folder
+    os.chdir(tmp_path)  # some commands write into the current folder
     for seed in seeds:
         rng = random.Random(seed)
         words = command(rng, place, tmp_path / f"out{seed}")
         os.environ["LONGHORN_CACHE"] = str(tmp_path / "cache")
         code, said, seconds = forked(lambda: cli.main(words), 90)
-        problem = ("hangs" if code is None else "ends by a signal" if code < 0 else "traceback" if "Traceback (most recent" in said
-                   else "slow refusal" if code and seconds > 20 else "fails without a word" if code and not said.strip() else None)
+        problem = (
+            "hangs"
+            if code is None
+            else "ends by a signal"
+            if code < 0
+            else "traceback"
+            if "Traceback (most recent" in said
+            else "slow refusal"
+            if code and seconds > 20
+            else "fails without a word"
+            if code and not said.strip()
+            else None
+        )
         if problem:
-            bad.append(f"seed {seed}: {problem} (code {code}, {seconds:.1f} s): longhorn {' '.join(map(repr, words))[:300]}\n    {said[-600:]}")
+            bad.append(
+                f"seed {seed}: {problem} (code {code}, {seconds:.1f} s): longhorn {' '.join(map(repr, words))[:300]}\n    {said[-600:]}"
+            )
     assert not bad, f"{len(bad)} of {len(seeds)}:\n" + "\n".join(bad)
 
 
-ODD = [None, [], [1.0], "x", 3, 2.5, float("nan"), True, {}, np.zeros(3), torch.zeros(()), torch.zeros(0), torch.zeros(2, 5, 4, dtype=torch.int64),
-       torch.zeros(2, 5, 4, dtype=torch.complex64), torch.zeros(2, 5, 4, dtype=torch.float16), torch.zeros(2, 5, 4, dtype=torch.float64), torch.zeros(2, 5, 4, dtype=torch.bool),
-       torch.zeros(2, 5), torch.zeros(1, 1, 1), torch.zeros(2, 5, 4, device="meta"), torch.zeros(2, 5, 2**20).expand(2, 5, 2**20), -1, 2**40, "exact", "auto"]
+ODD = [
+    None,
+    [],
+    [1.0],
+    "x",
+    3,
+    2.5,
+    float("nan"),
+    True,
+    {},
+    np.zeros(3),
+    torch.zeros(()),
+    torch.zeros(0),
+    torch.zeros(2, 5, 4, dtype=torch.int64),
+    torch.zeros(2, 5, 4, dtype=torch.complex64),
+    torch.zeros(2, 5, 4, dtype=torch.float16),
+    torch.zeros(2, 5, 4, dtype=torch.float64),
+    torch.zeros(2, 5, 4, dtype=torch.bool),
+    torch.zeros(2, 5),
+    torch.zeros(1, 1, 1),
+    torch.zeros(2, 5, 4, device="meta"),
+    torch.zeros(2, 5, 2**20).expand(2, 5, 2**20),
+    -1,
+    2**40,
+    "exact",
+    "auto",
+]
 
 
 def call(rng):
     "Return (name, function without arguments) of a call with one or two odd arguments."
-    T = lambda *shape: torch.randn(*shape, generator=torch.Generator().manual_seed(rng.randrange(9)))
+    T = lambda *shape: torch.randn(
+        *shape, generator=torch.Generator().manual_seed(rng.randrange(9))
+    )
     kind = rng.randrange(7)
     if kind < 3:
-        function, given = [(longhorn_scan, dict(q=T(2, 5, 4), k=T(2, 5, 4), x=T(2, 5, 3), b=T(2, 5, 3), form=rng.choice(("exact", "diagonal")))),
-                           (longhorn_step, dict(q=T(2, 4), k=T(2, 4), x=T(2, 3), b=T(2, 3), state=T(2, 3, 4))),
-                           (causal_conv1d, dict(x=T(2, 5, 3), weight=T(3, 4), bias=T(3)))][kind]
-        more = ("b_bias", "D_skip", "z", "initial_state", "output_final_state", "cu_seqlens", "backend", "checkpoint", "form")
+        function, given = [
+            (
+                longhorn_scan,
+                dict(
+                    q=T(2, 5, 4),
+                    k=T(2, 5, 4),
+                    x=T(2, 5, 3),
+                    b=T(2, 5, 3),
+                    form=rng.choice(("exact", "diagonal")),
+                ),
+            ),
+            (longhorn_step, dict(q=T(2, 4), k=T(2, 4), x=T(2, 3), b=T(2, 3), state=T(2, 3, 4))),
+            (causal_conv1d, dict(x=T(2, 5, 3), weight=T(3, 4), bias=T(3))),
+        ][kind]
+        more = (
+            "b_bias",
+            "D_skip",
+            "z",
+            "initial_state",
+            "output_final_state",
+            "cu_seqlens",
+            "backend",
+            "checkpoint",
+            "form",
+        )
         for _ in range(rng.choice((1, 1, 2))):
             given[rng.choice([*given] + [name for name in more if kind == 0])] = rng.choice(ODD)
-        return f"{function.__name__}({ {n: describe(v) for n, v in given.items()} })", lambda: function(**given)
+        return (
+            f"{function.__name__}({ {n: describe(v) for n, v in given.items()} })",
+            lambda: function(**given),
+        )
     if kind < 5:
         mixer, given = rng.choice(sorted(MIXERS)), rng.choice(ODD)
         return f"{mixer}(16)({describe(given)})", lambda: build_mixer(mixer, 16)(given)
     if kind == 5:
-        name, value = rng.choice(("vocab_size", "d_model", "n_layer", "mixer", "d_mlp", "dropout", "tie_embeddings", "mixer_options", "norm_eps")), rng.choice(ODD)
-        return f"LMConfig({name}={describe(value)})", lambda: SequenceLM(LMConfig(**dict(vocab_size=9, d_model=8, n_layer=1) | {name: value}))
+        name, value = (
+            rng.choice(
+                (
+                    "vocab_size",
+                    "d_model",
+                    "n_layer",
+                    "mixer",
+                    "d_mlp",
+                    "dropout",
+                    "tie_embeddings",
+                    "mixer_options",
+                    "norm_eps",
+                )
+            ),
+            rng.choice(ODD),
+        )
+        return f"LMConfig({name}={describe(value)})", lambda: SequenceLM(
+            LMConfig(**dict(vocab_size=9, d_model=8, n_layer=1) | {name: value})
+        )
     given = rng.choice(ODD)
     return f"SequenceLM(...)({describe(given)})", lambda: SequenceLM(LMConfig(9, 8, 1))(given)
 
 
 def describe(value):
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)[:60]
+    return (
+        f"{value.dtype} {tuple(value.shape)}"
+        if isinstance(value, torch.Tensor)
+        else repr(value)[:60]
+    )
 
 
 def tried(name, function):
@@ -153,7 +324,13 @@ def tried(name, function):
         function()
     except (ValueError, TypeError, NotImplementedError) as error:
         said = str(error)
-        if "\n" in said.strip() or not said.strip() or re.search(r"linear\(\)|addmm|NoneType.* has|has no attribute|expected scalar type|mat1", said):
+        if (
+            "\n" in said.strip()
+            or not said.strip()
+            or re.search(
+                r"linear\(\)|addmm|NoneType.* has|has no attribute|expected scalar type|mat1", said
+            )
+        ):
             print(f"{name}: {type(error).__name__}: {said[:300]}")
             return 3
     return 0
@@ -165,7 +342,9 @@ def check_calls(seeds):
         name, function = call(random.Random(seed))
         code, said, seconds = forked(lambda: tried(name, function), 20)
         if code != 0 or seconds > 5:
-            bad.append(f"seed {seed}: code {code}, {seconds:.1f} s, {name[:200]}\n    {said.strip()[-300:]}")
+            bad.append(
+                f"seed {seed}: code {code}, {seconds:.1f} s, {name[:200]}\n    {said.strip()[-300:]}"
+            )
     assert not bad, f"{len(bad)} of {len(seeds)}:\n" + "\n".join(bad)
 
 

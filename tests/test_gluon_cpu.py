@@ -1,4 +1,5 @@
 """The fast kernels' own source on a CPU: outputs and gradients against float64, and what the interpreter of Gluon finds."""
+
 from functools import partial
 
 import pytest
@@ -7,7 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_portable_backward
+from longhorn_kit.scan import (
+    triton_diagonal,
+    triton_exact,
+    triton_exact_backward,
+    triton_portable_backward,
+)
 from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
 from longhorn_kit.scan.triton_selective import selective_plan
 from scan_cases import inputs, off, oracle
@@ -17,13 +23,43 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
-def collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
+def collect(
+    p,
+    q,
+    k,
+    x,
+    b,
+    z,
+    bias,
+    skip,
+    A,
+    dx,
+    db,
+    dz,
+    dtok,
+    dbias,
+    dskip,
+    dA,
+    dinitial,
+    scalar,
+    drate=None,
+):
     "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
     dk, dq, *dA_t = dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N].unbind(2)
     if drate is not None:
         dk = 2 * (dk - k.float() * drate.sum(0).view(*k.shape[:2], 1))
     dA = None if A is None else dA_t[0] if dA_t else dA.sum(0)[..., : p.N]
-    return dq, dk, dx, db.sum(-1, keepdim=True) if scalar else db, dbias.sum(0), dskip.sum(0), dz, dA, dinitial
+    return (
+        dq,
+        dk,
+        dx,
+        db.sum(-1, keepdim=True) if scalar else db,
+        dbias.sum(0),
+        dskip.sum(0),
+        dz,
+        dA,
+        dinitial,
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -38,39 +74,91 @@ def test_sums_over_programs(form):
     B, T, D, N, slots = 2, 5, 6, 3, 70
     p = kernels(form)[0](B, T, D, N)
     new = torch.randn
-    a = dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), z=None, bias=new(D).double(), skip=new(D),
-             A=dict(s6=new(D, N), s6_time_varying=new(B, T, N)).get(form))
-    parts = dict(dx=new(B, T, D), db=new(B, T, D), dz=None, dtok=new(11, B * T, p.width * p.NP), dbias=new(slots, D), dskip=new(slots, D),
-                 dA=new(slots, D, p.NP) if form == "s6" else None, dinitial=None)
+    a = dict(
+        q=new(B, T, N),
+        k=new(B, T, N),
+        x=new(B, T, D),
+        b=new(B, T, D),
+        z=None,
+        bias=new(D).double(),
+        skip=new(D),
+        A=dict(s6=new(D, N), s6_time_varying=new(B, T, N)).get(form),
+    )
+    parts = dict(
+        dx=new(B, T, D),
+        db=new(B, T, D),
+        dz=None,
+        dtok=new(11, B * T, p.width * p.NP),
+        dbias=new(slots, D),
+        dskip=new(slots, D),
+        dA=new(slots, D, p.NP) if form == "s6" else None,
+        dinitial=None,
+    )
     assert p.NP > N
     options = dict(scalar=False, drate=new(11, B * T) if form == "diagonal" else None)
-    got, want = (sums(p, *a.values(), *parts.values(), **options) for sums in (triton_portable_backward._collect, collect))
+    got, want = (
+        sums(p, *a.values(), *parts.values(), **options)
+        for sums in (triton_portable_backward._collect, collect)
+    )
     assert got[4].dtype == torch.float64 and all(t is None or t.is_contiguous() for t in got)
-    torch.testing.assert_close([t.float() for t in got if t is not None], [t for t in want if t is not None])
+    torch.testing.assert_close(
+        [t.float() for t in got if t is not None], [t for t in want if t is not None]
+    )
 
 
 def kernels(form):
     "Plan, forward and backward."
     if form in ("s6", "s6_given", "s6_time_varying", "decoupled"):
-        return partial(selective_plan, form), triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
+        return (
+            partial(selective_plan, form),
+            triton_diagonal.diagonal_forward,
+            triton_diagonal.diagonal_backward,
+        )
     if form == "exact":
-        return triton_exact.exact_plan, triton_exact.exact_forward, triton_exact_backward.exact_backward
-    return triton_diagonal.diagonal_plan, triton_diagonal.diagonal_forward, triton_diagonal.diagonal_backward
+        return (
+            triton_exact.exact_plan,
+            triton_exact.exact_forward,
+            triton_exact_backward.exact_backward,
+        )
+    return (
+        triton_diagonal.diagonal_plan,
+        triton_diagonal.diagonal_forward,
+        triton_diagonal.diagonal_backward,
+    )
 
 
 def scanned(form, a, dout, dfinal, bounds=None, **plan):
     "Output, final state and gradients."
     make, forward, backward = kernels(form)
-    sizes, given, rest = (*a["x"].shape, a["q"].shape[2]), [a[name] for name in ARGUMENTS[:7]], {} if a["A"] is None else dict(A=a["A"])
-    n, cu = (None, None) if bounds is None else (len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32))
+    sizes, given, rest = (
+        (*a["x"].shape, a["q"].shape[2]),
+        [a[name] for name in ARGUMENTS[:7]],
+        {} if a["A"] is None else dict(A=a["A"]),
+    )
+    n, cu = (
+        (None, None)
+        if bounds is None
+        else (len(bounds) - 1, torch.tensor(bounds, dtype=torch.int32))
+    )
     with gluon_on_cpu():
         out, final, kept = forward(make(*sizes, n, **plan), *given, a["initial_state"], cu, **rest)
-        grads = backward(make(*sizes, n, "backward", **plan), dout, dfinal, kept, *given, cu, **rest)
+        grads = backward(
+            make(*sizes, n, "backward", **plan), dout, dfinal, kept, *given, cu, **rest
+        )
     return out, final, dict(zip(ARGUMENTS, grads))
 
 
 def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
-    made = inputs(B, T, D, N, form, dtype=dtype, scalar=scalar, sequences=None if bounds is None else len(bounds) - 1)
+    made = inputs(
+        B,
+        T,
+        D,
+        N,
+        form,
+        dtype=dtype,
+        scalar=scalar,
+        sequences=None if bounds is None else len(bounds) - 1,
+    )
     return off(scanned(form, *made, bounds, **plan), oracle(*made, form, bounds))
 
 
@@ -78,49 +166,103 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
 LENGTHS = [0, 0, 1, 8, 16, 25, 40, 56, 73, 97, 128, 160, 193]
 # every form, every width of the state, segments, packed sequences, widths that are no multiple of a block
 COVERING = [
-    ("exact", dict(B=1, T=37, D=40, N=16)), ("exact", dict(B=1, T=37, D=40, N=64)),
-    ("exact", dict(B=1, T=20, D=40, N=128)), ("exact", dict(B=2, T=3, D=1, N=1)),
+    ("exact", dict(B=1, T=37, D=40, N=16)),
+    ("exact", dict(B=1, T=37, D=40, N=64)),
+    ("exact", dict(B=1, T=20, D=40, N=128)),
+    ("exact", dict(B=2, T=3, D=1, N=1)),
     ("exact", dict(B=1, T=45, D=67, N=5, bounds=[0, 1, 16, 45], few=False)),
     ("diagonal", dict(B=1, T=21, D=136, N=16, wide=True)),
-    ("diagonal", dict(B=2, T=37, D=33, N=16)), ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32)),
-    ("diagonal", dict(B=1, T=40, D=8, N=128, dtype=FP32)), ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
-    ("diagonal", dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("diagonal", dict(B=2, T=37, D=33, N=16)),
+    ("diagonal", dict(B=1, T=21, D=33, N=64, dtype=FP32)),
+    ("diagonal", dict(B=1, T=40, D=8, N=128, dtype=FP32)),
+    ("diagonal", dict(B=2, T=3, D=1, N=1, dtype=FP32)),
+    (
+        "diagonal",
+        dict(B=1, T=61, D=67, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]),
+    ),
     ("s6", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
     ("s6_given", dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True)),
     ("s6_time_varying", dict(B=1, T=21, D=33, N=16)),
-    ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16))]
+    ("decoupled", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)),
+]
 REST = [
-    ("exact", dict(B=2, T=16, D=24, N=5)), ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])),
-    ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)), ("s6_given", dict(B=1, T=21, D=33, N=16)), ("decoupled", dict(B=1, T=21, D=33, N=16)),
-    ("exact", dict(B=1, T=20, D=72, N=16, few=False)), ("exact", dict(B=2, T=37, D=33, N=16)), ("exact", dict(B=1, T=20, D=7, N=64)),
-    ("diagonal", dict(B=1, T=37, D=40, N=16)), ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)),
+    ("exact", dict(B=2, T=16, D=24, N=5)),
+    ("exact", dict(B=1, T=61, D=40, N=16, bounds=[0, 1, 16, 32, 32, 61])),
+    ("diagonal", dict(B=2, T=37, D=36, N=5, dtype=FP32)),
+    ("s6_given", dict(B=1, T=21, D=33, N=16)),
+    ("decoupled", dict(B=1, T=21, D=33, N=16)),
+    ("exact", dict(B=1, T=20, D=72, N=16, few=False)),
+    ("exact", dict(B=2, T=37, D=33, N=16)),
+    ("exact", dict(B=1, T=20, D=7, N=64)),
+    ("diagonal", dict(B=1, T=37, D=40, N=16)),
+    ("diagonal", dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16)),
     ("diagonal", dict(B=1, T=21, D=40, N=64, dtype=FP32)),
-    ("diagonal", dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61])),
+    (
+        "diagonal",
+        dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]),
+    ),
     ("diagonal", dict(B=1, T=193, D=8, N=16, dtype=FP32, bounds=LENGTHS)),
-    ("diagonal", dict(B=1, T=193, D=8, N=64, dtype=FP32, segment=32, bounds=LENGTHS)), ("diagonal", dict(B=1, T=40, D=32, N=16)),
-    ("diagonal", dict(B=2, T=64, D=32, N=64, dtype=FP32)), ("diagonal", dict(B=1, T=96, D=32, N=64, segment=32))]
-REST += [(form, dict(B=1, T=193, D=8, N=N, dtype=FP32, bounds=LENGTHS)) for form in ("s6", "s6_time_varying", "decoupled") for N in (5, 40)]
+    ("diagonal", dict(B=1, T=193, D=8, N=64, dtype=FP32, segment=32, bounds=LENGTHS)),
+    ("diagonal", dict(B=1, T=40, D=32, N=16)),
+    ("diagonal", dict(B=2, T=64, D=32, N=64, dtype=FP32)),
+    ("diagonal", dict(B=1, T=96, D=32, N=64, segment=32)),
+]
+REST += [
+    (form, dict(B=1, T=193, D=8, N=N, dtype=FP32, bounds=LENGTHS))
+    for form in ("s6", "s6_time_varying", "decoupled")
+    for N in (5, 40)
+]
 # widths that are no multiple of a block: what two blocks have in common counts once, wherever it starts in its vector of copies
-REST += [("exact", dict(B=2, T=33, N=16, few=False) | case) for case in (
-    dict(D=40), dict(D=44), dict(D=47), dict(D=33), dict(D=72, N=64), dict(D=44, N=32, scalar=True),
-    dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]), dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]))]
-REST += [(form, case) for form in ("s6", "s6_given", "s6_time_varying", "decoupled") for case in (
-    dict(B=1, T=37, D=40, N=16), dict(B=2, T=37, D=36, N=5, dtype=FP32), dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
-    dict(B=1, T=21, D=40, N=64, dtype=FP32), dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
-    dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]), dict(B=2, T=37, D=33, N=16))
-    if (form, case) not in COVERING]
+REST += [
+    ("exact", dict(B=2, T=33, N=16, few=False) | case)
+    for case in (
+        dict(D=40),
+        dict(D=44),
+        dict(D=47),
+        dict(D=33),
+        dict(D=72, N=64),
+        dict(D=44, N=32, scalar=True),
+        dict(B=1, D=47, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]),
+        dict(B=1, D=72, T=97, bounds=[0, 0, 1, 16, 32, 49, 49, 97]),
+    )
+]
+REST += [
+    (form, case)
+    for form in ("s6", "s6_given", "s6_time_varying", "decoupled")
+    for case in (
+        dict(B=1, T=37, D=40, N=16),
+        dict(B=2, T=37, D=36, N=5, dtype=FP32),
+        dict(B=2, T=48, D=40, N=16, dtype=FP32, segment=16),
+        dict(B=1, T=21, D=40, N=64, dtype=FP32),
+        dict(B=1, T=19, D=34, N=32, dtype=FP32, scalar=True),
+        dict(B=1, T=61, D=40, N=16, dtype=FP32, segment=16, bounds=[0, 1, 16, 32, 32, 61]),
+        dict(B=2, T=37, D=33, N=16),
+    )
+    if (form, case) not in COVERING
+]
 
 
 def named(form, case):
     return f"{form} {case}"
 
 
-@pytest.mark.parametrize("form, case", [*(pytest.param(*both, id=named(*both)) for both in COVERING),
-                                        *(slow_case(*both, id=named(*both)) for both in REST)])
+@pytest.mark.parametrize(
+    "form, case",
+    [
+        *(pytest.param(*both, id=named(*both)) for both in COVERING),
+        *(slow_case(*both, id=named(*both)) for both in REST),
+    ],
+)
 def test_fast_kernels_are_right(form, case):
     found = errors(form, **case)
-    rounded = {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()      # stored in bfloat16
-    bad = {name: e for name, e in found.items() if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)}
+    rounded = (
+        {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()
+    )  # stored in bfloat16
+    bad = {
+        name: e
+        for name, e in found.items()
+        if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)
+    }
     assert not bad
 
 
@@ -135,34 +277,56 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     assert not any(grads[name][0, :, other].isnan().any() for name in "xbz")
 
 
-def exact_gradients(D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False):
+def exact_gradients(
+    D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False
+):
     "Of exact sequences of such lengths, packed or each alone; of D channels only some are given to the kernels."
     gen = torch.Generator().manual_seed(0)
     new = lambda *s, like=BF16: torch.randn(*s, generator=gen).to(like)
     T, n, bounds = sum(lengths), len(lengths), torch.tensor([0, *lengths]).cumsum(0).tolist()
-    a = dict(q=new(1, T, 16), k=new(1, T, 16) / 2) | {name: new(1, T, D) for name in ("x", "b", "z", "dout")}
+    a = dict(q=new(1, T, 16), k=new(1, T, 16) / 2) | {
+        name: new(1, T, D) for name in ("x", "b", "z", "dout")
+    }
     a |= dict(b_bias=new(D, like=FP32), D_skip=new(D, like=FP32))
-    a |= {name: new(n, D, 16, like=FP32).mT for name in ("initial_state", "dfinal")}       # channels last
+    a |= {
+        name: new(n, D, 16, like=FP32).mT for name in ("initial_state", "dfinal")
+    }  # channels last
     changed(a)
     a = {name: t if name in "qk" else t[..., channels].contiguous() for name, t in a.items()}
 
     def run(tokens, which, bounds=None):
-        t = {name: v if name in ("b_bias", "D_skip") else v[which].mT if name in ("initial_state", "dfinal") else v[:, tokens]
-             for name, v in a.items()}
+        t = {
+            name: v
+            if name in ("b_bias", "D_skip")
+            else v[which].mT
+            if name in ("initial_state", "dfinal")
+            else v[:, tokens]
+            for name, v in a.items()
+        }
         return scanned("exact", t | {"A": None}, t["dout"], t["dfinal"], bounds, few=few)[2]
 
     if packed:
         return run(slice(None), slice(None), bounds)
-    return [run(slice(*ends), slice(i, i + 1)) for i, ends in enumerate(zip(bounds, bounds[1:])) if ends[0] < ends[1]]
+    return [
+        run(slice(*ends), slice(i, i + 1))
+        for i, ends in enumerate(zip(bounds, bounds[1:]))
+        if ends[0] < ends[1]
+    ]
 
 
 @pytest.mark.parametrize("D", (slow_case(40), slow_case(47)))
 def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
     lengths = [0, 1, 15, 16, 17, 0, 48, 33]
-    packed, alone, some = exact_gradients(D, lengths, packed=True), exact_gradients(D, lengths), torch.tensor(lengths) > 0
+    packed, alone, some = (
+        exact_gradients(D, lengths, packed=True),
+        exact_gradients(D, lengths),
+        torch.tensor(lengths) > 0,
+    )
     for name in ("q", "k", "x", "b", "z"):
         assert torch.equal(packed[name], torch.cat([one[name] for one in alone], 1)), name
-    assert torch.equal(packed["initial_state"][some], torch.cat([one["initial_state"] for one in alone]))
+    assert torch.equal(
+        packed["initial_state"][some], torch.cat([one["initial_state"] for one in alone])
+    )
     for name in ("b_bias", "D_skip"):
         right = torch.zeros(len(lengths), D)
         right[some] = torch.stack([one[name] for one in alone])
@@ -173,27 +337,46 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
 def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
     "Of the whole width the last block writes last; of the first 32 channels no block starts early."
     (whole,), (part,) = exact_gradients(D, [37], few), exact_gradients(D, [37], few, slice(32))
-    assert all(torch.equal(whole[name][..., :32], part[name]) for name in ("x", "b", "z", "b_bias", "D_skip"))
+    assert all(
+        torch.equal(whole[name][..., :32], part[name])
+        for name in ("x", "b", "z", "b_bias", "D_skip")
+    )
     assert torch.equal(whole["initial_state"][:, :32], part["initial_state"])
 
 
 @pytest.mark.parametrize("D", (slow_case(40), 47))
-@pytest.mark.parametrize("name, value", (("x", float("nan")), slow_case("dout", float("inf")), slow_case("initial_state", float("nan"))))
+@pytest.mark.parametrize(
+    "name, value",
+    (
+        ("x", float("nan")),
+        slow_case("dout", float("inf")),
+        slow_case("initial_state", float("nan")),
+    ),
+)
 def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, name, value):
     "As in a width of whole blocks whose further channels are zeros."
+
     def changed(a):
         for t in a.values():
             t[..., D:] = 0
         a[name][0, 5, 20] = value
-    (ragged,), (whole,) = exact_gradients(64, [37], channels=slice(D), changed=changed), exact_gradients(64, [37], changed=changed)
+
+    (ragged,), (whole,) = (
+        exact_gradients(64, [37], channels=slice(D), changed=changed),
+        exact_gradients(64, [37], changed=changed),
+    )
     for n in ARGUMENTS[:7]:
         right = whole[n] if n in "qk" else whole[n][..., :D]
-        torch.testing.assert_close(ragged[n].float(), right.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
+        torch.testing.assert_close(
+            ragged[n].float(), right.float(), rtol=1e-4, atol=1e-4, equal_nan=True
+        )
     assert ragged["q"].isnan().any()
 
 
 @gluon.jit
-def _copy_kernel(x_ptr, out_ptr, size, BLOCK: gl.constexpr, PENDING: gl.constexpr, MASK: gl.constexpr):
+def _copy_kernel(
+    x_ptr, out_ptr, size, BLOCK: gl.constexpr, PENDING: gl.constexpr, MASK: gl.constexpr
+):
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     i = gl.program_id(0) * BLOCK + gl.arange(0, BLOCK, LANES)
     shared = gl.allocate_shared_memory(gl.float32, [BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -214,9 +397,17 @@ def _unknown_kernel(x_ptr):
 @gluon.jit
 def _two_layouts_kernel(x_ptr, out_ptr, STORED: gl.constexpr, READ: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 1], [1, 0])
-    i = gl.arange(0, 2, gl.SliceLayout(1, LANES))[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
-    shared = gl.allocate_shared_memory(gl.float32, [2, 4], gl.SharedLinearLayout(STORED), gl.load(x_ptr + i))
-    gl.store(out_ptr + i, shared._reinterpret(gl.float32, [2, 4], gl.SharedLinearLayout(READ)).load(LANES))
+    i = (
+        gl.arange(0, 2, gl.SliceLayout(1, LANES))[:, None] * 4
+        + gl.arange(0, 4, gl.SliceLayout(0, LANES))[None, :]
+    )
+    shared = gl.allocate_shared_memory(
+        gl.float32, [2, 4], gl.SharedLinearLayout(STORED), gl.load(x_ptr + i)
+    )
+    gl.store(
+        out_ptr + i,
+        shared._reinterpret(gl.float32, [2, 4], gl.SharedLinearLayout(READ)).load(LANES),
+    )
 
 
 def copied(pending=0, mask=True):
@@ -238,9 +429,12 @@ def test_what_is_stored_in_one_layout_and_read_in_another_changes_places():
         with gluon_on_cpu():
             _two_layouts_kernel[(1,)](x, out, stored, then, num_warps=1)
         return out.tolist()
+
     plain, up = [[0, 1], [0, 2], [1, 0]], [[0, 1], [0, 2], [1, 3]]
     assert read(plain, plain) == read(up, up) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4] and read(plain, [[1, 0], [0, 1], [0, 2]]) == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4] and read(
+        plain, [[1, 0], [0, 1], [0, 2]]
+    ) == [0, 2, 4, 6, 1, 3, 5, 7]
     with pytest.raises(ValueError, match="a separate place"):
         read(plain, [[0, 1], [0, 2], [0, 3]])
 
@@ -263,7 +457,9 @@ def test_later_steps_change_no_output(form, N):
     "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
     a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]
     make, forward, _ = kernels(form)
-    run = lambda a, **options: forward(make(1, 37, 40, N), *(a[name] for name in ARGUMENTS[:7]), None, None, **options)
+    run = lambda a, **options: forward(
+        make(1, 37, 40, N), *(a[name] for name in ARGUMENTS[:7]), None, None, **options
+    )
     with gluon_on_cpu():
         want, final, _ = run(a)
         for content in (float("nan"), float("inf"), 4e18):

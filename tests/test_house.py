@@ -1,4 +1,5 @@
 """The project keeps its shape: imports, one place per mechanism, pages, wording."""
+
 import ast, io, json, re, textwrap, tokenize
 from functools import cache
 from pathlib import Path
@@ -7,14 +8,22 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
-FLOORS = ["ground", "theory", "scan", "models", "lab", "top"] # a module imports its own floor or a lower one
-WORDING = 20 # sentences with an odd phrase
+FLOORS = [
+    "ground",
+    "theory",
+    "scan",
+    "models",
+    "lab",
+    "top",
+]  # a module imports its own floor or a lower one
+WORDING = 20  # sentences with an odd phrase
 NOUN = "byte|token|second|seed|width|channel|head|step|size|layer|model|row|task|page|claim|chunk|parameter|epoch|file|job|cell|line|image|element"
-ODD = re.compile( # write: per; separate; starts; resumes; prints, raises; if missing; unused; and start a docstring with a verb
+ODD = re.compile(  # write: per; separate; starts; resumes; prints, raises; if missing; unused; and start a docstring with a verb
     rf"\b(?:bit|byte|token|dot|panel|row|line|number|time|step|second|point|image|curve)s? an? (?:{NOUN})\b|\bof (?:its|their) own\b"
     r"|\b(?:begins?|begun)\b|\bgo(?:es)? on (?:where|with|from)\b|\b(?:is|are|was) (?:said|told)\b|\bsays? so\b"
-    r"|\b(?:nobody|somebody|anyone)\b|\bin one line\b|\b(?:where|if|when) there (?:is|are) none\b|^\W*What\b(?!.*\?)|^\W*Inside,")
-ONE_PLACE = { # mechanism -> pattern
+    r"|\b(?:nobody|somebody|anyone)\b|\bin one line\b|\b(?:where|if|when) there (?:is|are) none\b|^\W*What\b(?!.*\?)|^\W*Inside,"
+)
+ONE_PLACE = {  # mechanism -> pattern
     "file lock": r"\bflock\(|\bFileLock\(|\bO_EXCL\b",
     "process start": r"\bProcess\(|\bPopen\(|\bspawn\(|\bProcessPoolExecutor\(|\bLocalExecutor\(",
     "CUDA graph capture": r"\bCUDAGraph\(|\bcuda\.graph\(",
@@ -26,12 +35,19 @@ def guide_examples():
     "Return the modules that CONTRIBUTING.md shows, as a reader who copies them would export them: name -> source."
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     examples = {}
-    for heading, name in (("Add a mixer", "models/decay"), ("Add an experiment with its claim", "lab/parity")):
+    for heading, name in (
+        ("Add a mixer", "models/decay"),
+        ("Add an experiment with its claim", "lab/parity"),
+    ):
         section = guide.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         blocks = re.findall(r"```python\n(.*?)```", section, re.S)
         source = "\n".join(textwrap.dedent(block) for block in blocks)
         tree = ast.parse(source)
-        public = [node.name for node in tree.body if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"]
+        public = [
+            node.name
+            for node in tree.body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"
+        ]
         examples[name] = f"__all__ = {public}\n{source}"
     return examples
 
@@ -40,7 +56,10 @@ def guide_examples():
 def modules():
     "Return the source of every module of the package, and of those that the guide for contributors shows."
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_modidx.py"]
-    package = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    package = {
+        path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
+        for path in paths
+    }
     return package | guide_examples()
 
 
@@ -53,7 +72,11 @@ def floor(name):
 @cache
 def imports():
     "Return for each module the modules of the package that it imports, or names in a string."
-    dotted = {"longhorn_kit." + name.replace("/", "."): name for name in modules() if not name.endswith("__init__")}
+    dotted = {
+        "longhorn_kit." + name.replace("/", "."): name
+        for name in modules()
+        if not name.endswith("__init__")
+    }
     graph = {}
     for name, text in modules().items():
         package, found = ("longhorn_kit/" + name).split("/")[:-1], set()
@@ -61,9 +84,22 @@ def imports():
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
-                base = ".".join([*package[:len(package) - node.level + 1], *([node.module] if node.module else [])]) if node.level else node.module
+                base = (
+                    ".".join(
+                        [
+                            *package[: len(package) - node.level + 1],
+                            *([node.module] if node.module else []),
+                        ]
+                    )
+                    if node.level
+                    else node.module
+                )
                 found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("longhorn_kit."):
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and node.value.startswith("longhorn_kit.")
+            ):
                 found.add(node.value)
         if not name.endswith("__init__"):
             graph[name] = {dotted[word] for word in found if word in dotted} - {name}
@@ -71,8 +107,13 @@ def imports():
 
 
 def test_no_line_is_over_120_columns():
-    written = lambda text: [line for line in text.splitlines() if not line.startswith("__all__ = ")] # nbdev wraps that one
-    wide = {name: [line for line in written(text) if len(line) > 120] for name, text in modules().items()}
+    written = lambda text: [
+        line for line in text.splitlines() if not line.startswith("__all__ = ")
+    ]  # nbdev wraps that one
+    wide = {
+        name: [line for line in written(text) if len(line) > 120]
+        for name, text in modules().items()
+    }
     assert not {name: found for name, found in wide.items() if found}
 
 
@@ -80,7 +121,9 @@ def test_imports_go_one_way_and_in_no_circle():
     rank = {name: FLOORS.index(floor(name)) for name in imports()}
     assert [(a, b) for a, found in imports().items() for b in found if rank[b] > rank[a]] == []
     left = {name: set(found) for name, found in imports().items()}
-    while free := [name for name, found in left.items() if not found & left.keys()]: # modules that import nothing from the rest
+    while free := [
+        name for name, found in left.items() if not found & left.keys()
+    ]:  # modules that import nothing from the rest
         for name in free:
             del left[name]
     assert left == {}
@@ -88,7 +131,10 @@ def test_imports_go_one_way_and_in_no_circle():
 
 @pytest.mark.parametrize("mechanism", ONE_PLACE)
 def test_a_mechanism_stands_in_one_place(mechanism):
-    assert len([name for name, text in modules().items() if re.search(ONE_PLACE[mechanism], text)]) <= 1
+    assert (
+        len([name for name, text in modules().items() if re.search(ONE_PLACE[mechanism], text)])
+        <= 1
+    )
 
 
 def without_types(function, bound):
@@ -96,31 +142,50 @@ def without_types(function, bound):
     if any("jit" in ast.unparse(decorator) for decorator in function.decorator_list):
         return []
     args = function.args
-    named = [*args.posonlyargs, *args.args, *args.kwonlyargs][bound:] + [arg for arg in (args.vararg, args.kwarg) if arg]
+    named = [*args.posonlyargs, *args.args, *args.kwonlyargs][bound:] + [
+        arg for arg in (args.vararg, args.kwarg) if arg
+    ]
     lacking = [arg.arg for arg in named if arg.annotation is None]
-    typed = function.returns is not None or (function.name == "__init__" and named) # as for mypy
+    typed = function.returns is not None or (function.name == "__init__" and named)  # as for mypy
     return lacking + ["return"] * (not typed)
 
 
-@pytest.mark.parametrize("name", [name for name in modules() if name != "scan/gluon_cpu"]) # it has the signatures of Gluon
+@pytest.mark.parametrize(
+    "name", [name for name in modules() if name != "scan/gluon_cpu"]
+)  # it has the signatures of Gluon
 def test_public_functions_are_annotated(name):
     body, lacking = ast.parse(modules()[name]).body, {}
-    public = {name for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
-              for name in ast.literal_eval(node.value)}
+    public = {
+        name
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
     for node in (node for node in body if getattr(node, "name", None) in public):
         for function in [node] if isinstance(node, ast.FunctionDef) else node.body:
-            if isinstance(function, ast.FunctionDef) and (function.name == "__init__" or not function.name.startswith("_")):
-                bound = function is not node and "staticmethod" not in map(ast.unparse, function.decorator_list)
+            if isinstance(function, ast.FunctionDef) and (
+                function.name == "__init__" or not function.name.startswith("_")
+            ):
+                bound = function is not node and "staticmethod" not in map(
+                    ast.unparse, function.decorator_list
+                )
                 lacking[f"{node.name}.{function.name}"] = without_types(function, bound)
     assert {function: names for function, names in lacking.items() if names} == {}
 
 
 @cache
 def cells(path):
-    return [(cell["cell_type"], "".join(cell["source"])) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]]
+    return [
+        (cell["cell_type"], "".join(cell["source"]))
+        for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]
+    ]
 
 
-PAGES = [path for path in sorted((ROOT / "nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in path.parts]
+PAGES = [
+    path
+    for path in sorted((ROOT / "nbs").rglob("*.ipynb"))
+    if ".ipynb_checkpoints" not in path.parts
+]
 
 
 def is_exported(source):
@@ -142,7 +207,9 @@ def test_no_output_holds_an_svg_element_that_an_untrusted_notebook_loses(path):
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         for output in cell.get("outputs", []):
             html = "".join(output.get("data", {}).get("text/html", ""))
-            assert "<svg" not in html and "<style" not in html, f"show it as an <img>, see `lab.forest.image`:\n{''.join(cell['source'])[:200]}"
+            assert "<svg" not in html and "<style" not in html, (
+                f"show it as an <img>, see `lab.forest.image`:\n{''.join(cell['source'])[:200]}"
+            )
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
@@ -150,27 +217,55 @@ def test_a_folded_solution_begins_with_a_line_that_gives_nothing_away(path):
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if "solution" in cell["metadata"].get("tags", ()):
             first = "".join(cell["source"]).partition("\n")[0]
-            assert first == "# solution", f"JupyterLab shows the first line of a folded cell: {first}"
+            assert first == "# solution", (
+                f"JupyterLab shows the first line of a folded cell: {first}"
+            )
 
 
 def prose(path):
     "Markdown without code and formulas, and the comments, docstrings and messages of four words or more, of a file."
     text = path.read_text(encoding="utf-8")
-    strip = lambda part: re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$|`[^`\n]+`|<!--.*?-->", " ", part, flags=re.S)
-    for kind, source in cells(path) if path.suffix == ".ipynb" else [("markdown" if path.suffix == ".md" else "code", text)]:
+    strip = lambda part: re.sub(
+        r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$|`[^`\n]+`|<!--.*?-->", " ", part, flags=re.S
+    )
+    for kind, source in (
+        cells(path)
+        if path.suffix == ".ipynb"
+        else [("markdown" if path.suffix == ".md" else "code", text)]
+    ):
         if kind == "markdown":
             yield from strip(source).splitlines()
             continue
-        source, strings = re.sub(r"^[%!].*$", "", source, flags=re.M), {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+        source, strings = (
+            re.sub(r"^[%!].*$", "", source, flags=re.M),
+            {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)},
+        )
         try:
-            yield from (token.string.lstrip("#frbu\"' ") for token in tokenize.generate_tokens(io.StringIO(source).readline)
-                        if token.type in strings and (token.type == tokenize.COMMENT or token.string.count(" ") >= 3))
-        except (tokenize.TokenError, SyntaxError): # a stub or a shell command
+            yield from (
+                token.string.lstrip("#frbu\"' ")
+                for token in tokenize.generate_tokens(io.StringIO(source).readline)
+                if token.type in strings
+                and (token.type == tokenize.COMMENT or token.string.count(" ") >= 3)
+            )
+        except (tokenize.TokenError, SyntaxError):  # a stub or a shell command
             continue
 
 
 def test_wording():
-    files = [*PAGES, *ROOT.glob("*.md"), *ROOT.glob("tests/*.py"), *ROOT.glob("kernels/*.py"), *ROOT.glob("docs/*.py"), ROOT / "kernels/README.md"]
-    found = [(path.name, line) for path in files if path.name != "test_house.py" for line in prose(path) if ODD.search(line)]
+    files = [
+        *PAGES,
+        *ROOT.glob("*.md"),
+        *ROOT.glob("tests/*.py"),
+        *ROOT.glob("kernels/*.py"),
+        *ROOT.glob("docs/*.py"),
+        ROOT / "kernels/README.md",
+    ]
+    found = [
+        (path.name, line)
+        for path in files
+        if path.name != "test_house.py"
+        for line in prose(path)
+        if ODD.search(line)
+    ]
     assert len(found) <= WORDING, found[:20]
     assert [line for name, line in found if name in ("README.md", "index.ipynb")] == []

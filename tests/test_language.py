@@ -1,4 +1,5 @@
 """Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
+
 import json, lzma, math, os, re, shutil, signal, sys
 from collections import Counter
 from itertools import product
@@ -15,9 +16,33 @@ from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
-from longhorn_kit.lab.language import (EXPERIMENT, LAPTOP, MAIN, OTHERS, PRESETS, PUBLISHED, SECOND, baselines, chosen_runs, decode_costs,
-                                       in_order, jobs, recipe_of, scale_of, seen_windows, trigram, write_text)
-from longhorn_kit.lab.language_training import held_out_losses, new_model, open_texts, stretches, train_lm, trained_tokenizer
+from longhorn_kit.lab.language import (
+    EXPERIMENT,
+    LAPTOP,
+    MAIN,
+    OTHERS,
+    PRESETS,
+    PUBLISHED,
+    SECOND,
+    baselines,
+    chosen_runs,
+    decode_costs,
+    in_order,
+    jobs,
+    recipe_of,
+    scale_of,
+    seen_windows,
+    trigram,
+    write_text,
+)
+from longhorn_kit.lab.language_training import (
+    held_out_losses,
+    new_model,
+    open_texts,
+    stretches,
+    train_lm,
+    trained_tokenizer,
+)
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.processes import TrainingDiverged
@@ -27,29 +52,52 @@ from longhorn_kit.records import read_json, read_record
 from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, files, lm
 from longhorn_kit.models.lm import count_parameters
 
-RECIPE = TrainConfig(steps=4, batch_size=2, context=16, lr=1e-2, warmup=1, eval_every=2, log_every=1, save_every=2, cpu=True)
+RECIPE = TrainConfig(
+    steps=4,
+    batch_size=2,
+    context=16,
+    lr=1e-2,
+    warmup=1,
+    eval_every=2,
+    log_every=1,
+    save_every=2,
+    cpu=True,
+)
 TINY = LMPreset("a test", d_model=16, n_layer=2, train=RECIPE, val=160)
-TOY = scale_of(replace(TINY, val=None, train=replace(RECIPE, batch_size=4, loss_chunk=32)), tokens=1024, evaluations=4,
-               runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)))
+TOY = scale_of(
+    replace(TINY, val=None, train=replace(RECIPE, batch_size=4, loss_chunk=32)),
+    tokens=1024,
+    evaluations=4,
+    runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)),
+)
 SMALL = scale_of(TINY, runs=in_order((), (), LAPTOP), baselines=True, sample=12, lengths=(8, 24))
 RECORDS, END = Path(__file__).parent.parent / "nbs/lab/results/language", "\n<|endoftext|>\n"
 
 
 def rehearse(config, folder, workers=0, **changes):
-    return run(replace(EXPERIMENT, presets={"laptop": config}), folder=folder, workers=workers, **changes)
+    return run(
+        replace(EXPERIMENT, presets={"laptop": config}), folder=folder, workers=workers, **changes
+    )
 
 
 def comparable(record):
     drop = ("seconds", "tokens_per_second", "wall_seconds", "engine")
-    return [{name: value for name, value in row.items() if name not in drop} for row in record["results"]["runs"]]
+    return [
+        {name: value for name, value in row.items() if name not in drop}
+        for row in record["results"]["runs"]
+    ]
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     "A folder with two domains."
     folder = tmp_path_factory.mktemp("texts")
-    for (name, word), (part, lines) in product((("prose", "and then"), ("docs", "returns")), (("train", 400), ("val", 8))):
-        (folder / f"{name}.{part}.txt").write_text(END.join(f"{word} {i * i % 89} {word}\n" for i in range(lines)))
+    for (name, word), (part, lines) in product(
+        (("prose", "and then"), ("docs", "returns")), (("train", 400), ("val", 8))
+    ):
+        (folder / f"{name}.{part}.txt").write_text(
+            END.join(f"{word} {i * i % 89} {word}\n" for i in range(lines))
+        )
     return str(folder)
 
 
@@ -85,49 +133,111 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset,
     "A preset's model has Longhorn's parameters within 1 % with every mixer, and sizes that suit a GPU's matrix products."
     chosen, vocab = LM_PRESETS[preset], vocabulary(preset)
     whole = longhorn_parameters(preset)
-    for module in (lm, presets): # the search counts a model dozens of times
+    for module in (lm, presets):  # the search counts a model dozens of times
         monkeypatch.setattr(module, "count_parameters", count_by_two)
     config, scan = model_config(chosen, name, vocab), name.startswith(("longhorn", "mamba"))
     assert config.mixer == name and abs(count_parameters(config) / whole - 1) <= 0.01
     assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
-    assert config.vocab_size == (256 if vocab == 256 else 50304) and (scan or config.d_mlp > chosen.d_model)
-    assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0 # what a GPU's matrix products want
+    assert config.vocab_size == (256 if vocab == 256 else 50304) and (
+        scan or config.d_mlp > chosen.d_model
+    )
+    assert (
+        vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0
+    )  # what a GPU's matrix products want
 
 
 def test_the_papers_recipe():
-    millions = lambda name, mixer: round(count_parameters(model_config(LM_PRESETS[name], mixer, 50257)) / 1e6, 2)
-    for name, sizes, steps, lr in (("owt-120m", (128.56, 129.15), 5000, 6e-4), ("owt-350m", (369.97, 371.54), 14000, 3e-4)):
+    millions = lambda name, mixer: round(
+        count_parameters(model_config(LM_PRESETS[name], mixer, 50257)) / 1e6, 2
+    )
+    for name, sizes, steps, lr in (
+        ("owt-120m", (128.56, 129.15), 5000, 6e-4),
+        ("owt-350m", (369.97, 371.54), 14000, 3e-4),
+    ):
         recipe = LM_PRESETS[name].train
-        assert (millions(name, "longhorn"), millions(name, "mamba")) == sizes and recipe.batch_size * recipe.context == 491_520
-        assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.min_lr_ratio) == (1024, steps, lr, pytest.approx(lr / 10))
-        assert (recipe.warmup, recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (steps // 20, 0.1, 0.9, 0.95, 1.0)
-        assert recipe.gradient_accumulation_steps % 4 == 0 and recipe.batch_size % recipe.gradient_accumulation_steps == 0 # parts are whole on one GPU and on four
+        assert (
+            millions(name, "longhorn"),
+            millions(name, "mamba"),
+        ) == sizes and recipe.batch_size * recipe.context == 491_520
+        assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.min_lr_ratio) == (
+            1024,
+            steps,
+            lr,
+            pytest.approx(lr / 10),
+        )
+        assert (recipe.warmup, recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (
+            steps // 20,
+            0.1,
+            0.9,
+            0.95,
+            1.0,
+        )
+        assert (
+            recipe.gradient_accumulation_steps % 4 == 0
+            and recipe.batch_size % recipe.gradient_accumulation_steps == 0
+        )  # parts are whole on one GPU and on four
     assert all(text in LM_PRESETS["owt-120m"].description for text in ("3.225", "3.238", "3.247"))
     largest = LM_PRESETS["slimpajama-1.3b"].train
-    assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (2048, 0.01, 3e-4, 1.0)
+    assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (
+        2048,
+        0.01,
+        3e-4,
+        1.0,
+    )
     assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
 
 
-@pytest.mark.parametrize("mixer, count", [("attention", 123_587_328), ("gla", 123_822_336 - 8448), ("longhorn", 128_563_968), ("mamba", 129_153_792)])
+@pytest.mark.parametrize(
+    "mixer, count",
+    [
+        ("attention", 123_587_328),
+        ("gla", 123_822_336 - 8448),
+        ("longhorn", 128_563_968),
+        ("mamba", 129_153_792),
+    ],
+)
 def test_the_authors_sizes(mixer, count):
     config = model_config(override(LM_PRESETS["owt-120m"], sizes="official"), mixer, 50257)
     assert count_parameters(config) == count
-    assert config.n_layer == (12 if config.d_mlp else 24) and config.mixer_options == ({"n_heads": 12} if config.d_mlp else {})
+    assert config.n_layer == (12 if config.d_mlp else 24) and config.mixer_options == (
+        {"n_heads": 12} if config.d_mlp else {}
+    )
     if config.d_mlp:
-        assert 0.037 < 128_563_968 / count - 1 < 0.041 and config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
-    assert model_config(override(LM_PRESETS["owt-350m"], sizes="official"), "attention", 50257).d_mlp == 2752
+        assert (
+            0.037 < 128_563_968 / count - 1 < 0.041
+            and config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
+        )
+    assert (
+        model_config(override(LM_PRESETS["owt-350m"], sizes="official"), "attention", 50257).d_mlp
+        == 2752
+    )
 
 
 def test_dropout_warmup_and_seed_of_a_preset():
     small = override(LM_PRESETS["shakespeare"], d_model=32, n_layer=2)
-    dropout = {mixer: model_config(small, mixer, 256).dropout for mixer in ("longhorn", "longhorn_exact", "mamba2", "attention", "gla")}
-    assert all(share == (0 if mixer.startswith(("longhorn", "mamba")) else 0.2) for mixer, share in dropout.items())
+    dropout = {
+        mixer: model_config(small, mixer, 256).dropout
+        for mixer in ("longhorn", "longhorn_exact", "mamba2", "attention", "gla")
+    }
+    assert all(
+        share == (0 if mixer.startswith(("longhorn", "mamba")) else 0.2)
+        for mixer, share in dropout.items()
+    )
     assert new_model(model_config(small, "attention", 256), 0).blocks[0].dropout == 0.2
-    assert override(small, steps=50).train.warmup == 5 and override(small, steps=50, warmup=20).train.warmup == 20
-    assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(small.train.min_lr_ratio * small.train.lr, 1e-4)
+    assert (
+        override(small, steps=50).train.warmup == 5
+        and override(small, steps=50, warmup=20).train.warmup == 20
+    )
+    assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(
+        small.train.min_lr_ratio * small.train.lr, 1e-4
+    )
     config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
     one, same, other = (new_model(config, seed).embedding.weight for seed in (0, 0, 1))
-    assert torch.equal(one, same) and not torch.equal(one, other) and torch.equal(torch.get_rng_state(), state)
+    assert (
+        torch.equal(one, same)
+        and not torch.equal(one, other)
+        and torch.equal(torch.get_rng_state(), state)
+    )
 
 
 def test_differences_say_what_the_code_does():
@@ -135,65 +245,129 @@ def test_differences_say_what_the_code_does():
     rows = {row["what"]: SimpleNamespace(**row) for row in found}
     assert len(rows) == len(found) and all(text for row in found for text in row.values())
     official = override(LM_PRESETS["owt-120m"], sizes="official")
-    counts = [count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")]
+    counts = [
+        count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")
+    ]
     row, lacks = rows["sizes of LLaMA and GLA at 120M"], f"lacks {123_822_336 - counts[1]:,}"
-    assert row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts)) and lacks in row.consequence
+    assert (
+        row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
+        and lacks in row.consequence
+    )
     with torch.device("meta"):
         heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
-    assert "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads) in rows["GLA, RetNet and RWKV-5"].ours
+    assert (
+        "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads)
+        in rows["GLA, RetNet and RWKV-5"].ours
+    )
     medium, large = LM_PRESETS["owt-350m"].train, LM_PRESETS["slimpajama-1.3b"]
     rates = f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.min_lr_ratio * 1e5:.0f}e-5"
-    assert rows["recipe at 350M"].ours == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
+    assert (
+        rows["recipe at 350M"].ours
+        == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
+    )
     numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
     assert numbers in rows["recipe at 1.3B"].ours
-    flags, given = {name for row in found for name in re.findall("--([a-z]+)", row["ours"])}, cli.TrainLM.settings_of(["--preset", "owt-120m"])[0]
-    assert flags == {"decay", "sizes", "tasks"} and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
-    assert "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
+    flags, given = (
+        {name for row in found for name in re.findall("--([a-z]+)", row["ours"])},
+        cli.TrainLM.settings_of(["--preset", "owt-120m"])[0],
+    )
+    assert (
+        flags == {"decay", "sizes", "tasks"}
+        and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
+    )
+    assert (
+        "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
+    )
 
 
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(64, 500), total=st.integers(0, 600))
 def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
     found = stretches(np.arange(length), total)
-    assert len(found) == min(length, total) and (total == 0 or found[0] == 0) and (total < 2 or found[-1] == length - 1)
+    assert (
+        len(found) == min(length, total)
+        and (total == 0 or found[0] == 0)
+        and (total < 2 or found[-1] == length - 1)
+    )
     assert (np.diff(found) > 0).all() and (np.diff(found) != 1).sum() < 16
 
 
 def test_domains_are_measured_apart_and_together(texts):
     opened, written = open_texts(texts), (Path(texts) / "docs.val.txt").read_text()
     tokens, size = opened.domains["docs"]
-    assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip("\n").encode() + b"\n\0" and size == len(tokens)
+    assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip(
+        "\n"
+    ).encode() + b"\n\0" and size == len(tokens)
     assert sum(len(part) for part, _ in opened.domains.values()) == len(opened.corpus.val)
     found = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
-    weights, parts = zip(*((len(part) - 1, found[f"val/{name}"]) for name, (part, _) in opened.domains.items()))
-    assert found["val_loss"] == pytest.approx(np.average(parts, weights=weights)) and set(opened.domains) == {"docs", "prose"}
+    weights, parts = zip(
+        *((len(part) - 1, found[f"val/{name}"]) for name, (part, _) in opened.domains.items())
+    )
+    assert found["val_loss"] == pytest.approx(np.average(parts, weights=weights)) and set(
+        opened.domains
+    ) == {"docs", "prose"}
     assert list(open_texts(str(Path(texts) / "docs.train.txt")).domains) == ["held out"]
 
 
-def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(tmp_path, texts, capsys, monkeypatch):
+def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
+    tmp_path, texts, capsys, monkeypatch
+):
     monkeypatch.setitem(LM_PRESETS, "test", TINY)
+
     def again(mixer="longhorn", name="docs", steps=3, **changes):
-        return train_lm("test", mixer, f"{texts}/{name}.train.txt", tmp_path / "run", steps=steps, seed=5, **changes)
+        return train_lm(
+            "test",
+            mixer,
+            f"{texts}/{name}.train.txt",
+            tmp_path / "run",
+            steps=steps,
+            seed=5,
+            **changes,
+        )
+
     with pytest.raises(ValueError, match="a context of 1000000 needs at least 1000001"):
-        again("mamba", context=10**6) # a start that failed does not claim the folder
+        again("mamba", context=10**6)  # a start that failed does not claim the folder
     result, folder = again(), tmp_path / "run" / "model"
-    assert f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out and result["steps"] == 3
+    assert (
+        f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out
+        and result["steps"] == 3
+    )
     model = SequenceLM.from_pretrained(folder)
-    assert trained_tokenizer(folder, model.config.vocab_size) == "bytes" and again()["resumed_from"] == 3
-    assert write_text(model, ByteTokenizer(), "1 times", 5, seed=1) == write_text(model, ByteTokenizer(), "1 times", 5, seed=1)
-    for changes, differs in (({"mixer": "longhorn_exact"}, "with mixer=longhorn; this one has mixer=longhorn_exact"),
-                             ({"d_model": 8}, "with d_model=16; this one has d_model=8"), ({"name": "prose"}, "on another text")):
+    assert (
+        trained_tokenizer(folder, model.config.vocab_size) == "bytes"
+        and again()["resumed_from"] == 3
+    )
+    assert write_text(model, ByteTokenizer(), "1 times", 5, seed=1) == write_text(
+        model, ByteTokenizer(), "1 times", 5, seed=1
+    )
+    for changes, differs in (
+        ({"mixer": "longhorn_exact"}, "with mixer=longhorn; this one has mixer=longhorn_exact"),
+        ({"d_model": 8}, "with d_model=16; this one has d_model=8"),
+        ({"name": "prose"}, "on another text"),
+    ):
         with pytest.raises(ValueError, match=f"holds a run {differs}"):
             again(**changes)
-    assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn" # the planner reads it
+    assert (
+        read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
+    )  # the planner reads it
 
 
 @pytest.fixture
 def trained(tmp_path, texts, monkeypatch):
     "Return a function that trains a small model in a folder of this name."
     monkeypatch.setitem(LM_PRESETS, "test", TINY)
+
     def train(out, steps, **changes):
-        return train_lm("test", "longhorn", f"{texts}/docs.train.txt", tmp_path / out, steps=steps, seed=5, **changes)
+        return train_lm(
+            "test",
+            "longhorn",
+            f"{texts}/docs.train.txt",
+            tmp_path / out,
+            steps=steps,
+            seed=5,
+            **changes,
+        )
+
     return train
 
 
@@ -203,21 +377,44 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
         short = trained(out, 3)
     longer, folder = trained("run", 6), tmp_path / "run"
     known, added = longer["history"][:3], longer["history"][3:]
-    assert longer["resumed_from"] == 3 and [line["loss"] for line in known] == [line["loss"] for line in short["history"]]
+    assert longer["resumed_from"] == 3 and [line["loss"] for line in known] == [
+        line["loss"] for line in short["history"]
+    ]
     whole = override(TINY, steps=6, seed=5).train
     assert [line["lr"] for line in added] == [learning_rate(step, whole) for step in (4, 5, 6)]
     record = read_record(folder / "config.json")
-    assert record["lengthened"] == [3] and record["config"]["steps"] == 6 and [a["from_step"] for a in record["attempts"]] == [0, 3]
-    assert (folder / "model-3-steps" / "model.safetensors").exists() and files.run_facts(folder / "model-3-steps") == {}
+    assert (
+        record["lengthened"] == [3]
+        and record["config"]["steps"] == 6
+        and [a["from_step"] for a in record["attempts"]] == [0, 3]
+    )
+    assert (folder / "model-3-steps" / "model.safetensors").exists() and files.run_facts(
+        folder / "model-3-steps"
+    ) == {}
     assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 3 to 6 steps"
     step = training.train_step
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 5"):
-        patched.setattr(training, "train_step", lambda run: (run.step == 4 and os.kill(os.getpid(), signal.SIGTERM), step(run)))
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 5"),
+    ):
+        patched.setattr(
+            training,
+            "train_step",
+            lambda run: (run.step == 4 and os.kill(os.getpid(), signal.SIGTERM), step(run)),
+        )
         trained("stopped", 6)
     resumed = trained("stopped", 6)
-    assert resumed["resumed_from"] == 5 and [line["loss"] for line in resumed["history"]] == [line["loss"] for line in longer["history"]]
-    assert trained("run", 8)["steps"] == 8 and read_record(folder / "config.json")["lengthened"] == [3, 6]
-    assert {path.name for path in folder.glob("model*")} == {"model", "model-3-steps", "model-6-steps"}
+    assert resumed["resumed_from"] == 5 and [line["loss"] for line in resumed["history"]] == [
+        line["loss"] for line in longer["history"]
+    ]
+    assert trained("run", 8)["steps"] == 8 and read_record(folder / "config.json")[
+        "lengthened"
+    ] == [3, 6]
+    assert {path.name for path in folder.glob("model*")} == {
+        "model",
+        "model-3-steps",
+        "model-6-steps",
+    }
 
 
 def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path, trained, texts):
@@ -234,8 +431,13 @@ def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path,
 def test_no_experiment_takes_a_run_that_was_lengthened(tmp_path, trained, texts):
     trained("run", 3)
     trained("run", 5)
-    preset, corpus = override(TINY, steps=5, seed=5), language_training.prepare(f"{texts}/docs.train.txt")
-    with pytest.raises(ValueError, match="holds a run that was lengthened at step 3, which no experiment judges"):
+    preset, corpus = (
+        override(TINY, steps=5, seed=5),
+        language_training.prepare(f"{texts}/docs.train.txt"),
+    )
+    with pytest.raises(
+        ValueError, match="holds a run that was lengthened at step 3, which no experiment judges"
+    ):
         language_training.fit(preset, "longhorn", corpus, tmp_path / "run", quiet=True)
     trained("other", 3)
     with pytest.raises(ValueError, match="holds a run with steps=3; this one has steps=5"):
@@ -246,27 +448,41 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
     trained("run", 3)
     source = SequenceLM.from_pretrained(tmp_path / "run" / "model").state_dict()
     starts, train = [], language_training.train
+
     def noted(model, *arguments):
         starts.append({name: weight.clone() for name, weight in model.state_dict().items()})
         assert model.training
         return train(model, *arguments)
+
     monkeypatch.setattr(language_training, "train", noted)
     trained("from run", 2, init_from=str(tmp_path / "run" / "model"))
     assert all(torch.equal(weight, starts[-1][name]) for name, weight in source.items())
     digest = read_record(tmp_path / "from run" / "start.json")["weights"]
-    assert files.run_facts(tmp_path / "from run" / "model")["Base"] == f"weights with SHA-256 {digest}"
+    assert (
+        files.run_facts(tmp_path / "from run" / "model")["Base"] == f"weights with SHA-256 {digest}"
+    )
     assert trained("from run", 2, init_from=str(tmp_path / "run" / "model"))["resumed_from"] == 2
     for changes in ({}, {"init_from": str(tmp_path / "from run" / "model")}):
-        with pytest.raises(ValueError, match="from run holds a run that started from other weights"):
+        with pytest.raises(
+            ValueError, match="from run holds a run that started from other weights"
+        ):
             trained("from run", 2, **changes)
-    for changes, match in (({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
-                           ({"options": {"d_state": 3}}, "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}"),
-                           ({"init_from": str(tmp_path / "nowhere")}, "nowhere")):
+    for changes, match in (
+        ({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+        (
+            {"options": {"d_state": 3}},
+            "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}",
+        ),
+        ({"init_from": str(tmp_path / "nowhere")}, "nowhere"),
+    ):
         with pytest.raises((ValueError, OSError), match=re.escape(match)):
             trained("wrong", 2, **{"init_from": str(tmp_path / "run" / "model"), **changes})
 
 
-@pytest.mark.parametrize("mixer, options", [("longhorn", {"d_state": 3, "expand": 1}), ("mamba", {"d_state": 3}), ("gla", {"n_heads": 2})])
+@pytest.mark.parametrize(
+    "mixer, options",
+    [("longhorn", {"d_state": 3, "expand": 1}), ("mamba", {"d_state": 3}), ("gla", {"n_heads": 2})],
+)
 def test_options_of_the_mixer_belong_to_the_model_and_to_its_size(mixer, options):
     config = model_config(override(TINY, d_model=64), mixer, 256, options)
     assert config.mixer_options == options
@@ -281,51 +497,121 @@ def test_options_of_the_mixer_belong_to_the_model_and_to_its_size(mixer, options
 def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    language_training.save_lm(new_model(LMConfig(300, 16, 1), 0), f"gpt2:{place.format(tmp_path)}/words", tmp_path / "model")
+    language_training.save_lm(
+        new_model(LMConfig(300, 16, 1), 0),
+        f"gpt2:{place.format(tmp_path)}/words",
+        tmp_path / "model",
+    )
     assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
 
 
 def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
     characters(tmp_path / "char")
-    train = ["train-lm", "--preset", "laptop", "--d-model", "16", "--n-layer", "1", "--steps", "2", "--context", "16", "--cpu", "--out", str(tmp_path / "run")]
+    train = [
+        "train-lm",
+        "--preset",
+        "laptop",
+        "--d-model",
+        "16",
+        "--n-layer",
+        "1",
+        "--steps",
+        "2",
+        "--context",
+        "16",
+        "--cpu",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     assert cli.main([*train, "--data", str(tmp_path / "char")]) == 0
     out, err = capsys.readouterr()
-    assert "text: 1,440 tokens of chars to train on, checked in full" in out and "--prompt ' or '" in out
+    assert (
+        "text: 1,440 tokens of chars to train on, checked in full" in out
+        and "--prompt ' or '" in out
+    )
     assert "train.bin: read as ids of the tokenizer chars" in err
-    shutil.rmtree(tmp_path / "char") # the model has its own
+    shutil.rmtree(tmp_path / "char")  # the model has its own
     assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be", "--tokens", "9"]) == 0
     written = capsys.readouterr().out.rstrip("\n")
-    assert written.startswith("to be") and set(written) <= set("to be or not to be, that is the question\n")
-    for argv, says in ((["generate", str(tmp_path / "run"), "--prompt", "The"], "the character 'T' is not in the tokenizer's table of 15"),
-                       (["export", str(tmp_path / "run"), str(tmp_path / "out")], "the tokenizer chars has no end mark, which transformers needs: its models are neither exported nor")):
+    assert written.startswith("to be") and set(written) <= set(
+        "to be or not to be, that is the question\n"
+    )
+    for argv, says in (
+        (
+            ["generate", str(tmp_path / "run"), "--prompt", "The"],
+            "the character 'T' is not in the tokenizer's table of 15",
+        ),
+        (
+            ["export", str(tmp_path / "run"), str(tmp_path / "out")],
+            "the tokenizer chars has no end mark, which transformers needs: its models are neither exported nor",
+        ),
+    ):
         assert cli.main(argv) == 1 and says in capsys.readouterr().err
     path = tmp_path / "run" / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace('"b", "e"', '"e", "b"'))
     assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be"]) == 1
-    assert re.search("tokenizer.json is damaged; restore it or save the model again", capsys.readouterr().err)
+    assert re.search(
+        "tokenizer.json is damaged; restore it or save the model again", capsys.readouterr().err
+    )
 
 
 def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
-    data, out, export = tmp_path / "users" / "alice" / "private text.txt", tmp_path / "users" / "alice" / "run", tmp_path / "e"
+    data, out, export = (
+        tmp_path / "users" / "alice" / "private text.txt",
+        tmp_path / "users" / "alice" / "run",
+        tmp_path / "e",
+    )
     data.parent.mkdir(parents=True)
     data.write_text("words of a text\n" * 100)
-    monkeypatch.chdir(tmp_path.parent.parent) # the working folder is above, as / may be
+    monkeypatch.chdir(tmp_path.parent.parent)  # the working folder is above, as / may be
     monkeypatch.setattr(os, "getcwd", lambda: "/nowhere/else")
-    words = ["train-lm", "--preset", "laptop", "--d-model", "16", "--n-layer", "1", "--steps", "2", "--context", "16", "--cpu", "--data", str(data), "--out", str(out)]
+    words = [
+        "train-lm",
+        "--preset",
+        "laptop",
+        "--d-model",
+        "16",
+        "--n-layer",
+        "1",
+        "--steps",
+        "2",
+        "--context",
+        "16",
+        "--cpu",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", ["longhorn", *words])
-    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None) # not `python -m pytest`
-    assert cli.main(words) == cli.main(["export", str(out), str(export)]) == cli.main(["export", str(export), str(tmp_path / "again")]) == 0
-    files = [path for folder in (out, export, tmp_path / "again") for path in folder.rglob("*") if path.is_file()]
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # not `python -m pytest`
+    assert (
+        cli.main(words)
+        == cli.main(["export", str(out), str(export)])
+        == cli.main(["export", str(export), str(tmp_path / "again")])
+        == 0
+    )
+    files = [
+        path
+        for folder in (out, export, tmp_path / "again")
+        for path in folder.rglob("*")
+        if path.is_file()
+    ]
     assert len(files) > 20 and not [path for path in files if b"alice" in path.read_bytes()]
     command = read_record(out / "config.json")["attempts"][0]["command"]
-    assert command.endswith("--data '.../private text.txt' --out .../run") and f"`{command}`" in (export / "README.md").read_text()
+    assert (
+        command.endswith("--data '.../private text.txt' --out .../run")
+        and f"`{command}`" in (export / "README.md").read_text()
+    )
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     shares, prepare, text = [], language_training.prepare, f"{texts}/docs.train.txt"
+
     def noted(source, *args, fraction, **options):
         shares.append(fraction)
         return prepare(text, fraction=VAL_PART)
+
     monkeypatch.setattr(language_training, "prepare", noted)
     monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
     for data, more in ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2})):
@@ -333,29 +619,69 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
     assert shares == [0.0005, 0.0005, VAL_PART, 0.2]
 
 
-@pytest.mark.parametrize("call, match", [
-    (lambda folder: run(EXPERIMENT, "moon", folder), "language has no scale 'moon'; it has: laptop, gpu, paper"),
-    (lambda folder: rehearse(TOY, folder, data=""), "name the text with --data"),
-    (lambda folder: rehearse(TOY, folder, data=str(Path(__file__).parent)), r"is a folder without texts; expected files that end in .txt, .*; it has .*'.py'"),
-    (lambda folder: rehearse(TOY, folder, data="no/*.txt"), "matches no file"),
-    (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
-    (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),
-    (lambda folder: replace(SMALL, judged=17), "judged is 17; it must be from 0 to 16"),
-    (lambda folder: replace(SMALL, models=("longhron",)), "'longhron' has no judged seeds; there are: longhorn, mamba"),
-    (lambda folder: replace(SMALL, tokenizer="gpt2"), "baselines are for bytes; the tokenizer is gpt2"),
-    (lambda folder: override(TINY, n_layer=0), "n_layer is 0"), (lambda folder: replace(SMALL, lengths=(0,)), "lengths is 0"),
-    (lambda folder: replace(SMALL, runs=(("mamba", -1),)), "seed is -1"),
-    (lambda folder: override(TINY, sizes="large"), "sizes is 'large'; it must be 'matched' or 'official'"),
-    (lambda folder: model_config(override(TINY, sizes="official"), "retnet", 256), "the authors' size of retnet is not available to us; there are: attention, gla"),
-    (lambda folder: train_lm("huge", "longhorn", None, folder), "unknown preset .huge.; there are: laptop .*shakespeare"),
-    (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
-    (lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1), "no field 'stepps'; there are: async_save"),
-    (lambda folder: train_lm("shakespeare", "longhorn", None, folder), "preset shakespeare has no text; name one with --data"),
-    (lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-2**70), "seed is -1180591620717411303424; it must be from 0 to"),
-    (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
-    (lambda folder: trained_tokenizer(folder, 50257), "names no tokenizer for its 50257 tokens"),
-    (lambda folder: language_training.check_vocabulary(256, 50304), "the tokenizer has 256 tokens, the model 50304"),
-])
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (
+            lambda folder: run(EXPERIMENT, "moon", folder),
+            "language has no scale 'moon'; it has: laptop, gpu, paper",
+        ),
+        (lambda folder: rehearse(TOY, folder, data=""), "name the text with --data"),
+        (
+            lambda folder: rehearse(TOY, folder, data=str(Path(__file__).parent)),
+            r"is a folder without texts; expected files that end in .txt, .*; it has .*'.py'",
+        ),
+        (lambda folder: rehearse(TOY, folder, data="no/*.txt"), "matches no file"),
+        (lambda folder: replace(SMALL, runs=(("longhron", 0),)), "longhron"),
+        (lambda folder: replace(SMALL, tokens=-1), "tokens is -1; it must be from 0"),
+        (lambda folder: replace(SMALL, judged=17), "judged is 17; it must be from 0 to 16"),
+        (
+            lambda folder: replace(SMALL, models=("longhron",)),
+            "'longhron' has no judged seeds; there are: longhorn, mamba",
+        ),
+        (
+            lambda folder: replace(SMALL, tokenizer="gpt2"),
+            "baselines are for bytes; the tokenizer is gpt2",
+        ),
+        (lambda folder: override(TINY, n_layer=0), "n_layer is 0"),
+        (lambda folder: replace(SMALL, lengths=(0,)), "lengths is 0"),
+        (lambda folder: replace(SMALL, runs=(("mamba", -1),)), "seed is -1"),
+        (
+            lambda folder: override(TINY, sizes="large"),
+            "sizes is 'large'; it must be 'matched' or 'official'",
+        ),
+        (
+            lambda folder: model_config(override(TINY, sizes="official"), "retnet", 256),
+            "the authors' size of retnet is not available to us; there are: attention, gla",
+        ),
+        (
+            lambda folder: train_lm("huge", "longhorn", None, folder),
+            "unknown preset .huge.; there are: laptop .*shakespeare",
+        ),
+        (lambda folder: train_lm("laptop", "longhron", None, folder), "longhron"),
+        (
+            lambda folder: train_lm("laptop", "longhorn", None, folder, stepps=1),
+            "no field 'stepps'; there are: async_save",
+        ),
+        (
+            lambda folder: train_lm("shakespeare", "longhorn", None, folder),
+            "preset shakespeare has no text; name one with --data",
+        ),
+        (
+            lambda folder: train_lm("laptop", "longhorn", None, folder, seed=-(2**70)),
+            "seed is -1180591620717411303424; it must be from 0 to",
+        ),
+        (lambda folder: override(find_preset("laptop"), steps=0), "steps is 0"),
+        (
+            lambda folder: trained_tokenizer(folder, 50257),
+            "names no tokenizer for its 50257 tokens",
+        ),
+        (
+            lambda folder: language_training.check_vocabulary(256, 50304),
+            "the tokenizer has 256 tokens, the model 50304",
+        ),
+    ],
+)
 def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, call, match):
     monkeypatch.delenv("LONGHORN_TEXT", raising=False)
     with pytest.raises((ValueError, OSError), match=match) as caught:
@@ -366,22 +692,41 @@ def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, c
 def test_the_first_runs_of_a_scale_are_a_comparison():
     pairs = in_order()
     assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN) and len(pairs) == 26
-    seeds = {mixer: sorted(seed for name, seed in pairs if name == mixer) for mixer in MAIN + SECOND + OTHERS}
-    assert all(seeds[mixer] == list(range(n)) for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS)) for mixer in mixers)
-    for config in (PRESETS["gpu"], PRESETS["paper"]): # the steps follow from the tokens
+    seeds = {
+        mixer: sorted(seed for name, seed in pairs if name == mixer)
+        for mixer in MAIN + SECOND + OTHERS
+    }
+    assert all(
+        seeds[mixer] == list(range(n))
+        for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS))
+        for mixer in mixers
+    )
+    for config in (PRESETS["gpu"], PRESETS["paper"]):  # the steps follow from the tokens
         runs = chosen_runs(config)
-        assert len(set(seed for _, seed in runs)) == len(runs) == 16 and [mixer for mixer, _ in runs[:4]] == list(PUBLISHED)
-        assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), "more seeds and models keep what is finished"
+        assert len(set(seed for _, seed in runs)) == len(runs) == 16 and [
+            mixer for mixer, _ in runs[:4]
+        ] == list(PUBLISHED)
+        assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), (
+            "more seeds and models keep what is finished"
+        )
         long, short = recipe_of(config), recipe_of(replace(config, tokens=config.tokens // 2))
-        assert abs(short.steps - long.steps / 2) <= 1 and short.warmup == short.steps // 8 and long.lr == short.lr
+        assert (
+            abs(short.steps - long.steps / 2) <= 1
+            and short.warmup == short.steps // 8
+            and long.lr == short.lr
+        )
     assert recipe_of(PRESETS["laptop"]) == LM_PRESETS["laptop"].train
 
 
 def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch):
     results, copy = Results(tmp_path), tmp_path / "copy"
-    folders = lambda **changes: {results.job_folder(s) for s in jobs(replace(TOY, **{"data": texts} | changes), results)}
+    folders = lambda **changes: {
+        results.job_folder(s) for s in jobs(replace(TOY, **{"data": texts} | changes), results)
+    }
     same, recipe = folders(), lambda **changes: {"train": replace(TOY.train, **changes)}
-    assert len(same) == 3 and same == folders(**recipe(gradient_accumulation_steps=2, loss_chunk=8, log_every=2, compile=True))
+    assert len(same) == 3 and same == folders(
+        **recipe(gradient_accumulation_steps=2, loss_chunk=8, log_every=2, compile=True)
+    )
     copy.mkdir()
     for path in Path(texts).iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
@@ -389,7 +734,14 @@ def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch
     assert same == folders(data="") and str(copy) in (tmp_path / "jobs/note.json").read_text()
     (copy / "docs.train.txt").write_text("another text\n" * 99)
     open_texts.cache_clear()
-    for changes in ({"data": ""}, {"sizes": "official"}, {"tokens": 512}, {"sample": 1}, recipe(decay="official"), recipe(lr=1e-3)):
+    for changes in (
+        {"data": ""},
+        {"sizes": "official"},
+        {"tokens": 512},
+        {"sample": 1},
+        recipe(decay="official"),
+        recipe(lr=1e-3),
+    ):
         assert not same & folders(**changes), changes
 
 
@@ -400,30 +752,69 @@ def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path)
 
 def test_a_record_has_every_run_and_its_curve_beside_its_model(finished, texts):
     folder, record = finished
-    assert record["missing"] == 0 and [(row["mixer"], row["seed"]) for row in record["results"]["runs"]] == list(TOY.runs)
-    for asked, row in zip(jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True):
+    assert record["missing"] == 0 and [
+        (row["mixer"], row["seed"]) for row in record["results"]["runs"]
+    ] == list(TOY.runs)
+    for asked, row in zip(
+        jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True
+    ):
         curve, place = row["val"], Results(folder).job_folder(asked)
-        assert curve["tokens"][-1] == row["tokens"] == 1024 and len(curve["all"]) == 4 and row["loss"]["all"] == curve["all"][-1]
-        assert SequenceLM.from_pretrained(place / "model").num_parameters() == row["parameters"] and row["state_numbers"] == 64 * row["model"]["d_model"]
-        assert trained_tokenizer(place / "model", 256) == "bytes" and not (place / "training" / "checkpoints").exists()
-    first, second = (row["train"]["loss"] for row in record["results"]["runs"] if row["mixer"] == "longhorn")
+        assert (
+            curve["tokens"][-1] == row["tokens"] == 1024
+            and len(curve["all"]) == 4
+            and row["loss"]["all"] == curve["all"][-1]
+        )
+        assert (
+            SequenceLM.from_pretrained(place / "model").num_parameters() == row["parameters"]
+            and row["state_numbers"] == 64 * row["model"]["d_model"]
+        )
+        assert (
+            trained_tokenizer(place / "model", 256) == "bytes"
+            and not (place / "training" / "checkpoints").exists()
+        )
+    first, second = (
+        row["train"]["loss"] for row in record["results"]["runs"] if row["mixer"] == "longhorn"
+    )
     assert first != second and (folder / "record.json").stat().st_size < 60_000
 
 
-def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(finished, texts, monkeypatch):
+def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(
+    finished, texts, monkeypatch
+):
     folder, record = finished
-    fit = Mock(side_effect=TrainingDiverged("the loss is nan at step 3 (learning rate 1); last checkpoint: somewhere"))
+    fit = Mock(
+        side_effect=TrainingDiverged(
+            "the loss is nan at step 3 (learning rate 1); last checkpoint: somewhere"
+        )
+    )
     monkeypatch.setattr(language, "fit", fit)
     for _ in range(2):
         again = rehearse(TOY, folder, data=texts, runs=(*TOY.runs, ("gla", 0)))
-    assert fit.call_count == 1 and fit.call_args.args[1] == "gla" and again["missing"] == 0 and comparable(again)[:3] == comparable(record)
-    assert again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)" and outcomes("language", again)[0][1].n == 1
+    assert (
+        fit.call_count == 1
+        and fit.call_args.args[1] == "gla"
+        and again["missing"] == 0
+        and comparable(again)[:3] == comparable(record)
+    )
+    assert (
+        again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)"
+        and outcomes("language", again)[0][1].n == 1
+    )
 
 
-def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(finished, texts, tmp_path, monkeypatch):
+def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(
+    finished, texts, tmp_path, monkeypatch
+):
     one, step = {"data": texts, "runs": TOY.runs[:1]}, training.train_step
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 6"):
-        patched.setattr(training, "train_step", lambda run: (run.step == 5 and os.kill(os.getpid(), signal.SIGTERM), step(run)))
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 6"),
+    ):
+        patched.setattr(
+            training,
+            "train_step",
+            lambda run: (run.step == 5 and os.kill(os.getpid(), signal.SIGTERM), step(run)),
+        )
         rehearse(TOY, tmp_path, **one)
     assert comparable(rehearse(TOY, tmp_path, **one)) == comparable(finished[1])[:1]
     (config,) = tmp_path.glob("jobs/*/training/config.json")
@@ -435,19 +826,34 @@ def small_records(texts, tmp_path_factory):
     "Records of small runs, by whether they have baselines."
     configs = {True: SMALL, False: replace(SMALL, baselines=False, sample=0, lengths=())}
     data = f"{texts}/docs.train.txt"
-    return {baselines: (config, rehearse(config, tmp_path_factory.mktemp("small"), data=data)) for baselines, config in configs.items()}
+    return {
+        baselines: (config, rehearse(config, tmp_path_factory.mktemp("small"), data=data))
+        for baselines, config in configs.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["laptop", "seeds", "gpu", "gpu_160m"])
-def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name, texts, small_records):
+def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
+    name, texts, small_records
+):
     recorded = read_record(RECORDS / f"{name}.json")
     config, record = small_records[bool(recorded["settings"]["baselines"])]
     found, then = record["results"], recorded["results"]
-    assert record["settings"]["train"].keys() >= recorded["settings"]["train"].keys() # recipes gain settings
-    for here, there in ((record["settings"], recorded["settings"]),
-                        (found, then), (found["baselines"], then["baselines"]), (found["runs"][0]["decode"], then["runs"][0]["decode"])):
-        assert here.keys() - {"judged", "models", "passes"} == there.keys() # of the rule with looks
-    assert {frozenset(row) for row in found["runs"]} == {frozenset(row) for row in then["runs"]} and texts not in json.dumps(found)
+    assert (
+        record["settings"]["train"].keys() >= recorded["settings"]["train"].keys()
+    )  # recipes gain settings
+    for here, there in (
+        (record["settings"], recorded["settings"]),
+        (found, then),
+        (found["baselines"], then["baselines"]),
+        (found["runs"][0]["decode"], then["runs"][0]["decode"]),
+    ):
+        assert (
+            here.keys() - {"judged", "models", "passes"} == there.keys()
+        )  # of the rule with looks
+    assert {frozenset(row) for row in found["runs"]} == {
+        frozenset(row) for row in then["runs"]
+    } and texts not in json.dumps(found)
     assert all(row["sample"].startswith("    def ") for row in found["runs"]) or not config.sample
     (comparison, verdict), *_ = outcomes("language", record)
     assert (comparison.unit, verdict.n, verdict.verdict) == ("bits per byte", 1, "cannot be judged")
@@ -455,32 +861,58 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(name
 
 def by_hand(windows, tokens, size):
     "Witten-Bell back-off with dictionaries, one position after another."
-    grams = Counter(tuple(w[i:i + order]) for w in windows for order in (1, 2, 3) for i in range(len(w) - order + 1))
+    grams = Counter(
+        tuple(w[i : i + order])
+        for w in windows
+        for order in (1, 2, 3)
+        for i in range(len(w) - order + 1)
+    )
+
     def probability(context, byte):
         shorter = probability(context[1:], byte) if context else 1 / size
         following = [n for c in range(size) if (n := grams[*context, c])]
-        return (grams[*context, byte] + len(following) * shorter) / (sum(following) + len(following)) if following else shorter
+        return (
+            (grams[*context, byte] + len(following) * shorter) / (sum(following) + len(following))
+            if following
+            else shorter
+        )
+
     return [probability((a, b), c) for a, b, c in zip(tokens, tokens[1:], tokens[2:])]
 
 
 @settings(max_examples=15, deadline=None)
-@given(rng=st.builds(np.random.default_rng, st.integers(0, 999)), size=st.integers(2, 5), count=st.integers(1, 4), length=st.integers(3, 20))
+@given(
+    rng=st.builds(np.random.default_rng, st.integers(0, 999)),
+    size=st.integers(2, 5),
+    count=st.integers(1, 4),
+    length=st.integers(3, 20),
+)
 def test_trigrams_are_a_count_by_hand(rng, size, count, length):
     windows, tokens = rng.integers(0, size, (count, length)), rng.integers(0, size, 12)
-    assert np.allclose(trigram(windows, tokens, size), by_hand(windows.tolist(), tokens.tolist(), size))
-    assert sum(trigram(windows, np.array([1, 0, c]), size)[0] for c in range(size)) == pytest.approx(1)
+    assert np.allclose(
+        trigram(windows, tokens, size), by_hand(windows.tolist(), tokens.tolist(), size)
+    )
+    assert sum(
+        trigram(windows, np.array([1, 0, c]), size)[0] for c in range(size)
+    ) == pytest.approx(1)
 
 
 def test_baselines_are_given_what_training_feeds_the_model():
     data = np.random.default_rng(0).integers(0, 256, 4001, dtype=np.uint8)
     found = baselines(data[None], data[:-1])
-    assert found["xz_alone"] == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000 > 8
-    assert found["xz_primed"] < 0.2 # only the distance to the first copy is left
+    assert (
+        found["xz_alone"]
+        == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000
+        > 8
+    )
+    assert found["xz_primed"] < 0.2  # only the distance to the first copy is left
     assert found["trigram"] == pytest.approx(-np.log2(trigram(data[None], data[:-1])).mean())
+
     class Recorder(torch.nn.Linear):
         def forward(self, tokens, targets):
             seen.append(torch.cat([tokens, targets[:, -1:]], 1))
             return self.weight.sum() ** 2
+
     seen = []
     train(Recorder(1, 1), data, None, RECIPE, quiet=True)
     assert (torch.cat(seen).numpy() == seen_windows(data, RECIPE)).all()
@@ -490,5 +922,12 @@ def test_baselines_are_given_what_training_feeds_the_model():
 def test_the_cache_of_attention_grows_and_a_state_does_not(mixer):
     model, tokens = new_model(model_config(TINY, mixer, 256), 0), torch.randint(256, (1, 30))
     found = decode_costs(model, tokens, (8, 30), rounds=1, steps=1)
-    assert (found["numbers"][1] > found["numbers"][0]) == (mixer == "attention") != (language.state_numbers(model) > 0)
-    assert found["numbers"][1] == language.cache_numbers(model.prefill(tokens)[1]) and min(found["ms"]) > 0
+    assert (
+        (found["numbers"][1] > found["numbers"][0])
+        == (mixer == "attention")
+        != (language.state_numbers(model) > 0)
+    )
+    assert (
+        found["numbers"][1] == language.cache_numbers(model.prefill(tokens)[1])
+        and min(found["ms"]) > 0
+    )

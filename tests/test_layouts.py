@@ -1,4 +1,5 @@
 """Copies and slices of a model on several processes train alike, resume each other's checkpoints, and end together."""
+
 import dataclasses, math, os, shutil, socket, sys
 from functools import cache
 from itertools import product
@@ -23,11 +24,17 @@ from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_jsonl
 
 SHORT = dataclasses.replace(CONFIG, steps=20)
-LAYOUTS = {"one": (1, "none"), "two copies": (2, "ddp"), "two slices": (2, "fsdp"), "four slices": (4, "fsdp")}
+LAYOUTS = {
+    "one": (1, "none"),
+    "two copies": (2, "ddp"),
+    "two slices": (2, "fsdp"),
+    "four slices": (4, "fsdp"),
+}
 
 
 class Pools:
     "Pools by their number of processes, each started when it is first asked for."
+
     def __init__(self):
         self.started = {}
 
@@ -55,8 +62,23 @@ def no_error(found):
 
 
 def curve(folder):
-    return [{name: line.get(name) for name in ("step", "loss", "grad_norm", "lr", "val_loss", "ema_val_loss", "top1", "ema_top1", "epoch")}
-            for line in read_jsonl(folder / "metrics.jsonl")]
+    return [
+        {
+            name: line.get(name)
+            for name in (
+                "step",
+                "loss",
+                "grad_norm",
+                "lr",
+                "val_loss",
+                "ema_val_loss",
+                "top1",
+                "ema_top1",
+                "epoch",
+            )
+        }
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
 
 
 # ---- all changes of layout
@@ -65,18 +87,28 @@ def curve(folder):
 def language(folder, sharding, stop=None):
     "Train a language model with all kinds of weights, up to an error at step `stop`."
     torch.manual_seed(0)
-    config = dataclasses.replace(SHORT, batch_size=8, sharding=sharding, ema=0.9, loss_chunk=5, eval_every=5, save_every=8)
-    train(language_model(mixer="longhorn", tie_embeddings=False), failing(sampled(Sampler, 8), stop) if stop else TOKENS, VAL, config, folder,
-          quiet=True)
+    config = dataclasses.replace(
+        SHORT, batch_size=8, sharding=sharding, ema=0.9, loss_chunk=5, eval_every=5, save_every=8
+    )
+    train(
+        language_model(mixer="longhorn", tie_embeddings=False),
+        failing(sampled(Sampler, 8), stop) if stop else TOKENS,
+        VAL,
+        config,
+        folder,
+        quiet=True,
+    )
 
 
 def failing(sampler, at):
     "Make a sampler fail at a step, or never."
     draw = sampler.next_batch
+
     def next_batch():
         if at is not None and sampler.drawn == 8 * at:
             raise MemoryError("stopped")
         return draw()
+
     sampler.next_batch = next_batch
     return sampler
 
@@ -84,53 +116,97 @@ def failing(sampler, at):
 def sampled(kind, rows, gradient_accumulation_steps=1):
     "Return a sampler of this process's rows of a step."
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
-    return kind(TOKENS, CONFIG.context, rows // world // gradient_accumulation_steps, CONFIG.seed, rank, world)
+    return kind(
+        TOKENS,
+        CONFIG.context,
+        rows // world // gradient_accumulation_steps,
+        CONFIG.seed,
+        rank,
+        world,
+    )
 
 
 def images(folder, sharding, stop=None):
     "Train on images, whose order and augmentation are the same in any layout; without Mixup, which pairs images within a process."
-    from longhorn_kit.lab import images as lab_images, vision as lab_vision, vision_training # seconds, which the other tests' processes save
-    accelerator, options = make_accelerator(cpu=True), dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)
-    config = vision_training.vision_config("digits", cpu=True, sharding=sharding, log_every=4, **options)
-    digits = lambda part: lab_images.digit_images(lab_vision.ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"])))
+    from longhorn_kit.lab import (
+        images as lab_images,
+        vision as lab_vision,
+        vision_training,
+    )  # seconds, which the other tests' processes save
+
+    accelerator, options = (
+        make_accelerator(cpu=True),
+        dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8),
+    )
+    config = vision_training.vision_config(
+        "digits", cpu=True, sharding=sharding, log_every=4, **options
+    )
+    digits = lambda part: lab_images.digit_images(
+        lab_vision.ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"]))
+    )
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
         model, batches, val, about = vision_training.run_parts(config, folder, accelerator)
     validate = vision_training.measure(batches, val, accelerator)
-    train(model, failing(batches, stop), validate, batches.config, folder, quiet=True, beside={"images.json": about})
+    train(
+        model,
+        failing(batches, stop),
+        validate,
+        batches.config,
+        folder,
+        quiet=True,
+        beside={"images.json": about},
+    )
 
 
 KINDS = {"language": language, "images": images}
 # Slices are left and resumed, also to the bit, and one process resumes what several left.
-QUICK = [("language", "two slices", "two copies"), ("language", "two copies", "one"),
-         ("language", "two slices", "two slices")]
-CHANGES = [change if change in QUICK else slow_case(*change) for change in product(KINDS, LAYOUTS, LAYOUTS)]
+QUICK = [
+    ("language", "two slices", "two copies"),
+    ("language", "two copies", "one"),
+    ("language", "two slices", "two slices"),
+]
+CHANGES = [
+    change if change in QUICK else slow_case(*change) for change in product(KINDS, LAYOUTS, LAYOUTS)
+]
 
 
 @pytest.fixture(scope="module")
 def trained(pools, tmp_path_factory):
     "Return a function that trains in a layout, up to step `at`, and returns the folder of the run."
+
     @cache
     def folder(kind, layout, at=None):
         place, (count, sharding) = tmp_path_factory.mktemp(kind) / "run", LAYOUTS[layout]
         messages = pools(count).run(KINDS[kind], place, sharding, at)
         assert messages == [at and "MemoryError: stopped"] * count, messages
-        assert [path.name for path in checkpoints(place)][:1] == [f"step-000000{'08' if at else '16'}"]
+        assert [path.name for path in checkpoints(place)][:1] == [
+            f"step-000000{'08' if at else '16'}"
+        ]
         return place
+
     return folder
 
 
 @pytest.mark.parametrize("kind, before, after", CHANGES)
-def test_a_run_resumes_with_other_processes_and_sharding(trained, pools, tmp_path, kind, before, after):
+def test_a_run_resumes_with_other_processes_and_sharding(
+    trained, pools, tmp_path, kind, before, after
+):
     shutil.copytree(trained(kind, before, 10), tmp_path / "run")
     count, sharding = LAYOUTS[after]
     no_error(pools(count).run(KINDS[kind], tmp_path / "run", sharding))
     found, whole = curve(tmp_path / "run"), curve(trained(kind, "one"))
     if before == after:
         assert found == curve(trained(kind, before))
-    assert [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, 21))
+    assert (
+        [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, 21))
+    )
     for line, expected in zip(found, whole):
         for name, value in expected.items():
-            assert value is None or math.isclose(line[name], value, rel_tol=1e-5, abs_tol=1e-5), (name, line, expected)
+            assert value is None or math.isclose(line[name], value, rel_tol=1e-5, abs_tol=1e-5), (
+                name,
+                line,
+                expected,
+            )
     about = read_json(tmp_path / "run" / "config.json")["attempts"]
     assert [attempt["engine"]["sharding"] for attempt in about] == [LAYOUTS[before][1], sharding]
     assert [attempt["from_step"] for attempt in about] == [0, 8]
@@ -148,7 +224,9 @@ def large(folder, sharding):
     "Train a model large enough to measure, and return the bytes of pieces that this process read."
     Counting.bytes = 0
     with patch.object(checkpoint, "Reader", Counting):
-        plain(folder, language_model, options={"d_model": 128}, sharding=sharding, steps=2, warmup=1)
+        plain(
+            folder, language_model, options={"d_model": 128}, sharding=sharding, steps=2, warmup=1
+        )
     return Counting.bytes
 
 
@@ -159,7 +237,10 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
     stored = [path.stat().st_size for path in checkpoints(tmp_path)[0].glob("*.distcp")]
     shares, half = no_error(pools(2).run(large, tmp_path, sharding)), sum(stored) / 2
     assert len(stored) == 2 and max(stored) <= 1.03 * half
-    assert all(math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03) for share in shares)
+    assert all(
+        math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03)
+        for share in shares
+    )
 
 
 # ---- two processes as one
@@ -167,27 +248,47 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
 
 def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
     model = model(**options or {"dropout": 0.0})
-    tokens = sampled(tokens, 4, changes.get("gradient_accumulation_steps", 1)) if callable(tokens) else tokens
+    tokens = (
+        sampled(tokens, 4, changes.get("gradient_accumulation_steps", 1))
+        if callable(tokens)
+        else tokens
+    )
     train(model, tokens, VAL, dataclasses.replace(SHORT, **changes), folder, quiet=True)
     return evaluate(gather_full_model(model), VAL, 8) if hasattr(model, "config") else None
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("options", [
-    dict(track="tensorboard"), dict(gradient_accumulation_steps=2, tokens=Masked), dict(async_save=True),
-    slow_case(dict(sharding="fsdp", model=language_model, options={}, checkpoint_blocks=True, async_save=True,
-                   gradient_accumulation_steps=2)),
-    dict(sharding="fsdp", model=language_model, options={"mixer": "longhorn_exact"}),
-])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(track="tensorboard"),
+        dict(gradient_accumulation_steps=2, tokens=Masked),
+        dict(async_save=True),
+        slow_case(
+            dict(
+                sharding="fsdp",
+                model=language_model,
+                options={},
+                checkpoint_blocks=True,
+                async_save=True,
+                gradient_accumulation_steps=2,
+            )
+        ),
+        dict(sharding="fsdp", model=language_model, options={"mixer": "longhorn_exact"}),
+    ],
+)
 def test_two_processes_train_as_one_would(pools, tmp_path, options):
     found = no_error(pools(2).run(plain, tmp_path, **options))
-    assert len(list(tmp_path.rglob("events.out.*"))) == ("track" in options) # of the main process
+    assert len(list(tmp_path.rglob("events.out.*"))) == ("track" in options)  # of the main process
     fields = {"sharding": options.get("sharding", "ddp"), "processes": 2}
     assert fields.items() <= read_json(tmp_path / "config.json")["attempts"][0]["engine"].items()
-    model, tokens = options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})), options.get("tokens", TOKENS)
+    model, tokens = (
+        options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})),
+        options.get("tokens", TOKENS),
+    )
     whole = alone(model, Masked(TOKENS, 8, 4, 0) if callable(tokens) else tokens)
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), whole)
-    for loss in found: # each process gathers the whole weights
+    for loss in found:  # each process gathers the whole weights
         assert loss is None or math.isclose(loss, whole[-1]["val_loss"], rel_tol=1e-5)
 
 
@@ -202,7 +303,16 @@ def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
     losses have no bound that follows from arithmetic: every step of the training enlarges the difference."""
     options, losses = dict(precision="bf16", clip=0), {}
     for kind in ("ddp", "fsdp"):
-        no_error(pools(2).run(plain, tmp_path / kind, language_model, options={"d_model": 32}, sharding=kind, **options))
+        no_error(
+            pools(2).run(
+                plain,
+                tmp_path / kind,
+                language_model,
+                options={"d_model": 32},
+                sharding=kind,
+                **options,
+            )
+        )
         losses[kind] = [line["loss"] for line in read_jsonl(tmp_path / kind / "metrics.jsonl")]
     one = [line["loss"] for line in alone(language_model(d_model=32), **options)]
     assert len(one) == 20 and losses["ddp"] == losses["fsdp"]
@@ -217,31 +327,77 @@ def other_checkpoint(run, *found):
     return facts_of(run, *found)
 
 
-facts_of, changed = training.facts_of, lambda **changes: dict(config=dataclasses.replace(SHORT, **changes))
-DIFFERS, ALL = ("settings", "model", "text", "val", "checkpoint", "same"), ("checkpoint", "busy", "none", "hsdp", "mpi") # only process 1 differs; both processes differ
-CASES = dict( # name=(change, message of both processes)
-    settings=(changed(log_every=5), "log_every: 5; process 0"), model=(dict(model=8), "model: "),
-    text=(dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)), "text: 2000 tokens "),
-    val=(dict(val=VAL[:-1]), "held-out text: 203 tokens"), short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
-    folder=(dict(folder="b/run"), "PATH/b/run on HOST is not the folder of process 0, PATH/a/run on HOST"),
-    checkpoint=(dict(folder="known"), "checkpoints: step-00000010 "), same=(dict(same={"mixer": "longhorn"}), "mixer: longhorn; "),
-    busy=(dict(folder="busy"), "another process is training in PATH/busy; wait for it, or use another folder"),
-    none=(changed(sharding="none"), "sharding is 'none', but there are 2 processes; expected ddp, fsdp or hsdp"),
-    hsdp=(changed(sharding="hsdp"),
-          "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this"),
-    mpi=(changed(sharding="fsdp"), "sharding is 'fsdp', which the backend mpi of these processes does not offer; expected ddp"),
-    launcher=({}, "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp"))
+facts_of, changed = (
+    training.facts_of,
+    lambda **changes: dict(config=dataclasses.replace(SHORT, **changes)),
+)
+DIFFERS, ALL = (
+    ("settings", "model", "text", "val", "checkpoint", "same"),
+    ("checkpoint", "busy", "none", "hsdp", "mpi"),
+)  # only process 1 differs; both processes differ
+CASES = dict(  # name=(change, message of both processes)
+    settings=(changed(log_every=5), "log_every: 5; process 0"),
+    model=(dict(model=8), "model: "),
+    text=(
+        dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)),
+        "text: 2000 tokens ",
+    ),
+    val=(dict(val=VAL[:-1]), "held-out text: 203 tokens"),
+    short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
+    folder=(
+        dict(folder="b/run"),
+        "PATH/b/run on HOST is not the folder of process 0, PATH/a/run on HOST",
+    ),
+    checkpoint=(dict(folder="known"), "checkpoints: step-00000010 "),
+    same=(dict(same={"mixer": "longhorn"}), "mixer: longhorn; "),
+    busy=(
+        dict(folder="busy"),
+        "another process is training in PATH/busy; wait for it, or use another folder",
+    ),
+    none=(
+        changed(sharding="none"),
+        "sharding is 'none', but there are 2 processes; expected ddp, fsdp or hsdp",
+    ),
+    hsdp=(
+        changed(sharding="hsdp"),
+        "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this",
+    ),
+    mpi=(
+        changed(sharding="fsdp"),
+        "sharding is 'fsdp', which the backend mpi of these processes does not offer; expected ddp",
+    ),
+    launcher=(
+        {},
+        "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp",
+    ),
+)
 
 
 def refused(name, folder):
     own, (case, _) = os.environ["RANK"] == "1", CASES[name]
-    ours = dict(model=16, tokens=TOKENS, val=VAL, config=SHORT, folder="a/run", same={"mixer": "mamba"})
+    ours = dict(
+        model=16, tokens=TOKENS, val=VAL, config=SHORT, folder="a/run", same={"mixer": "mamba"}
+    )
     ours |= case if own or name in ALL else {}
     see_folder.__defaults__ = (0.3,)
-    with patch.object(training, "facts_of", other_checkpoint if own and name == "checkpoint" else facts_of), \
-            patch.object(torch.distributed, "get_backend", return_value=name if name == "mpi" else "gloo"), \
-            patch.dict(os.environ, ACCELERATE_USE_FSDP=str(name == "launcher")):
-        train(Tiny(d=ours["model"]), ours["tokens"], ours["val"], ours["config"], folder / ours["folder"], quiet=True, same=ours["same"])
+    with (
+        patch.object(
+            training, "facts_of", other_checkpoint if own and name == "checkpoint" else facts_of
+        ),
+        patch.object(
+            torch.distributed, "get_backend", return_value=name if name == "mpi" else "gloo"
+        ),
+        patch.dict(os.environ, ACCELERATE_USE_FSDP=str(name == "launcher")),
+    ):
+        train(
+            Tiny(d=ours["model"]),
+            ours["tokens"],
+            ours["val"],
+            ours["config"],
+            folder / ours["folder"],
+            quiet=True,
+            same=ours["same"],
+        )
 
 
 def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools, tmp_path):
@@ -256,7 +412,9 @@ def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools,
     for name, lines in messages.items():
         says = CASES[name][1].replace("HOST", host).replace("PATH", str(tmp_path))
         assert all(says in line and "\n" not in line for line in lines), (name, lines)
-        assert name not in DIFFERS or all(f"process 1 on {host} (folder {tmp_path}" in line for line in lines)
+        assert name not in DIFFERS or all(
+            f"process 1 on {host} (folder {tmp_path}" in line for line in lines
+        )
     assert all(f"process 1 on {host}: " in messages[name][0] for name in ("short", "folder"))
 
 
@@ -266,18 +424,26 @@ def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools,
 def full_disk(folder, rank, in_background):
     "Train while the disk of one process is full at step 20."
     write = checkpoint.Writer.write_data
+
     def write_data(self, *parts):
         if os.environ["RANK"] == rank and "step-00000020" in str(self.path):
             raise OSError(28, os.strerror(28))
         return write(self, *parts)
+
     with patch.object(checkpoint.Writer, "write_data", write_data):
         plain(folder, async_save=in_background)
 
 
-@pytest.mark.parametrize("rank, in_background", [slow_case("0", False), slow_case("1", False), ("1", True)])
+@pytest.mark.parametrize(
+    "rank, in_background", [slow_case("0", False), slow_case("1", False), ("1", True)]
+)
 def test_a_full_disk_of_any_process_is_one_sentence_in_all(pools, tmp_path, rank, in_background):
     for line in pools(2).run(full_disk, tmp_path, rank, in_background):
-        assert f"process {rank}: cannot write" in line and "step-00000020: No space left on device" in line and "\n" not in line
+        assert (
+            f"process {rank}: cannot write" in line
+            and "step-00000020: No space left on device" in line
+            and "\n" not in line
+        )
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010"]
     no_error(pools(2).run(plain, tmp_path))
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), alone(Tiny(dropout=0.0)))
@@ -288,11 +454,17 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
     newest = checkpoints(tmp_path)[-1]
     for victim in sorted(newest.glob("*.distcp")):
         data = victim.read_bytes()
-        victim.write_bytes(data[:len(data) // 2])
+        victim.write_bytes(data[: len(data) // 2])
         no_error(pools(2).run(plain, tmp_path, language_model, options={}, sharding="fsdp"))
         warned = pools(2).printed
-        assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0] and not warned[1]
-        assert Path(newest).exists() and read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
+        assert (
+            f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0]
+            and not warned[1]
+        )
+        assert (
+            Path(newest).exists()
+            and read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
+        )
 
 
 def lost(folder, where):
@@ -302,20 +474,32 @@ def lost(folder, where):
     if where == "step":
         Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
     elif where == "checkpoint":
-        checkpoint.Writer.write_data = lambda self, *parts: ("step-00000020" in str(self.path) and gone(), write(self, *parts))[1]
+        checkpoint.Writer.write_data = lambda self, *parts: (
+            "step-00000020" in str(self.path) and gone(),
+            write(self, *parts),
+        )[1]
     else:
         training.resume_run = lambda run: (gone(), resume(run))[1]
     plain(folder)
 
 
-@pytest.mark.parametrize("where, step", [("step", 13), slow_case("checkpoint", 20), slow_case("start", 0)])
+@pytest.mark.parametrize(
+    "where, step", [("step", 13), slow_case("checkpoint", 20), slow_case("start", 0)]
+)
 def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, where, step):
     try:
         message, gone = pools(2).run(lost, tmp_path, where)
     finally:
         pools.drop(2)
-    assert gone is None and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ") and "\n" not in message
-    assert f"seen at step {step} " in message and "start the same command again; it resumes from" in message
+    assert (
+        gone is None
+        and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ")
+        and "\n" not in message
+    )
+    assert (
+        f"seen at step {step} " in message
+        and "start the same command again; it resumes from" in message
+    )
     assert ("step-00000010" if step else "the beginning") in message
     assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
 
@@ -323,10 +507,16 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, whe
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_a_connection_outlives_it():
     "A connection of one process; test_cluster.py has two processes that end."
-    threads = lambda: {path.parent.name for path in Path("/proc/self/task").glob("*/comm") if "gloo" in path.read_text()}
+    threads = lambda: {
+        path.parent.name
+        for path in Path("/proc/self/task").glob("*/comm")
+        if "gloo" in path.read_text()
+    }
     before = threads()
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    cycle = [torch.distributed.group.WORLD] # as a trained model holds it
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    cycle = [torch.distributed.group.WORLD]  # as a trained model holds it
     cycle.append(cycle)
     del cycle
     torch.distributed.all_reduce(torch.ones(9))

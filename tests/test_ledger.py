@@ -1,4 +1,5 @@
 """The claims ledger: every state that a record file can be in, and every way to show the rows."""
+
 import ast, json, re, shlex, subprocess, sys
 from xml.etree import ElementTree
 
@@ -11,7 +12,18 @@ from longhorn_kit.lab import claims
 from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.compare import contrast_rows, looks_of
 from longhorn_kit.lab.front import Finding, Shown, favours, front, leader
-from longhorn_kit.lab.ledger import Row, cells, ledger, ledger_html, ledger_json, ledger_markdown, ledger_summary, ledger_text, reason, section
+from longhorn_kit.lab.ledger import (
+    Row,
+    cells,
+    ledger,
+    ledger_html,
+    ledger_json,
+    ledger_markdown,
+    ledger_summary,
+    ledger_text,
+    reason,
+    section,
+)
 from longhorn_kit.lab.plan import models_of
 from longhorn_kit.lab.stats import LEVEL, Comparison, Contrast, judge
 from longhorn_kit.records import read_record, records_root, write_record
@@ -19,7 +31,10 @@ from longhorn_kit.records import read_record, records_root, write_record
 
 @pytest.fixture
 def three_claims(monkeypatch):
-    other, reader = fakes.claim("other", module=None, compare=None, minutes={}), fakes.claim("reader", module=None, reads="fake", minutes={})
+    other, reader = (
+        fakes.claim("other", module=None, compare=None, minutes={}),
+        fakes.claim("reader", module=None, reads="fake", minutes={}),
+    )
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), other, reader])
 
 
@@ -27,7 +42,9 @@ def put(folder, content, name="fake"):
     "Write a record, the bytes of a damaged one, or (None) a folder in its place."
     path = folder / name / "laptop" / "record.json"
     path.parent.mkdir(parents=True)
-    path.mkdir() if content is None else path.write_bytes(content) if isinstance(content, bytes) else write_record(path, content)
+    path.mkdir() if content is None else path.write_bytes(content) if isinstance(
+        content, bytes
+    ) else write_record(path, content)
 
 
 def words(rows):
@@ -36,17 +53,29 @@ def words(rows):
 
 def test_nothing_ran(three_claims, tmp_path):
     rows = ledger(tmp_path / "missing", tmp_path / "missing too")
-    assert words(rows) == ["not run", "no code", "not run"] # nothing judges the second
-    assert rows[0].command == "longhorn reproduce fake --scale laptop" and "1 min on two CPU cores" in rows[0].judgement.why
+    assert words(rows) == ["not run", "no code", "not run"]  # nothing judges the second
+    assert (
+        rows[0].command == "longhorn reproduce fake --scale laptop"
+        and "1 min on two CPU cores" in rows[0].judgement.why
+    )
     assert rows[1].command == "" == rows[2].command
 
 
 def test_scale_without_a_run_is_a_row_beside_the_one_that_has_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(minutes={"laptop": 1, "gpu": 20, "paper": 3000})])
+    monkeypatch.setattr(
+        claims, "CLAIMS", [fakes.claim(minutes={"laptop": 1, "gpu": 20, "paper": 3000})]
+    )
     put(tmp_path, fakes.record())
     rows = ledger(tmp_path, tmp_path / "none")
-    assert [(row.scale, row.judgement.verdict) for row in rows] == [("laptop", "holds"), ("gpu", "not run"), ("paper", "not run")]
-    assert "50 h on four" in rows[2].judgement.why and rows[1].command == "longhorn reproduce fake --scale gpu"
+    assert [(row.scale, row.judgement.verdict) for row in rows] == [
+        ("laptop", "holds"),
+        ("gpu", "not run"),
+        ("paper", "not run"),
+    ]
+    assert (
+        "50 h on four" in rows[2].judgement.why
+        and rows[1].command == "longhorn reproduce fake --scale gpu"
+    )
 
 
 def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, tmp_path):
@@ -55,29 +84,40 @@ def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, 
     (folder / "notes.json").write_text('{"anything": 1}')
     (folder / "damaged.json").write_text('{"cla')
     row, *others = ledger(tmp_path / "none", tmp_path / "results")
-    assert (row.scale, row.judgement.verdict, row.file) == ("laptop (seeds)", "holds", "nbs/lab/results/fake/seeds.json")
+    assert (row.scale, row.judgement.verdict, row.file) == (
+        "laptop (seeds)",
+        "holds",
+        "nbs/lab/results/fake/seeds.json",
+    )
     assert row.command == "longhorn reproduce fake --seeds 0 1"
     assert words(other for other in others if other.claim.name == "fake") == ["not run"]
 
 
 def test_recorded_commands_can_be_typed_into_a_shell():
     rows = ledger("no runs")
-    for command in {row.command for row in rows}: # many rows share one
+    for command in {row.command for row in rows}:  # many rows share one
         parts = [part for part in shlex.split(command) if not part.startswith("LONGHORN_TEXT=")]
         if "-c" in parts:
             tree, names = ast.parse(parts[parts.index("-c") + 1]), {}
-            exec("\n".join(ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom)), names)
+            exec(
+                "\n".join(
+                    ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom)
+                ),
+                names,
+            )
             for node in ast.walk(tree):
                 if isinstance(node, (ast.Name, ast.Attribute)):
                     eval(ast.unparse(node), names)
         for words in re.findall(r"(?:^|do |&& |FOLDER )longhorn ([^;&]*)", command):
             assert cli.parse(shlex.split(words))
         assert not parts or parts[0] in ("longhorn", "python", "python3", "for")
-        assert ";" not in command or parts[0] == "for" or "-c" in parts # no prose behind it
+        assert ";" not in command or parts[0] == "for" or "-c" in parts  # no prose behind it
         assert subprocess.run(["sh", "-n", "-c", command]).returncode == 0
     for row in rows:
         measured = row.comparison.differences and row.scale not in claims.BASES
-        assert not measured or row.command and row.file, "every measured row links its record and the command that repeats it"
+        assert not measured or row.command and row.file, (
+            "every measured row links its record and the command that repeats it"
+        )
 
 
 def test_kernel_record_that_is_missing_or_damaged_leaves_the_ledger_standing(monkeypatch, tmp_path):
@@ -90,21 +130,41 @@ def test_kernel_record_that_is_missing_or_damaged_leaves_the_ledger_standing(mon
     for text in ("", "[]", '{"rows": []}', '{"rows": 3}'):
         path.write_text(text)
         rows = ledger("x", results)
-        assert words(rows) == ["cannot be judged"] and claims.Claim.times in rows[0].judgement.why, text
+        assert (
+            words(rows) == ["cannot be judged"] and claims.Claim.times in rows[0].judgement.why
+        ), text
 
 
 def test_fresh_record_comes_before_the_recorded_one(three_claims, tmp_path):
     put(tmp_path / "runs", fakes.record(results={"score": -1}))
     write_record(tmp_path / "results" / "fake" / "laptop.json", fakes.record())
     rows = ledger(tmp_path / "runs", tmp_path / "results")
-    assert words(rows) == ["does not hold", "holds", "no code", "does not hold", "holds"] and rows[0].file == "runs/fake/laptop/record.json"
+    assert (
+        words(rows) == ["does not hold", "holds", "no code", "does not hold", "holds"]
+        and rows[0].file == "runs/fake/laptop/record.json"
+    )
     text = str(rows)
     assert text.count("The fake claim") == 1 and "-1.0 points" in text and "+2.0 points" in text
 
 
-@pytest.mark.parametrize("content", [
-    b"", b"{", b"\xff\xfe\x00garbage", b"[1, 2]", b"null", b"\x00" * 64, json.dumps(fakes.record()).encode(), {"experiment": "other"}, {"experiment": "fake"},
-    None, {"experiment": "fake", "results": None}, fakes.record(results={"score": "high"}), fakes.record(results={"score": None})])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe\x00garbage",
+        b"[1, 2]",
+        b"null",
+        b"\x00" * 64,
+        json.dumps(fakes.record()).encode(),
+        {"experiment": "other"},
+        {"experiment": "fake"},
+        None,
+        {"experiment": "fake", "results": None},
+        fakes.record(results={"score": "high"}),
+        fakes.record(results={"score": None}),
+    ],
+)
 def test_damaged_record_is_a_row_and_not_a_crash(three_claims, tmp_path, content):
     put(tmp_path, content)
     rows = ledger(tmp_path, tmp_path / "none")
@@ -113,7 +173,9 @@ def test_damaged_record_is_a_row_and_not_a_crash(three_claims, tmp_path, content
     assert "record.json" in ledger_text(rows) and "record.json" in rows._repr_html_()
 
 
-def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(three_claims, tmp_path):
+def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(
+    three_claims, tmp_path
+):
     (tmp_path / "fake" / "laptop").mkdir(parents=True)
     assert "about 1 min" in ledger(tmp_path, tmp_path)[0].judgement.why
     (tmp_path / "fake" / "laptop" / "metrics.jsonl").write_text("")
@@ -129,7 +191,24 @@ def test_terminal_table_keeps_to_its_width_and_loses_no_word(width):
     assert max(map(len, text.splitlines())) <= max(72, width)
     there = set(re.findall("[A-Za-z]+", text))
     for row in rows:
-        assert set(re.findall("[A-Za-z]+", " ".join([row.claim.statement, row.claim.published, row.judgement.why, row.file, row.command, *cells(row)]))) <= there
+        assert (
+            set(
+                re.findall(
+                    "[A-Za-z]+",
+                    " ".join(
+                        [
+                            row.claim.statement,
+                            row.claim.published,
+                            row.judgement.why,
+                            row.file,
+                            row.command,
+                            *cells(row),
+                        ]
+                    ),
+                )
+            )
+            <= there
+        )
     assert all(re.search(rf"^{name}\b", text, re.M) for name in {row.claim.name for row in rows})
 
 
@@ -138,8 +217,16 @@ def test_json_holds_everything():
     assert len(found) == len(rows)
     for row, line in zip(rows, found):
         assert (line["claim"], line["verdict"], line["file"], line["command"], line["n"]) == (
-            row.claim.name, row.judgement.verdict, row.file, row.command, row.judgement.n)
-        assert line["differences"] == list(row.comparison.differences) and {"paper", "rule", "why", "about", "published", "unit"} <= line.keys()
+            row.claim.name,
+            row.judgement.verdict,
+            row.file,
+            row.command,
+            row.judgement.n,
+        )
+        assert (
+            line["differences"] == list(row.comparison.differences)
+            and {"paper", "rule", "why", "about", "published", "unit"} <= line.keys()
+        )
 
 
 def test_html_and_markdown_are_escaped(three_claims, tmp_path):
@@ -147,7 +234,9 @@ def test_html_and_markdown_are_escaped(three_claims, tmp_path):
     rows = ledger(tmp_path, tmp_path / "none")
     assert "claim &lt; &amp; holds" in rows._repr_html_() and "claim < &" not in rows._repr_html_()
     assert "claim &lt; &amp; holds" in section("fake", rows)
-    lines = ledger_markdown([Row(rows[0].claim, Comparison("a | b", (1.0,)), judge([Comparison("a", (1.0,))])[0])]).splitlines()
+    lines = ledger_markdown(
+        [Row(rows[0].claim, Comparison("a | b", (1.0,)), judge([Comparison("a", (1.0,))])[0])]
+    ).splitlines()
     assert len(lines) == 3 and lines[2].replace("\\|", "").count("|") == 6
 
 
@@ -157,34 +246,59 @@ def measured(*comparisons):
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_plot_is_text_that_names_every_row_and_verdict(narrow):
-    rows = measured(Comparison("a < b & c", (2.0, 2.1, 2.2), published=1.0, searched=0), Comparison("far", (1.0, -40.0, 42.0)), Comparison("one", (0.5,)))
+    rows = measured(
+        Comparison("a < b & c", (2.0, 2.1, 2.2), published=1.0, searched=0),
+        Comparison("far", (1.0, -40.0, 42.0)),
+        Comparison("one", (0.5,)),
+    )
     svg = picture(rows, narrow)
     root = ElementTree.fromstring(svg)
     texts = [e for e in root.iter() if e.tag.endswith("text")]
     told = ["".join(e.itertext()) for e in texts]
-    assert {"a < b & c", "far", "one", "undecided", "cannot be judged"} <= set(told) and root.get("role") == "img" and root.get("aria-label")
+    assert (
+        {"a < b & c", "far", "one", "undecided", "cannot be judged"} <= set(told)
+        and root.get("role") == "img"
+        and root.get("aria-label")
+    )
     width, height = map(float, root.get("viewBox").split()[2:])
     assert all(0 <= float(e.get("x")) <= width and 0 < float(e.get("y")) <= height for e in texts)
     assert "prefers-color-scheme: dark" in svg and svg.count("<circle") == 2, "a ring and a disc"
 
 
 def test_a_claim_as_good_has_its_line_at_the_margin():
-    rows = measured(Comparison("as good", (-0.002, -0.0021, -0.0019), margin=0.005, searched=0), Comparison("below", (0.001, 0.0011, 0.0009)))
+    rows = measured(
+        Comparison("as good", (-0.002, -0.0021, -0.0019), margin=0.005, searched=0),
+        Comparison("below", (0.001, 0.0011, 0.0009)),
+    )
     place, _ = axis(rows, "points", WIDE["plot"])
     lines = [float(x) for x in re.findall(r'd="M([\d.]+) \d+v', picture(rows))]
-    assert lines == pytest.approx([place(-0.005), place(0)], abs=0.1) and lines[0] < place(-0.002) < lines[1]
+    assert (
+        lines == pytest.approx([place(-0.005), place(0)], abs=0.1)
+        and lines[0] < place(-0.002) < lines[1]
+    )
 
 
 def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     rows = measured(Comparison("x", (1.0, 2.0, 3.0)), Comparison("y", (-90.0, 95.0, -2.0)))
     place, ticks = axis(rows, "points", (100, 200))
-    assert place(0) == 150 < place(1) and 100 <= place(-1e9) and place(1e9) <= 200 and ticks[1] == 0 == ticks[0] + ticks[2]
+    assert (
+        place(0) == 150 < place(1)
+        and 100 <= place(-1e9)
+        and place(1e9) <= 200
+        and ticks[1] == 0 == ticks[0] + ticks[2]
+    )
     times = measured(Comparison("x", (2.0, 4.0, 3.0), "times as fast", searched=0))
     place, ticks = axis(times, "times as fast", (0, 100))
-    assert place(1) == 50 and place(2) - place(1) == pytest.approx(place(1) - place(0.5)) and 1 in ticks
+    assert (
+        place(1) == 50
+        and place(2) - place(1) == pytest.approx(place(1) - place(0.5))
+        and 1 in ticks
+    )
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
-    html = inline(forest(rows)) # has a row for every measured comparison
-    assert html.count("<svg") == 2 and all(html.count(f">{row.judgement.verdict}<") >= 2 for row in rows)
+    html = inline(forest(rows))  # has a row for every measured comparison
+    assert html.count("<svg") == 2 and all(
+        html.count(f">{row.judgement.verdict}<") >= 2 for row in rows
+    )
 
 
 def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypatch, tmp_path):
@@ -194,48 +308,98 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
     write_record(tmp_path / "one-pass" / "gpu.json", record)
     monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: tmp_path)
     for text in (ledger_markdown(rows := front()), picture(rows), picture(rows, narrow=True)):
-        assert "diagonal below Mamba" in text and "exact below Mamba" in text and text.count("Mamba N=16 diverged") == 2
+        assert (
+            "diagonal below Mamba" in text
+            and "exact below Mamba" in text
+            and text.count("Mamba N=16 diverged") == 2
+        )
     assert "+0.000" not in picture(rows[:2]) and rows[0].judgement.verdict == "cannot be judged"
     models_of(record)["Mamba N=16"]["runs"] = []
-    del models_of(record)["diagonal N=16"]["runs"][5:] # what has not all its seeds is not shown
+    del models_of(record)["diagonal N=16"]["runs"][5:]  # what has not all its seeds is not shown
     write_record(tmp_path / "one-pass" / "gpu.json", record)
     assert not any(row.claim.name == "one-pass" for row in front())
 
 
 def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
-    code = ("import sys; from longhorn_kit.lab.ledger import ledger; str(ledger('x')); ledger('x')._repr_html_(); "
-            "print([m for m in ('torch', 'matplotlib') if m in sys.modules])")
+    code = (
+        "import sys; from longhorn_kit.lab.ledger import ledger; str(ledger('x')); ledger('x')._repr_html_(); "
+        "print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(claims, "CLAIMS", [claims.find_claim(name) for name in ("scalar-rate", "sample-efficiency", "one-pass", "language")])
-    runs = [{"mixer": mixer, "seed": 0, "tokens": 1e6, "parameters": 1e6, "model": {"d_mlp": 0}, "state_numbers": 0,
-             "val": {"tokens": [1e6], "all": [bits]}} for mixer, bits in (("longhorn", 1.0), ("mamba", 2.0), ("attention", 3.0))]
-    results = {"runs": runs, "train_tokens": 1e6, "unit": "bits per byte", "domains": {"held out": {}}}
+    monkeypatch.setattr(
+        claims,
+        "CLAIMS",
+        [
+            claims.find_claim(name)
+            for name in ("scalar-rate", "sample-efficiency", "one-pass", "language")
+        ],
+    )
+    runs = [
+        {
+            "mixer": mixer,
+            "seed": 0,
+            "tokens": 1e6,
+            "parameters": 1e6,
+            "model": {"d_mlp": 0},
+            "state_numbers": 0,
+            "val": {"tokens": [1e6], "all": [bits]},
+        }
+        for mixer, bits in (("longhorn", 1.0), ("mamba", 2.0), ("attention", 3.0))
+    ]
+    results = {
+        "runs": runs,
+        "train_tokens": 1e6,
+        "unit": "bits per byte",
+        "domains": {"held out": {}},
+    }
     record = fakes.record("language", results=results, settings={"train": {"lr": 0.003}})
     put(tmp_path, record, "language")
     rows = ledger(tmp_path, tmp_path / "none")
-    assert [row.judgement.verdict for row in rows if (row.claim.name, row.scale) == ("language", "laptop")] == ["cannot be judged"] * 2
-    assert all("one learning rate" in row.judgement.why for row in rows if row.claim.name == "language" and row.scale == "laptop")
+    assert [
+        row.judgement.verdict
+        for row in rows
+        if (row.claim.name, row.scale) == ("language", "laptop")
+    ] == ["cannot be judged"] * 2
+    assert all(
+        "one learning rate" in row.judgement.why
+        for row in rows
+        if row.claim.name == "language" and row.scale == "laptop"
+    )
     assert {row.judgement.verdict for row in rows if row.claim.name != "language"} == {"not run"}
 
 
 def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(monkeypatch, tmp_path):
-    recipe = fakes.claim("recipe", module=None, compare=None, minutes={}, commands={"paper": "longhorn train-lm"})
+    recipe = fakes.claim(
+        "recipe", module=None, compare=None, minutes={}, commands={"paper": "longhorn train-lm"}
+    )
     idea = fakes.claim("idea", module=None, compare=None, minutes={})
     limited = fakes.claim("limited", limits={"laptop": "one seed of each model"})
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, limited])
     rows = ledger(tmp_path, tmp_path)
     why = {row.claim.name: (row.judgement.verdict, row.judgement.why) for row in rows}
     cost = f"about 1 min on {claims.PLATFORM['laptop']}"
-    assert why == {"fake": ("not run", cost), "recipe": ("no code", "the full recipe; no code judges its runs"),
-                   "idea": ("no code", "no code runs or judges it"), "limited": ("not run", f"{cost}; one seed of each model")}
+    assert why == {
+        "fake": ("not run", cost),
+        "recipe": ("no code", "the full recipe; no code judges its runs"),
+        "idea": ("no code", "no code runs or judges it"),
+        "limited": ("not run", f"{cost}; one seed of each model"),
+    }
     assert ledger_summary(rows) == "4 claims, 4 rows: 2 × not run, 2 × no code"
-    assert [line["verdict"] for line in json.loads(ledger_json(rows))] == ["not run", "no code", "no code", "not run"]
+    assert [line["verdict"] for line in json.loads(ledger_json(rows))] == [
+        "not run",
+        "no code",
+        "no code",
+        "not run",
+    ]
     html, text = rows._repr_html_(), str(rows)
-    assert html.count("verdict no-code") == 2 == html.count("verdict not-run") and text.count("no code ") >= 2
+    assert (
+        html.count("verdict no-code") == 2 == html.count("verdict not-run")
+        and text.count("no code ") >= 2
+    )
     assert "| no code (no code runs or judges it)" in ledger_markdown(rows)
     assert len({mark(5, 5, word) for word in ("undecided", "no code", "cannot be judged")}) == 3
     style = (records_root() / "longhorn_kit/lab/report.css").read_text()
@@ -245,7 +409,15 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
 def test_only_the_claims_without_code_say_so():
     rows = ledger("recorded runs only")
     assert {row.claim.name for row in rows if row.judgement.verdict == "no code"} == {
-        "one-pass-width", "language-size", "language-350m", "sample-efficiency-size", "downstream", "value-projection", "step-size", "heads"}
+        "one-pass-width",
+        "language-size",
+        "language-350m",
+        "sample-efficiency-size",
+        "downstream",
+        "value-projection",
+        "step-size",
+        "heads",
+    }
 
 
 def looked(exact, mamba, kind="better", published=None):
@@ -263,43 +435,93 @@ FOUR, EIGHT = (0.0, 0.001, 0.002, 0.003), (0.0, 0.001, 0.002, 0.003) * 2
 def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside():
     row = looked([1.30 + d for d in EIGHT], [1.32 + d for d in EIGHT], published=0.0044)
     label, paper, here, n, verdict = cells(row)
-    assert (paper, n, verdict) == ("+0.0044", "4", "holds") and here.startswith("+0.0200 [") and here.endswith(", 98 % interval")
+    assert (
+        (paper, n, verdict) == ("+0.0044", "4", "holds")
+        and here.startswith("+0.0200 [")
+        and here.endswith(", 98 % interval")
+    )
     told = reason(row)
-    assert told.startswith(" (ahead, at 4 seeds; ") and "all 8 seeds: +0.0200 [" in told and "rank test p = 0.029" in told
-    assert "a fresh run of exact beats one of Mamba: 100% of pairs" in told and "excludes the published +0.0044" in told
-    for text in (" ".join(ledger_text([row], 200).split()), ledger_markdown([row]), ledger_html([row])):
-        assert "holds" in text and "ahead, at 4 seeds" in text and "98 % interval" in text and "rank test p = 0.029" in text
+    assert (
+        told.startswith(" (ahead, at 4 seeds; ")
+        and "all 8 seeds: +0.0200 [" in told
+        and "rank test p = 0.029" in told
+    )
+    assert (
+        "a fresh run of exact beats one of Mamba: 100% of pairs" in told
+        and "excludes the published +0.0044" in told
+    )
+    for text in (
+        " ".join(ledger_text([row], 200).split()),
+        ledger_markdown([row]),
+        ledger_html([row]),
+    ):
+        assert (
+            "holds" in text
+            and "ahead, at 4 seeds" in text
+            and "98 % interval" in text
+            and "rank test p = 0.029" in text
+        )
     (line,) = json.loads(ledger_json([row]))
-    assert (line["side"], line["look"], line["level"]) == ("ahead", 4, 0.02) and "all 8 seeds" in line["beside"]
-    low, high = (f"{end:.1f}" for end in map(axis([row], "bits per byte", WIDE["plot"])[0], (line["low"], line["high"])))
-    assert f"M{low} " in picture([row]) and f"H{high}" in picture([row]), "the bar is the interval of the verdict"
+    assert (line["side"], line["look"], line["level"]) == (
+        "ahead",
+        4,
+        0.02,
+    ) and "all 8 seeds" in line["beside"]
+    low, high = (
+        f"{end:.1f}"
+        for end in map(axis([row], "bits per byte", WIDE["plot"])[0], (line["low"], line["high"]))
+    )
+    assert f"M{low} " in picture([row]) and f"H{high}" in picture([row]), (
+        "the bar is the interval of the verdict"
+    )
 
 
 def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
     close = [1.3 + d / 10 for d in FOUR]
     better, as_good = looked(close, close), looked(close, close, "as good")
     assert (better.judgement.verdict, as_good.judgement.verdict) == ("undecided", "holds")
-    assert all(reason(row).startswith(" (equal within the margin, at 4 seeds; ") for row in (better, as_good))
+    assert all(
+        reason(row).startswith(" (equal within the margin, at 4 seeds; ")
+        for row in (better, as_good)
+    )
     found = Finding(Shown("fake", "gpu", "", "Language", "", "exact", "Mamba", ""), as_good)
     assert (leader(found), favours(found)) == ("", "equal within the margin"), "nobody is ahead"
     behind = looked([d + 0.1 for d in close], close)
-    assert reason(behind).startswith(" (behind, at 4 seeds; ") and behind.judgement.verdict == "does not hold"
+    assert (
+        reason(behind).startswith(" (behind, at 4 seeds; ")
+        and behind.judgement.verdict == "does not hold"
+    )
 
 
 def test_a_row_before_its_look_says_how_many_seeds_are_there():
     row = looked([1.3] * 4, [1.4] * 3)
-    assert (row.judgement.verdict, cells(row)[2:4]) == ("not run", ("–", "–")) and row.comparison.waits
+    assert (row.judgement.verdict, cells(row)[2:4]) == (
+        "not run",
+        ("–", "–"),
+    ) and row.comparison.waits
     assert reason(row) == " (3 of 4 seeds so far)"
 
 
 def test_old_rows_say_nothing_of_looks():
     rows = ledger("recorded runs only")
-    assert not any(row.judgement.side or row.judgement.look or row.judgement.beside or row.judgement.level != LEVEL for row in rows)
+    assert not any(
+        row.judgement.side
+        or row.judgement.look
+        or row.judgement.beside
+        or row.judgement.level != LEVEL
+        for row in rows
+    )
 
 
-@pytest.mark.parametrize("name, basis, words", [
-    ("read-twice", "published", "published numbers alone"), ("elsewhere-vision", "published", "published numbers alone"),
-    ("equal-sizes", "counted", "counted from the official code"), ("stable", "derived", "derived, and tested in theory/")])
+@pytest.mark.parametrize(
+    "name, basis, words",
+    [
+        ("read-twice", "published", "published numbers alone"),
+        ("elsewhere-vision", "published", "published numbers alone"),
+        ("equal-sizes", "counted", "counted from the official code"),
+        ("stable", "derived", "derived, and tested in theory/"),
+    ],
+)
 def test_a_row_without_a_run_names_its_basis(name, basis, words):
     rows = [row for row in ledger("no runs") if row.claim.name == name]
     assert rows and {(row.scale, row.about) for row in rows} == {(basis, words)}
@@ -314,12 +536,19 @@ def test_an_unfinished_record_says_how_many_jobs_are_missing(three_claims, tmp_p
 
 def test_counts_agree_with_their_nouns():
     rows = [Row(fakes.claim()), Row(fakes.claim()), Row(fakes.claim("second"))]
-    assert ledger_summary(rows[:1]) == "1 claim, 1 row: 1 × not run" and ledger_summary(rows) == "2 claims, 3 rows: 3 × not run"
+    assert (
+        ledger_summary(rows[:1]) == "1 claim, 1 row: 1 × not run"
+        and ledger_summary(rows) == "2 claims, 3 rows: 3 × not run"
+    )
 
 
 def test_measured_minutes_are_ranges_with_their_machines(monkeypatch, tmp_path):
     from longhorn_kit.lab import ledger as module
+
     monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
     assert module.measured_minutes() == ""
-    write_record(tmp_path / "minutes.json", {"rows": [{"machine": "a", "seconds": [150, 281]}, {"machine": "b", "seconds": [544]}]})
+    write_record(
+        tmp_path / "minutes.json",
+        {"rows": [{"machine": "a", "seconds": [150, 281]}, {"machine": "b", "seconds": [544]}]},
+    )
     assert module.measured_minutes() == "2 to 5 min on a; 9 min on b"

@@ -1,4 +1,5 @@
 """The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
+
 import contextlib, errno, json, math, os, random, re
 
 import numpy as np
@@ -22,6 +23,7 @@ from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 
 pytestmark = pytest.mark.numeric
 
+
 def make(seed=0, **options):
     torch.manual_seed(seed)
     return SequenceLM(LMConfig(**{**dict(vocab_size=40, d_model=16, n_layer=2), **options}))
@@ -29,9 +31,15 @@ def make(seed=0, **options):
 
 # Training and decoding
 
+
 @every_mixer
 @settings(max_examples=4, deadline=None)
-@given(prompt=st.integers(1, 9), steps=st.integers(1, 6), d_mlp=st.sampled_from([0, 24]), tied=st.booleans())
+@given(
+    prompt=st.integers(1, 9),
+    steps=st.integers(1, 6),
+    d_mlp=st.sampled_from([0, 24]),
+    tied=st.booleans(),
+)
 def test_prompt_and_steps_equal_one_pass(name, prompt, steps, d_mlp, tied):
     "A language model's prefill and steps give the logits of one pass."
     model = make(mixer=name, d_mlp=d_mlp, tie_embeddings=tied).double()
@@ -61,31 +69,42 @@ def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
     with torch.no_grad():
         whole = model(tokens)
         block, thrice = model.blocks[0], lambda part, inputs: (3 * inputs[0], *inputs[1:])
-        for put, act in ((block.mixer.register_forward_hook, lambda mixer, inputs, y: -y), (block.mixer.register_forward_pre_hook, thrice),
-                         (block.register_forward_hook, lambda block, inputs, pair: (pair[0], -pair[1])), (block.register_forward_pre_hook, thrice)):
+        for put, act in (
+            (block.mixer.register_forward_hook, lambda mixer, inputs, y: -y),
+            (block.mixer.register_forward_pre_hook, thrice),
+            (block.register_forward_hook, lambda block, inputs, pair: (pair[0], -pair[1])),
+            (block.register_forward_pre_hook, thrice),
+        ):
             hook = put(act)
             want, (first, cache) = model(tokens), model.prefill(tokens[:, :6])
             torch.testing.assert_close(first, want[:, :6])
-            torch.testing.assert_close(model.step(tokens[:, 6], cache)[0], want[:, 6], atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                model.step(tokens[:, 6], cache)[0], want[:, 6], atol=1e-5, rtol=1e-5
+            )
             assert not torch.allclose(want, whole, atol=1e-4)
             hook.remove()
 
 
 def test_an_output_layer_of_its_own_is_called():
-    model, other, tokens = *(make(seed, tie_embeddings=False).eval() for seed in (0, 1)), torch.randint(40, (2, 7))
+    model, other, tokens = (
+        *(make(seed, tie_embeddings=False).eval() for seed in (0, 1)),
+        torch.randint(40, (2, 7)),
+    )
     with torch.no_grad():
         whole = model(tokens)
         hook = model.lm_head.register_forward_hook(lambda layer, inputs, y: 2 * y)
         for logits in (model(tokens), model.prefill(tokens)[0]):
             torch.testing.assert_close(logits, 2 * whole)
         for chunk in (0, 3):
-            torch.testing.assert_close(model.loss(tokens, tokens, chunk=chunk), lm.mean_loss(2 * whole, tokens))
+            torch.testing.assert_close(
+                model.loss(tokens, tokens, chunk=chunk), lm.mean_loss(2 * whole, tokens)
+            )
         hook.remove()
     for one in (model, other):
         prune.l1_unstructured(one.lm_head, "weight", 0.5)
     other.load_state_dict(model.state_dict())
     torch.testing.assert_close(other(tokens), model(tokens))
-    for _ in range(2): # each backward has a new graph
+    for _ in range(2):  # each backward has a new graph
         other.loss(tokens, tokens, chunk=3).backward()
 
 
@@ -98,7 +117,11 @@ def test_linear_layers_can_be_quantised(name):
     with torch.no_grad():
         assert torch.cosine_similarity(small(tokens).flatten(), model(tokens).flatten(), 0) > 0.95
         logits, cache = small.prefill(tokens[:, :6])
-        assert small.step(tokens[:, 6], cache)[0].shape == small.step(tokens[:, 6], small.empty_cache(2))[0].shape == (2, 40)
+        assert (
+            small.step(tokens[:, 6], cache)[0].shape
+            == small.step(tokens[:, 6], small.empty_cache(2))[0].shape
+            == (2, 40)
+        )
 
 
 @every_mixer
@@ -108,14 +131,28 @@ def test_a_model_on_the_meta_device_gives_shapes(name):
         model, tokens = make(mixer=name), torch.zeros(2, 7, dtype=torch.long)
         logits, loss = model(tokens, tokens)
         _, cache = model.prefill(tokens)
-        assert logits.shape == (2, 7, 40) and loss.is_meta and model.step(tokens[:, 0], cache)[0].shape == (2, 40)
+        assert (
+            logits.shape == (2, 7, 40)
+            and loss.is_meta
+            and model.step(tokens[:, 0], cache)[0].shape == (2, 40)
+        )
 
 
 @pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "attention"])
 def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
-    model, tokens, sizes, prefill = make(mixer=name), torch.randint(40, (2, 4100)), [], SequenceLM.prefill
-    monkeypatch.setattr(SequenceLM, "prefill", lambda self, piece, *rest, **options: (
-        sizes.append(piece.shape[1]) or prefill(self, piece, *rest, **options)))
+    model, tokens, sizes, prefill = (
+        make(mixer=name),
+        torch.randint(40, (2, 4100)),
+        [],
+        SequenceLM.prefill,
+    )
+    monkeypatch.setattr(
+        SequenceLM,
+        "prefill",
+        lambda self, piece, *rest, **options: (
+            sizes.append(piece.shape[1]) or prefill(self, piece, *rest, **options)
+        ),
+    )
     new = model.eval().generate(tokens, 1, temperature=0)[:, -1:]
     with torch.no_grad():
         logits = model(tokens)[:, -1]
@@ -123,17 +160,22 @@ def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
 
 
 def test_functional_gradients_of_a_model_are_its_gradients():
-    model, tokens = SequenceLM(LMConfig(vocab_size=16, d_model=16, n_layer=2)), torch.randint(16, (2, 6))
+    model, tokens = (
+        SequenceLM(LMConfig(vocab_size=16, d_model=16, n_layer=2)),
+        torch.randint(16, (2, 6)),
+    )
     values = {name: value.detach() for name, value in model.named_parameters()}
     expected = torch.autograd.grad(model(tokens, tokens)[1], list(model.parameters()))
     sliced = torch.nn.Module()
     sliced.model, sliced.forward = model, lambda *pair: (None, model.loss(*pair, chunk=5))
     for whole, before in ((model, ""), (sliced, "model.")):
         named = {before + name: value for name, value in values.items()}
-        found = torch.func.grad(lambda p: torch.func.functional_call(whole, p, (tokens, tokens))[1])(named)
+        found = torch.func.grad(
+            lambda p: torch.func.functional_call(whole, p, (tokens, tokens))[1]
+        )(named)
         torch.testing.assert_close(list(found.values()), list(expected))
     loss = lambda p, row: torch.func.functional_call(model, p, (row[None], row[None]))[1]
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, tokens) # per sample
+    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, tokens)  # per sample
     torch.testing.assert_close([grad.mean(0) for grad in each.values()], list(expected))
 
 
@@ -141,8 +183,11 @@ def test_loss_is_the_mean_negative_log_probability_of_the_targets():
     model, tokens, targets = make(), torch.randint(40, (2, 7)), torch.randint(40, (2, 7))
     targets[0, 3] = targets[1, 0] = -100
     logits, loss = model(tokens, targets)
-    terms = [-math.log(math.exp(row[target]) / sum(math.exp(v) for v in row))
-             for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist()) if target != -100]
+    terms = [
+        -math.log(math.exp(row[target]) / sum(math.exp(v) for v in row))
+        for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist())
+        if target != -100
+    ]
     assert len(terms) == 12 and abs(loss.item() - sum(terms) / 12) < 1e-5
 
 
@@ -161,14 +206,18 @@ def test_bfloat16_weights_and_autocast(name):
     # an MLP, in two blocks, and the logits
     assert error(half(tokens), plain) < bound(torch.bfloat16, 13 * 3 / 2)
     assert error(logits, plain) < bound(torch.bfloat16, 13 * 3 / 2)
-    assert loss.dtype is torch.float32 and stream == [torch.float32] * 2, "the residual stream is float32"
+    assert loss.dtype is torch.float32 and stream == [torch.float32] * 2, (
+        "the residual stream is float32"
+    )
     assert half.generate(tokens, 3, temperature=0).shape == (2, 12)
 
 
 def test_dropout_is_for_training_alone():
     model, tokens = make(dropout=0.5, d_mlp=24), torch.randint(40, (1, 9))
     assert not torch.equal(model(tokens), model(tokens))
-    assert torch.equal(model.prefill(tokens)[0], model.prefill(tokens)[0]), "decoding never drops out"
+    assert torch.equal(model.prefill(tokens)[0], model.prefill(tokens)[0]), (
+        "decoding never drops out"
+    )
     torch.testing.assert_close(model.eval()(tokens), model.prefill(tokens)[0])
 
 
@@ -206,7 +255,10 @@ def test_a_model_without_memory_is_drawn_as_by_its_constructor(mixer, d_mlp, tie
             torch.nn.init.constant_(parameter, math.nan)
         torch.manual_seed(4)
         model.init_weights()
-        state = {name: value.full_tensor() if sharded else value for name, value in model.state_dict().items()}
+        state = {
+            name: value.full_tensor() if sharded else value
+            for name, value in model.state_dict().items()
+        }
     torch.manual_seed(4)
     fresh = build().state_dict()
     assert all(torch.equal(value, fresh[name]) for name, value in state.items())
@@ -230,14 +282,24 @@ def test_fresh_weights_have_the_stated_sizes():
     for name, weight in model.named_parameters():
         if name.endswith(("in_proj.weight", "out_proj.weight")):
             writers = 16 if name.endswith("out_proj.weight") else 1
-            assert abs(weight.std().item() * math.sqrt(3 * weight.shape[1] * writers) - 1) < 0.1, name
+            assert abs(weight.std().item() * math.sqrt(3 * weight.shape[1] * writers) - 1) < 0.1, (
+                name
+            )
 
 
 # Documents in a window
 
+
 @settings(max_examples=50, deadline=None)
-@given(rows=st.integers(1, 3).flatmap(lambda B: st.integers(1, 9).flatmap(
-    lambda T: st.lists(st.lists(st.integers(0, 2), min_size=T, max_size=T), min_size=B, max_size=B))))
+@given(
+    rows=st.integers(1, 3).flatmap(
+        lambda B: st.integers(1, 9).flatmap(
+            lambda T: st.lists(
+                st.lists(st.integers(0, 2), min_size=T, max_size=T), min_size=B, max_size=B
+            )
+        )
+    )
+)
 def test_documents_are_cut_after_their_ends_and_at_the_ends_of_rows(rows):
     lengths = []
     for row in rows:
@@ -260,13 +322,24 @@ def packed_case(name, **options):
 def test_packed_documents_are_documents_alone(name):
     "In a language model, packed documents have the features and gradients that they have alone."
     model, tokens, bounds = packed_case(name, d_mlp=24)
-    alone = torch.cat([model.features(part) for part in tokens.view(1, -1).tensor_split(bounds[1:-1].tolist(), 1)], 1)
+    alone = torch.cat(
+        [
+            model.features(part)
+            for part in tokens.view(1, -1).tensor_split(bounds[1:-1].tolist(), 1)
+        ],
+        1,
+    )
     dy = torch.randn(3, 37, 16, dtype=torch.float64)
-    results = [[y, *torch.autograd.grad(y, [*model.parameters()], dy)] for y in (model.features(tokens, bounds), alone.view(3, 37, 16))]
+    results = [
+        [y, *torch.autograd.grad(y, [*model.parameters()], dy)]
+        for y in (model.features(tokens, bounds), alone.view(3, 37, 16))
+    ]
     for what, a, b in zip(["features", *dict(model.named_parameters())], *results, strict=True):
         torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
     _, loss = model(tokens, tokens, bounds)
-    torch.testing.assert_close(loss, lm.mean_loss(F.linear(alone, model.output_matrix(alone)), tokens.view(1, -1)))
+    torch.testing.assert_close(
+        loss, lm.mean_loss(F.linear(alone, model.output_matrix(alone)), tokens.view(1, -1))
+    )
 
 
 @every_family
@@ -290,8 +363,16 @@ def test_nothing_crosses_a_border(name):
 
 # Parameter counts
 
-@pytest.mark.parametrize("d_model, n_layer, mixer, millions", [
-    (768, 24, "mamba", 129.15), (768, 24, "longhorn", 128.56), (1024, 48, "mamba", 371.54), (1024, 48, "longhorn", 369.97)])
+
+@pytest.mark.parametrize(
+    "d_model, n_layer, mixer, millions",
+    [
+        (768, 24, "mamba", 129.15),
+        (768, 24, "longhorn", 128.56),
+        (1024, 48, "mamba", 371.54),
+        (1024, 48, "longhorn", 369.97),
+    ],
+)
 def test_published_parameter_counts(d_model, n_layer, mixer, millions):
     assert round(count_parameters(LMConfig(50304, d_model, n_layer, mixer)) / 1e6, 2) == millions
 
@@ -300,8 +381,12 @@ def test_published_parameter_counts(d_model, n_layer, mixer, millions):
 @pytest.mark.parametrize("draw", [0, *map(slow_case, range(1, 6))])
 def test_models_of_all_kinds_can_be_matched(name, draw):
     "A model's width or MLP can be chosen so that it has the parameters of another kind of model within 1 %."
-    rng = random.Random(f"{name} {draw}") # another size for every mixer
-    base, d_model, d_mlp = rng.choice(["longhorn", "attention", "gla"]), rng.choice([64, 96, 128]), rng.choice([0, 160])
+    rng = random.Random(f"{name} {draw}")  # another size for every mixer
+    base, d_model, d_mlp = (
+        rng.choice(["longhorn", "attention", "gla"]),
+        rng.choice([64, 96, 128]),
+        rng.choice([0, 160]),
+    )
     n_layer = rng.randint(1, 4)
     target = count_parameters(LMConfig(256, d_model, n_layer, base, d_mlp=d_mlp))
     matched = match_parameters(LMConfig(256, d_model, n_layer, name, d_mlp=d_mlp), target)
@@ -312,11 +397,14 @@ def test_models_of_all_kinds_can_be_matched(name, draw):
 def test_what_fits_is_left_alone_and_what_cannot_fit_says_so():
     config = LMConfig(256, 64, 2)
     assert match_parameters(config, count_parameters(config) + 3) is config
-    with pytest.raises(ValueError, match="no longhorn model within 1.0% of 10 parameters; nearest: "):
+    with pytest.raises(
+        ValueError, match="no longhorn model within 1.0% of 10 parameters; nearest: "
+    ):
         match_parameters(config, 10)
 
 
 # Generation
+
 
 @every_mixer
 def test_same_seed_same_tokens(name):
@@ -325,9 +413,13 @@ def test_same_seed_same_tokens(name):
     torch.manual_seed(1)
     first = model.generate(prompt, 12, seed=5)
     torch.manual_seed(2)
-    assert torch.equal(first, model.generate(prompt, 12, seed=5)), "the global generator plays no part"
+    assert torch.equal(first, model.generate(prompt, 12, seed=5)), (
+        "the global generator plays no part"
+    )
     assert not torch.equal(first, model.generate(prompt, 12, seed=6))
-    assert torch.equal(first, torch.cat([prompt, torch.stack(list(model.stream(prompt, 12, seed=5)), 1)], 1))
+    assert torch.equal(
+        first, torch.cat([prompt, torch.stack(list(model.stream(prompt, 12, seed=5)), 1)], 1)
+    )
 
 
 def test_greedy_is_the_best_token_at_every_step():
@@ -335,14 +427,26 @@ def test_greedy_is_the_best_token_at_every_step():
     out = model.generate(prompt, 9, temperature=0)
     for t in range(3, 12):
         assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
-    for options in (dict(top_k=1, seed=0), dict(top_p=1e-9, seed=0), dict(temperature=1e-6, seed=0), dict(temperature=1e-40, seed=0)):
+    for options in (
+        dict(top_k=1, seed=0),
+        dict(top_p=1e-9, seed=0),
+        dict(temperature=1e-6, seed=0),
+        dict(temperature=1e-40, seed=0),
+    ):
         assert torch.equal(out, model.generate(prompt, 9, **options)), options
-    assert torch.equal(model.generate(prompt.int(), 0), prompt.int()) and model.generate(prompt.int(), 2).dtype is torch.int32
+    assert (
+        torch.equal(model.generate(prompt.int(), 0), prompt.int())
+        and model.generate(prompt.int(), 2).dtype is torch.int32
+    )
 
 
 @settings(max_examples=25, deadline=None)
-@given(logits=st.lists(st.integers(-12, 12), min_size=2, max_size=9, unique=True), k=st.integers(1, 10),
-       p=st.floats(0.05, 1.0), temperature=st.floats(0.5, 2.0))
+@given(
+    logits=st.lists(st.integers(-12, 12), min_size=2, max_size=9, unique=True),
+    k=st.integers(1, 10),
+    p=st.floats(0.05, 1.0),
+    temperature=st.floats(0.5, 2.0),
+)
 def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
     "The set of top-k, then of top-p within it, by a plain loop over sorted probabilities."
     scaled = torch.tensor(logits, dtype=torch.float64) / 4 / temperature
@@ -360,7 +464,10 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
     assert set(drawn.tolist()) <= set(kept)
     for token, weight in zip(kept, weights):
         share = weight / sum(weights[: len(kept)])
-        assert abs((drawn == token).float().mean().item() - share) < 5 * math.sqrt(share / 2000) + 0.002
+        assert (
+            abs((drawn == token).float().mean().item() - share)
+            < 5 * math.sqrt(share / 2000) + 0.002
+        )
 
 
 def test_equal_logits_do_not_break_the_settings():
@@ -373,18 +480,34 @@ def test_equal_logits_do_not_break_the_settings():
 
 # Files
 
+
 @pytest.mark.parametrize("tied", (True, False))
 def test_round_trip(tmp_path, tied):
     from safetensors.torch import load_file
-    model = make(mixer="longhorn_exact", mixer_options=dict(d_state=4), d_mlp=24, dropout=0.1, tie_embeddings=tied)
+
+    model = make(
+        mixer="longhorn_exact",
+        mixer_options=dict(d_state=4),
+        d_mlp=24,
+        dropout=0.1,
+        tie_embeddings=tied,
+    )
     model.save_pretrained(tmp_path / "a" / "b")
     again = SequenceLM.from_pretrained(str(tmp_path / "a" / "b"))
     assert again.config == model.config and not again.training
-    assert {n: p.requires_grad for n, p in again.named_parameters()} == {n: True for n, _ in model.named_parameters()}
-    assert all(torch.equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values()))
+    assert {n: p.requires_grad for n, p in again.named_parameters()} == {
+        n: True for n, _ in model.named_parameters()
+    }
+    assert all(
+        torch.equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values())
+    )
     assert sorted(os.listdir(tmp_path / "a" / "b")) == ["config.json", "model.safetensors"]
     names = load_file(tmp_path / "a" / "b" / "model.safetensors").keys()
-    assert ("lm_head.weight" in names) is not tied and "embedding.weight" in names and again.num_parameters() == model.num_parameters()
+    assert (
+        ("lm_head.weight" in names) is not tied
+        and "embedding.weight" in names
+        and again.num_parameters() == model.num_parameters()
+    )
 
 
 def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
@@ -397,7 +520,9 @@ def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
         each.save_pretrained(tmp_path / name)
         again, tokens = SequenceLM.from_pretrained(tmp_path / name), torch.randint(40, (2, 7))
         assert again.config == each.config and torch.equal(again(tokens), each(tokens))
-    assert set(model.state_dict()) - set(plain.state_dict()) == {f"blocks.{i}.mixer.key_scale" for i in (0, 1)}
+    assert set(model.state_dict()) - set(plain.state_dict()) == {
+        f"blocks.{i}.mixer.key_scale" for i in (0, 1)
+    }
     (tmp_path / "plain" / WEIGHTS).replace(tmp_path / "option" / WEIGHTS)
     with pytest.raises(ValueError, match="was saved with a config other than"):
         SequenceLM.from_pretrained(tmp_path / "option")
@@ -409,14 +534,21 @@ def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
 def test_dtype_is_kept_or_chosen(tmp_path):
     make().to(torch.bfloat16).save_pretrained(tmp_path)
     assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is torch.bfloat16
-    assert SequenceLM.from_pretrained(tmp_path, dtype=torch.float32).norm.weight.dtype is torch.float32
+    assert (
+        SequenceLM.from_pretrained(tmp_path, dtype=torch.float32).norm.weight.dtype is torch.float32
+    )
 
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 DAMAGE = {
-    "cut": (WEIGHTS, lambda held: held[:-100]), "empty": (WEIGHTS, lambda held: b""), "garbage": (WEIGHTS, lambda held: os.urandom(5000)),
-    "json": (CONFIG, lambda held: b'{"vocab_size": '), "bytes": (CONFIG, lambda held: b"\xff\xfe\x00"), "list": (CONFIG, lambda held: b"[1, 2]"),
-    "key": (CONFIG, lambda held: b'{"vocab": 12}'), "value": (CONFIG, lambda held: b'{"n_layer": "two"}'),
+    "cut": (WEIGHTS, lambda held: held[:-100]),
+    "empty": (WEIGHTS, lambda held: b""),
+    "garbage": (WEIGHTS, lambda held: os.urandom(5000)),
+    "json": (CONFIG, lambda held: b'{"vocab_size": '),
+    "bytes": (CONFIG, lambda held: b"\xff\xfe\x00"),
+    "list": (CONFIG, lambda held: b"[1, 2]"),
+    "key": (CONFIG, lambda held: b'{"vocab": 12}'),
+    "value": (CONFIG, lambda held: b'{"n_layer": "two"}'),
     "other config": (CONFIG, lambda held: held.replace(b'"d_model": 16', b'"d_model": 32')),
 }
 
@@ -439,8 +571,12 @@ def test_no_flipped_bit_of_a_model_is_silent(tmp_path, dtype):
     path, chance = tmp_path / WEIGHTS, random.Random(0)
     held = path.read_bytes()
     header = 8 + int.from_bytes(held[:8], "little")
-    for at in [*range(0, header, 7), *(chance.randrange(header, len(held)) for _ in range(80)), len(held) - 1]:
-        path.write_bytes(held[:at] + bytes([held[at] ^ 1 << chance.randrange(8)]) + held[at + 1:])
+    for at in [
+        *range(0, header, 7),
+        *(chance.randrange(header, len(held)) for _ in range(80)),
+        len(held) - 1,
+    ]:
+        path.write_bytes(held[:at] + bytes([held[at] ^ 1 << chance.randrange(8)]) + held[at + 1 :])
         with pytest.raises(ValueError, match=WEIGHTS):
             SequenceLM.from_pretrained(tmp_path)
     path.write_bytes(held)
@@ -449,27 +585,42 @@ def test_no_flipped_bit_of_a_model_is_silent(tmp_path, dtype):
 
 def test_models_of_earlier_versions_without_a_digest_are_read(tmp_path):
     from safetensors.torch import load_file, save_file
+
     model = make()
     model.save_pretrained(tmp_path)
     state, config = load_file(tmp_path / WEIGHTS), json.dumps(model.config.to_dict(), indent=1)
     for about in (None, {"format": "pt"}, {"format": "pt", "config": config}):
         save_file(state, tmp_path / WEIGHTS, about)
-        assert torch.equal(SequenceLM.from_pretrained(tmp_path).embedding.weight, model.embedding.weight)
+        assert torch.equal(
+            SequenceLM.from_pretrained(tmp_path).embedding.weight, model.embedding.weight
+        )
 
 
 def test_a_config_of_a_billion_blocks_is_refused_before_they_are_built(tmp_path):
     from safetensors.torch import load_file, save_file
+
     make().save_pretrained(tmp_path)
     save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS)
     settings = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(settings | {"n_layer": 10**9}))
-    with pytest.raises(ValueError, match="tensors, too few for the 1000000000 blocks of .*config.json"):
+    with pytest.raises(
+        ValueError, match="tensors, too few for the 1000000000 blocks of .*config.json"
+    ):
         SequenceLM.from_pretrained(tmp_path)
 
 
 def test_a_model_card_cannot_be_broken_by_words_of_a_record():
-    card = files.model_card(LMConfig(), {"Data": "a | b\n# c <script>\x1b[31m", "Command": files.as_code("longhorn --data 'a`b|c'")})
-    assert "| Data | a \\| b # c &lt;script>\ufffd[31m |" in card and "| Command | `` longhorn --data 'a`b\\|c' `` |" in card
+    card = files.model_card(
+        LMConfig(),
+        {
+            "Data": "a | b\n# c <script>\x1b[31m",
+            "Command": files.as_code("longhorn --data 'a`b|c'"),
+        },
+    )
+    assert (
+        "| Data | a \\| b # c &lt;script>\ufffd[31m |" in card
+        and "| Command | `` longhorn --data 'a`b\\|c' `` |" in card
+    )
 
 
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS, "nowhere"])
@@ -480,13 +631,23 @@ def test_a_missing_file_is_named(tmp_path, missing):
         SequenceLM.from_pretrained(tmp_path / missing if missing == "nowhere" else tmp_path)
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda state: state.pop("norm.weight"), "lacks norm.weight"),
-    (lambda state: state.update(extra=torch.zeros(2)), "has extra, which this model does not have"),
-    (lambda state: state.update({"norm.weight": torch.zeros(3)}), r"norm.weight in .* has shape \(3,\); expected \(16,\)"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda state: state.pop("norm.weight"), "lacks norm.weight"),
+        (
+            lambda state: state.update(extra=torch.zeros(2)),
+            "has extra, which this model does not have",
+        ),
+        (
+            lambda state: state.update({"norm.weight": torch.zeros(3)}),
+            r"norm.weight in .* has shape \(3,\); expected \(16,\)",
+        ),
+    ],
+)
 def test_weights_of_another_model_are_refused(tmp_path, change, message):
     from safetensors.torch import load_file, save_file
+
     make().save_pretrained(tmp_path)
     state = load_file(tmp_path / WEIGHTS)
     change(state)
@@ -496,7 +657,9 @@ def test_weights_of_another_model_are_refused(tmp_path, change, message):
     assert WEIGHTS in str(error.value)
 
 
-@pytest.mark.parametrize("stop", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize(
+    "stop", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()]
+)
 def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop):
     old = make()
     old.save_pretrained(tmp_path)
@@ -513,22 +676,41 @@ def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop
     monkeypatch.undo()
     again = SequenceLM.from_pretrained(tmp_path)
     assert torch.equal(again.embedding.weight, old.embedding.weight)
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"], "no temporary file is left"
+    assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"], (
+        "no temporary file is left"
+    )
 
 
 # Checkpoints of the official code
+
 
 def official_shapes(V, d, L, N, W=4, expand=2, mixer="longhorn"):
     "Names and shapes of the official code's parameters."
     D, R = expand * d, math.ceil(d / 16)
     rate, top = {"longhorn": "dt_head", "mamba": "dt_proj"}[mixer], "transformer."
-    shapes = {top + "backbone.embedding.weight": (V, d), top + "backbone.norm_f.weight": (d,), top + "lm_head.weight": (V, d)}
+    shapes = {
+        top + "backbone.embedding.weight": (V, d),
+        top + "backbone.norm_f.weight": (d,),
+        top + "lm_head.weight": (V, d),
+    }
     for i in range(L):
         layer = f"{top}backbone.layers.{i}."
-        shapes |= {layer + "norm.weight": (d,), **{layer + "mixer." + name: shape for name, shape in {
-            "in_proj.weight": (2 * D, d), "conv1d.weight": (D, 1, W), "conv1d.bias": (D,),
-            "x_proj.weight": (R + 2 * N, D), rate + ".weight": (D, R), rate + ".bias": (D,),
-            "D": (D,), "out_proj.weight": (d, D)}.items()}}
+        shapes |= {
+            layer + "norm.weight": (d,),
+            **{
+                layer + "mixer." + name: shape
+                for name, shape in {
+                    "in_proj.weight": (2 * D, d),
+                    "conv1d.weight": (D, 1, W),
+                    "conv1d.bias": (D,),
+                    "x_proj.weight": (R + 2 * N, D),
+                    rate + ".weight": (D, R),
+                    rate + ".bias": (D,),
+                    "D": (D,),
+                    "out_proj.weight": (d, D),
+                }.items()
+            },
+        }
         if mixer == "mamba":
             shapes[layer + "mixer.A_log"] = (D, N)
     return shapes
@@ -536,7 +718,10 @@ def official_shapes(V, d, L, N, W=4, expand=2, mixer="longhorn"):
 
 def official_weights(seed=0, **sizes):
     generator = torch.Generator().manual_seed(seed)
-    state = {name: torch.randn(shape, generator=generator) * 0.3 for name, shape in official_shapes(**sizes).items()}
+    state = {
+        name: torch.randn(shape, generator=generator) * 0.3
+        for name, shape in official_shapes(**sizes).items()
+    }
     state["transformer.lm_head.weight"] = state["transformer.backbone.embedding.weight"]
     return state
 
@@ -548,7 +733,9 @@ def official_mixer(w, h, N):
     u, z = torch.einsum("ed,btd->bet", w["in_proj.weight"], h).split(D, 1)
     u = F.silu(F.conv1d(F.pad(u, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=D))
     dt, k, q = torch.einsum("ed,bdt->bet", w["x_proj.weight"], u).split([R, N, N], 1)
-    dt = torch.sigmoid(torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None])
+    dt = torch.sigmoid(
+        torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None]
+    )
     dt = dt / (1 + dt * k.square().sum(1, keepdim=True))
     x, ys = torch.zeros(B, D, N, dtype=h.dtype), []
     for t in range(T):
@@ -564,7 +751,11 @@ def official_logits(state, tokens, L, mixer):
     h = w["backbone.embedding.weight"][tokens]
     for i in range(L):
         layer = f"backbone.layers.{i}."
-        own = {name.removeprefix(layer + "mixer."): tensor for name, tensor in w.items() if name.startswith(layer + "mixer.")}
+        own = {
+            name.removeprefix(layer + "mixer."): tensor
+            for name, tensor in w.items()
+            if name.startswith(layer + "mixer.")
+        }
         h = h + mixer(own, rms(h, w[layer + "norm.weight"]))
     return rms(h, w["backbone.norm_f.weight"]) @ w["lm_head.weight"].T
 
@@ -575,9 +766,15 @@ def official_mamba(w, h, N):
     return block(h)
 
 
-@pytest.mark.parametrize("name, layers, mixer, close", [("longhorn", 3, official_mixer, 1e-4), ("mamba", 2, official_mamba, 1e-3)])
+@pytest.mark.parametrize(
+    "name, layers, mixer, close",
+    [("longhorn", 3, official_mixer, 1e-4), ("mamba", 2, official_mamba, 1e-3)],
+)
 def test_official_models_compute_the_same(name, layers, mixer, close):
-    state, tokens = official_weights(V=23, d=20, L=layers, N=5, mixer=name), torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0))
+    state, tokens = (
+        official_weights(V=23, d=20, L=layers, N=5, mixer=name),
+        torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0)),
+    )
     model = SequenceLM(LMConfig(23, 20, layers, name, dict(d_state=5)))
     model.load_state_dict(load_official_state_dict(state, model.config))
     expected = official_logits(state, tokens, layers, lambda w, h: mixer(w, h, 5))
@@ -586,10 +783,17 @@ def test_official_models_compute_the_same(name, layers, mixer, close):
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
 def test_wrappers_leave_a_prefix(prefix):
-    config, state = LMConfig(23, 20, 2, mixer_options=dict(d_state=5)), official_weights(V=23, d=20, L=2, N=5)
-    wrapped = {prefix + name.removeprefix("" if prefix else "transformer."): t for name, t in state.items()}
+    config, state = (
+        LMConfig(23, 20, 2, mixer_options=dict(d_state=5)),
+        official_weights(V=23, d=20, L=2, N=5),
+    )
+    wrapped = {
+        prefix + name.removeprefix("" if prefix else "transformer."): t for name, t in state.items()
+    }
     ours = load_official_state_dict(wrapped, config)
-    assert torch.equal(ours["blocks.1.mixer.D_skip"], state["transformer.backbone.layers.1.mixer.D"])
+    assert torch.equal(
+        ours["blocks.1.mixer.D_skip"], state["transformer.backbone.layers.1.mixer.D"]
+    )
     assert official_name("blocks.1.mixer.b_proj.bias") == "backbone.layers.1.mixer.dt_head.bias"
 
 
@@ -606,11 +810,22 @@ def test_untied_official_head_is_kept():
 NORM = "transformer.backbone.layers.1.norm.weight"
 
 
-@pytest.mark.parametrize("change, message", [
-    (lambda state: state.pop(NORM), "lacks backbone.layers.1.norm.weight"),
-    (lambda state: state.update({"transformer.backbone.layers.2.norm.weight": torch.ones(20)}), "has backbone.layers.2.norm"),
-    (lambda state: state.update({NORM: torch.ones(21)}), r"has shape \(21,\); expected \(20,\)"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda state: state.pop(NORM), "lacks backbone.layers.1.norm.weight"),
+        (
+            lambda state: state.update(
+                {"transformer.backbone.layers.2.norm.weight": torch.ones(20)}
+            ),
+            "has backbone.layers.2.norm",
+        ),
+        (
+            lambda state: state.update({NORM: torch.ones(21)}),
+            r"has shape \(21,\); expected \(20,\)",
+        ),
+    ],
+)
 def test_official_state_that_does_not_fit_is_refused(change, message):
     state = official_weights(V=23, d=20, L=2, N=5)
     change(state)
@@ -619,7 +834,9 @@ def test_official_state_that_does_not_fit_is_refused(change, message):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("options", [dict(mixer="attention"), dict(mixer="longhorn_scalar"), dict(d_mlp=8)])
+@pytest.mark.parametrize(
+    "options", [dict(mixer="attention"), dict(mixer="longhorn_scalar"), dict(d_mlp=8)]
+)
 def test_official_code_has_no_such_model(options):
     with pytest.raises(ValueError, match="the official code has no"):
         load_official_state_dict({}, LMConfig(23, 20, 1, **options))
@@ -630,47 +847,138 @@ def test_official_code_has_no_such_model(options):
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda m: m(TOKENS[0]), r"tokens has shape \(3,\); expected \(B, T\)"),
-    (lambda m: m(TOKENS.float()), "tokens has dtype torch.float32; expected torch.int64 or torch.int32"),
-    (lambda m: m(TOKENS + 40), "tokens has values from 40 to 40; expected 0 to 39"),
-    (lambda m: m(TOKENS - 1), "tokens has values from -1 to -1"),
-    (lambda m: m(TOKENS, TOKENS[:, 1:]), r"targets has shape \(2, 2\); expected \(2, 3\) to match tokens"),
-    *((lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, TOKENS + wrong), f"targets has the value {wrong}; expected 0 to 39, or -100")
-      for wrong in (77, -1) for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))),
-    *((lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, wrong), f"targets is {kind}; expected integers of shape {re.escape('(2, 3)')}")
-      for wrong, kind in [(TOKENS + 0.9, "torch.float32"), (TOKENS > 0, "torch.bool"), (TOKENS.tolist(), "list")]
-      for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))),
-    (lambda m: m.loss(TOKENS, None), "targets is NoneType; expected integers"),
-    *((lambda m, wrong=wrong: m.step(TOKENS[:, 0], wrong(m)), f"cache has {count} entries; expected 2, one for each block")
-      for wrong, count in [(lambda m: m.empty_cache(2)[:1], 1), (lambda m: 2 * m.empty_cache(2), 4), (lambda m: None, 0)]),
-    (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"), (lambda m: m.prefill(TOKENS, make(mixer="attention").empty_cache(2)), "cache.S is AttentionCache; expected"),
-    *((lambda m, name=name, cache=cache: make(mixer=name).step(TOKENS[:, 0], cache or make(mixer=name).empty_cache(3)), message) for name, cache, message in [
-        ("longhorn", [None] * 2, r"cache.S is NoneType; expected a tensor of shape \(B, 32, N\)"), ("gla", [None] * 2, "cache.S is NoneType"), ("rwkv6", None, r"cache.S has shape \(3, 1, 16, 16\); expected \(2, 1, P, N\)"), ("attention", None, r"cache.k has shape \(3, 1, 0, 16\)"),
-        ("rwkv5", make(mixer="hgrn2").empty_cache(2), r"cache.past has shape \(2, 0, 0\); expected \(2, 16, 1\)")]),
-    *((lambda m, chunk=chunk: m.loss(TOKENS, TOKENS, chunk=chunk), f"chunk is {chunk}; expected an integer of at least 0") for chunk in (-1, 1.5)),
-    (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
-    (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
-    *((lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message) for wrong, message in [
-        (dict(n_new=-1), "n_new is -1; expected an integer of at least 0"), (dict(n_new=2.0), "n_new is 2.0; expected an integer"),
-        (dict(temperature=-0.5), "temperature is -0.5; expected a number of at least 0"), (dict(temperature=math.nan), "temperature is nan"),
-        (dict(top_k=0), "top_k is 0; expected an integer of at least 1"),
-        (dict(top_p=0.0), "top_p is 0.0; expected a number above 0 and at most 1"), (dict(top_p=1.5), "top_p is 1.5"), (dict(seed="a"), "seed is 'a'")]),
-    *((lambda m, wrong=wrong: LMConfig(**wrong), message) for wrong, message in [
-        (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, deltanet"), (dict(mixer=3), "mixer is 3; expected a str"),
-        (dict(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),
-        (dict(d_model=16.0), "d_model is 16.0; expected an integer"), (dict(n_layer=True), "n_layer is True; expected an integer"),
-        (dict(d_mlp=-4), "d_mlp is -4; expected an integer"), (dict(dropout=1.5), "dropout is 1.5; expected a number from 0 to 1"),
-        (dict(norm_eps="small"), "norm_eps is 'small'; expected a number"), (dict(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
-        (dict(mixer_options=[8]), "mixer_options is of type list; expected a dict")]),
-    (lambda m: LMConfig(mixer_options=dict(rate="matrix")), "rate is 'matrix'; expected vector or scalar"),
-    (lambda m: LMConfig(mixer_options=dict(d_model=8)), "no option 'd_model'"),
-    (lambda m: LMConfig(mixer_options={3: 8}), "no option '3'"),
-    (lambda m: LMConfig(mixer="attention", mixer_options=dict(rope_base="1e4")), "rope_base is '1e4'; expected a number above 0"),
-    (lambda m: LMConfig(mixer="attention", d_model=15), "d_model is 15; rotary positions need an even size"),
-    (lambda m: LMConfig.from_dict({"vocab": 3}), "config has no key 'vocab'; known keys: vocab_size, d_model"),
-    (lambda m: match_parameters(m.config, 0), "target is 0; expected an integer of at least 1"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda m: m(TOKENS[0]), r"tokens has shape \(3,\); expected \(B, T\)"),
+        (
+            lambda m: m(TOKENS.float()),
+            "tokens has dtype torch.float32; expected torch.int64 or torch.int32",
+        ),
+        (lambda m: m(TOKENS + 40), "tokens has values from 40 to 40; expected 0 to 39"),
+        (lambda m: m(TOKENS - 1), "tokens has values from -1 to -1"),
+        (
+            lambda m: m(TOKENS, TOKENS[:, 1:]),
+            r"targets has shape \(2, 2\); expected \(2, 3\) to match tokens",
+        ),
+        *(
+            (
+                lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, TOKENS + wrong),
+                f"targets has the value {wrong}; expected 0 to 39, or -100",
+            )
+            for wrong in (77, -1)
+            for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))
+        ),
+        *(
+            (
+                lambda m, wrong=wrong, loss=loss: loss(m, TOKENS, wrong),
+                f"targets is {kind}; expected integers of shape {re.escape('(2, 3)')}",
+            )
+            for wrong, kind in [
+                (TOKENS + 0.9, "torch.float32"),
+                (TOKENS > 0, "torch.bool"),
+                (TOKENS.tolist(), "list"),
+            ]
+            for loss in (lambda m, *batch: m(*batch), lambda m, *batch: m.loss(*batch, chunk=2))
+        ),
+        (lambda m: m.loss(TOKENS, None), "targets is NoneType; expected integers"),
+        *(
+            (
+                lambda m, wrong=wrong: m.step(TOKENS[:, 0], wrong(m)),
+                f"cache has {count} entries; expected 2, one for each block",
+            )
+            for wrong, count in [
+                (lambda m: m.empty_cache(2)[:1], 1),
+                (lambda m: 2 * m.empty_cache(2), 4),
+                (lambda m: None, 0),
+            ]
+        ),
+        (lambda m: m.prefill(TOKENS, []), "cache has 0 entries; expected 2"),
+        (
+            lambda m: m.prefill(TOKENS, make(mixer="attention").empty_cache(2)),
+            "cache.S is AttentionCache; expected",
+        ),
+        *(
+            (
+                lambda m, name=name, cache=cache: make(mixer=name).step(
+                    TOKENS[:, 0], cache or make(mixer=name).empty_cache(3)
+                ),
+                message,
+            )
+            for name, cache, message in [
+                (
+                    "longhorn",
+                    [None] * 2,
+                    r"cache.S is NoneType; expected a tensor of shape \(B, 32, N\)",
+                ),
+                ("gla", [None] * 2, "cache.S is NoneType"),
+                ("rwkv6", None, r"cache.S has shape \(3, 1, 16, 16\); expected \(2, 1, P, N\)"),
+                ("attention", None, r"cache.k has shape \(3, 1, 0, 16\)"),
+                (
+                    "rwkv5",
+                    make(mixer="hgrn2").empty_cache(2),
+                    r"cache.past has shape \(2, 0, 0\); expected \(2, 16, 1\)",
+                ),
+            ]
+        ),
+        *(
+            (
+                lambda m, chunk=chunk: m.loss(TOKENS, TOKENS, chunk=chunk),
+                f"chunk is {chunk}; expected an integer of at least 0",
+            )
+            for chunk in (-1, 1.5)
+        ),
+        (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
+        (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
+        *(
+            (lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message)
+            for wrong, message in [
+                (dict(n_new=-1), "n_new is -1; expected an integer of at least 0"),
+                (dict(n_new=2.0), "n_new is 2.0; expected an integer"),
+                (dict(temperature=-0.5), "temperature is -0.5; expected a number of at least 0"),
+                (dict(temperature=math.nan), "temperature is nan"),
+                (dict(top_k=0), "top_k is 0; expected an integer of at least 1"),
+                (dict(top_p=0.0), "top_p is 0.0; expected a number above 0 and at most 1"),
+                (dict(top_p=1.5), "top_p is 1.5"),
+                (dict(seed="a"), "seed is 'a'"),
+            ]
+        ),
+        *(
+            (lambda m, wrong=wrong: LMConfig(**wrong), message)
+            for wrong, message in [
+                (dict(mixer="longhorm"), "mixer is 'longhorm'; known mixers: attention, deltanet"),
+                (dict(mixer=3), "mixer is 3; expected a str"),
+                (dict(vocab_size="256"), "vocab_size is '256'; expected an integer of at least 1"),
+                (dict(d_model=16.0), "d_model is 16.0; expected an integer"),
+                (dict(n_layer=True), "n_layer is True; expected an integer"),
+                (dict(d_mlp=-4), "d_mlp is -4; expected an integer"),
+                (dict(dropout=1.5), "dropout is 1.5; expected a number from 0 to 1"),
+                (dict(norm_eps="small"), "norm_eps is 'small'; expected a number"),
+                (dict(tie_embeddings="yes"), "tie_embeddings is 'yes'; expected a bool"),
+                (dict(mixer_options=[8]), "mixer_options is of type list; expected a dict"),
+            ]
+        ),
+        (
+            lambda m: LMConfig(mixer_options=dict(rate="matrix")),
+            "rate is 'matrix'; expected vector or scalar",
+        ),
+        (lambda m: LMConfig(mixer_options=dict(d_model=8)), "no option 'd_model'"),
+        (lambda m: LMConfig(mixer_options={3: 8}), "no option '3'"),
+        (
+            lambda m: LMConfig(mixer="attention", mixer_options=dict(rope_base="1e4")),
+            "rope_base is '1e4'; expected a number above 0",
+        ),
+        (
+            lambda m: LMConfig(mixer="attention", d_model=15),
+            "d_model is 15; rotary positions need an even size",
+        ),
+        (
+            lambda m: LMConfig.from_dict({"vocab": 3}),
+            "config has no key 'vocab'; known keys: vocab_size, d_model",
+        ),
+        (lambda m: match_parameters(m.config, 0), "target is 0; expected an integer of at least 1"),
+    ],
+)
 def test_mistakes_are_told_in_one_line(wrong, message):
     with pytest.raises(ValueError, match=message) as error:
         wrong(make())
@@ -690,7 +998,10 @@ def test_integers_of_numpy_are_integers():
     json.dumps(model.config.to_dict())
     assert model.generate(TOKENS, two, top_k=two, seed=0).shape == (2, 5)
     layer = Longhorn(np.int64(16), **options)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(1, 4, 16)), layer(torch.ones(1, 4, 16)))
+    torch.testing.assert_close(
+        torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(1, 4, 16)),
+        layer(torch.ones(1, 4, 16)),
+    )
 
 
 @pytest.mark.parametrize("mixer", ("longhorn", slow_case("attention"), slow_case("mamba2")))
@@ -698,7 +1009,9 @@ def test_a_model_compiles_as_one_graph_and_its_blocks_read_packed_documents(mixe
     model, tokens, bounds = packed_case(mixer)
     torch._dynamo.reset()
     with torch.no_grad():
-        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), model(tokens))
+        torch.testing.assert_close(
+            torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), model(tokens)
+        )
     run = lambda: torch.autograd.grad(model(tokens, tokens, bounds)[1], [*model.parameters()])
     want = run()
     torch._dynamo.reset()

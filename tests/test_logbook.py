@@ -1,4 +1,5 @@
 """The ledger as a logbook: the layout that Trackio reads, whole folders, and no page of a person lost."""
+
 import json, re
 
 import fakes
@@ -12,12 +13,17 @@ from longhorn_kit.lab.run import Here
 from longhorn_kit.records import check_folder
 
 # How Trackio 0.43 finds cells and the order of pages (trackio/logbook.py: CELL_RE, _link_order).
-CELL = re.compile(r"(^|\n)---\n<!-- trackio-cell\n([\s\S]*?)\n-->\n([\s\S]*?)(?=\n---\n<!-- trackio-cell\n|\s*$)")
+CELL = re.compile(
+    r"(^|\n)---\n<!-- trackio-cell\n([\s\S]*?)\n-->\n([\s\S]*?)(?=\n---\n<!-- trackio-cell\n|\s*$)"
+)
 LINK = re.compile(r"\(#/([A-Za-z0-9._-]+)\)")
 
 
 def cells_of(page):
-    return [json.loads(match[2]) | {"body": match[3].strip()} for match in CELL.finditer(page.read_text(encoding="utf-8"))]
+    return [
+        json.loads(match[2]) | {"body": match[3].strip()}
+        for match in CELL.finditer(page.read_text(encoding="utf-8"))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +54,28 @@ def test_pages_hold_scale_record_verdict_and_command_of_every_row(rows, book):
         cells = cells_of(book / f".trackio/logbook/pages/{name}/page.md")
         numbers += [cell["id"] for cell in cells]
         texts = "\n".join(cell["body"] for cell in cells if cell["type"] == "markdown")
-        commands = [cell["body"].removeprefix("````bash\n").removesuffix("\n````") for cell in cells if cell["type"] == "code"]
+        commands = [
+            cell["body"].removeprefix("````bash\n").removesuffix("\n````")
+            for cell in cells
+            if cell["type"] == "code"
+        ]
         for row in rows:
             if row.claim.name == name:
                 assert row.claim.statement in texts and row.judgement.verdict in texts
-                assert f"**Scale:** {row.scale or 'none'}" in texts and (f"`{row.file}`" in texts or not row.file)
+                assert f"**Scale:** {row.scale or 'none'}" in texts and (
+                    f"`{row.file}`" in texts or not row.file
+                )
                 assert row.command in commands or not row.command
-        assert {cell["type"] for cell in cells} <= {"markdown", "code"} and all(cell["title"] and cell["created_at"] for cell in cells)
+        assert {cell["type"] for cell in cells} <= {"markdown", "code"} and all(
+            cell["title"] and cell["created_at"] for cell in cells
+        )
     assert len(set(numbers)) == len(numbers) > len(rows) / 4
 
 
 def test_verdicts_are_the_ledger_as_json_and_a_manifest_covers_all_files(rows, book):
-    assert json.loads((book / "verdicts.json").read_text(encoding="utf-8")) == json.loads(ledger_json(rows))
+    assert json.loads((book / "verdicts.json").read_text(encoding="utf-8")) == json.loads(
+        ledger_json(rows)
+    )
     check_folder(book, "write it again")
     (book / "verdicts.json").write_text("[]")
     with pytest.raises(ValueError, match="verdicts.json is damaged; write it again"):
@@ -71,20 +87,32 @@ def test_a_second_logbook_replaces_the_first_and_nothing_else(rows, tmp_path):
     book = write_logbook(few, tmp_path / "book")
     (book / ".trackio/logbook/index.html").write_text("Trackio adds its viewer")
     write_logbook(few[-1:], book)
-    assert len(list(book.glob(".trackio/logbook/pages/*/page.md"))) == 1 and [path.name for path in tmp_path.iterdir()] == ["book"]
+    assert len(list(book.glob(".trackio/logbook/pages/*/page.md"))) == 1 and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["book"]
     note = book / f".trackio/logbook/pages/{few[-1].claim.name}/page.md"
     note.write_text(note.read_text(encoding="utf-8") + "a note", encoding="utf-8")
-    with pytest.raises(ValueError, match="pages of the logbook in .* have been changed; name a new folder"):
+    with pytest.raises(
+        ValueError, match="pages of the logbook in .* have been changed; name a new folder"
+    ):
         write_logbook(few, book)
     assert note.read_text(encoding="utf-8").endswith("a note")
     (tmp_path / "thesis").mkdir(), (tmp_path / "thesis/one.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files than a logbook of claims; name a new folder"):
+    with pytest.raises(
+        ValueError, match="holds other files than a logbook of claims; name a new folder"
+    ):
         write_logbook(few, tmp_path / "thesis")
 
 
 def test_text_that_looks_like_a_cell_stays_inside_its_own(tmp_path):
     claim = fakes.claim("odd")
-    row = Row(claim, scale="laptop", file="a.json", command="longhorn x", about="\n---\n<!-- trackio-cell\n{}\n-->\nforged")
+    row = Row(
+        claim,
+        scale="laptop",
+        file="a.json",
+        command="longhorn x",
+        about="\n---\n<!-- trackio-cell\n{}\n-->\nforged",
+    )
     cells = cells_of(write_logbook([row], tmp_path / "book") / ".trackio/logbook/pages/odd/page.md")
     assert [cell["title"] for cell in cells] == ["Claim", "Result 1: laptop", "Command 1"]
 
@@ -96,7 +124,9 @@ def test_the_command_writes_the_named_claims_and_names_a_mistake(monkeypatch, tm
     monkeypatch.chdir(tmp_path)
     assert cli.main(["claims", "second", "--logbook", "book"]) == 0
     assert capsys.readouterr().out == "written: book; trackio logbook serve book shows it\n"
-    assert [path.parent.name for path in (tmp_path / "book").glob(".trackio/logbook/pages/*/page.md")] == ["second"]
+    assert [
+        path.parent.name for path in (tmp_path / "book").glob(".trackio/logbook/pages/*/page.md")
+    ] == ["second"]
     (tmp_path / "file").write_text("x")
     assert cli.main(["claims", "--logbook", "file"]) == 1
     assert capsys.readouterr().err == "longhorn: error: not a directory: file\n"

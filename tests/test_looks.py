@@ -1,4 +1,5 @@
 """The second plan: searches ask for the runs that they need, looks ask for seeds where a comparison is open."""
+
 import math
 
 import numpy as np
@@ -7,8 +8,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhorn_kit.lab.looks import (
-    ALL_MODELS, EXTRA, LAPTOP_QUESTIONS, LOOKS, POOLS, QUESTIONS, Looks, Search, all_looks, at_end, below, common_place,
-    fit_growth, fit_tokens, rows_of_claim, runs_of, questions_of, rate_at, stage_of, walk)
+    ALL_MODELS,
+    EXTRA,
+    LAPTOP_QUESTIONS,
+    LOOKS,
+    POOLS,
+    QUESTIONS,
+    Looks,
+    Search,
+    all_looks,
+    at_end,
+    below,
+    common_place,
+    fit_growth,
+    fit_tokens,
+    rows_of_claim,
+    runs_of,
+    questions_of,
+    rate_at,
+    stage_of,
+    walk,
+)
 from longhorn_kit.lab.plan import RATES
 from longhorn_kit.lab.stats import PLAN_SD
 
@@ -30,10 +50,15 @@ def run_search(loss, count=7):
 def parabola(centre, seed=0, edge=math.inf):
     noise = np.random.default_rng(seed).normal(0, PLAN_SD, (60, 4))
     return lambda place, number: (
-        2.0 if place > edge else 1.3 + 0.01 * (place - centre) ** 2 + noise[int(2 * place) + 10, number])
+        2.0
+        if place > edge
+        else 1.3 + 0.01 * (place - centre) ** 2 + noise[int(2 * place) + 10, number]
+    )
 
 
-@pytest.mark.parametrize("place, rate", [(3, 5e-3), (0, 1.25e-3), (6, 2e-2), (3.5, 6.3e-3), (7, 3.2e-2), (-2, 5e-4)])
+@pytest.mark.parametrize(
+    "place, rate", [(3, 5e-3), (0, 1.25e-3), (6, 2e-2), (3.5, 6.3e-3), (7, 3.2e-2), (-2, 5e-4)]
+)
 def test_rates_lie_on_the_grid_between_its_rates_and_beyond_it(place, rate):
     assert rate_at(RATES, place) == rate
 
@@ -49,11 +74,15 @@ def test_walk_ends_where_both_neighbours_are_worse_or_at_the_end_of_the_extended
         asked, best = walk(losses, 7)
     worst = lambda place: math.inf if math.isnan(losses[place]) else losses[place]
     assert asked[0] == 3 and set(asked) == losses.keys()
-    assert all(worst(near) >= worst(best) for near in (best - 1, best + 1) if -EXTRA <= near < 7 + EXTRA)
+    assert all(
+        worst(near) >= worst(best) for near in (best - 1, best + 1) if -EXTRA <= near < 7 + EXTRA
+    )
 
 
 @given(st.floats(0.6, 5.4), st.integers(0, 50))
-def test_a_search_ends_near_the_optimum_with_three_seeds_at_the_best_rate_and_its_neighbours(centre, seed):
+def test_a_search_ends_near_the_optimum_with_three_seeds_at_the_best_rate_and_its_neighbours(
+    centre, seed
+):
     search = run_search(parabola(centre, seed))
     assert abs(search.best - centre) < 1.3 and not search.why
     for place in (search.best - 1, search.best, search.best + 1):
@@ -65,12 +94,20 @@ def test_half_a_step_takes_the_place_of_a_neighbour_that_explodes():
     assert {place for place, _ in search.asked} == {2, 3, 3.5, 4} and search.best in (2, 3, 3.5)
     assert (4, 2) not in search.asked, "one seed shows that the whole step explodes"
     both = run_search(parabola(3.0, edge=3.2))
-    assert (3.5, 1) in both.asked and (3.5, 2) not in both.asked, "then there is no neighbour on this side"
+    assert (3.5, 1) in both.asked and (3.5, 2) not in both.asked, (
+        "then there is no neighbour on this side"
+    )
 
 
 def test_a_search_moves_to_a_better_neighbour_once():
     curve = {2: 1.300, 3: 1.298, 4: 1.280, 5: 1.260, 6: 1.250}
-    first = {2: 1.300, 3: 1.270, 4: 1.280, 5: 1.300, 6: 1.310} # the walk's seed is lucky at place 3
+    first = {
+        2: 1.300,
+        3: 1.270,
+        4: 1.280,
+        5: 1.300,
+        6: 1.310,
+    }  # the walk's seed is lucky at place 3
     search = run_search(lambda place, seed: (first if seed == 1 else curve)[place])
     assert search.best == 4, "5 is better than 4, but the search moves at most once"
 
@@ -78,29 +115,52 @@ def test_a_search_moves_to_a_better_neighbour_once():
 def test_a_search_that_finds_no_rate_says_why():
     assert "end of the extended grid" in run_search(parabola(12.0)).why
     lost = run_search(lambda place, seed: math.nan)
-    assert lost.best is None and lost.done() and "diverged" in lost.why or "end of the extended" in lost.why
+    assert (
+        lost.best is None
+        and lost.done()
+        and "diverged" in lost.why
+        or "end of the extended" in lost.why
+    )
 
 
 @given(st.integers(0, 30))
 def test_further_losses_do_not_change_what_a_search_asked_for(seed):
     loss = parabola(3.4, seed)
     search = run_search(loss)
-    more = search.losses | {(place, number): loss(place, number) for place in (0, 1, 5, 6) for number in SEEDS}
+    more = search.losses | {
+        (place, number): loss(place, number) for place in (0, 1, 5, 6) for number in SEEDS
+    }
     assert Search(more, SEEDS, 7).asked == search.asked
 
 
 def model(name, loss, seeds=4, seed=0, place=3, common=3, sd=PLAN_SD, why=""):
     "Return a model of a record, with losses around a parabola."
     rng = np.random.default_rng(seed)
-    at = lambda where: {"place": where, "bits_per_byte": loss + 0.004 * (where - 3) ** 2 + rng.normal(0, sd)}
+    at = lambda where: {
+        "place": where,
+        "bits_per_byte": loss + 0.004 * (where - 3) ** 2 + rng.normal(0, sd),
+    }
     search = [at(where) for where in (2, 3, 4) for _ in SEEDS]
-    return {"name": name, "place": None if why else place, "lr": 5e-3, "common": common, "why": why, "search": search,
-            "runs": [at(place) for _ in range(seeds)], "one_rate": [at(common) for _ in range(seeds)]}
+    return {
+        "name": name,
+        "place": None if why else place,
+        "lr": 5e-3,
+        "common": common,
+        "why": why,
+        "search": search,
+        "runs": [at(place) for _ in range(seeds)],
+        "one_rate": [at(common) for _ in range(seeds)],
+    }
 
 
 def paper(losses, **options):
     names = [planned.name for planned in POOLS["paper"].models]
-    return {"paper": [model(name, loss, seed=i, **options) for i, (name, loss) in enumerate(zip(names, losses))]}
+    return {
+        "paper": [
+            model(name, loss, seed=i, **options)
+            for i, (name, loss) in enumerate(zip(names, losses))
+        ]
+    }
 
 
 def looks_at(pools, family="best rates"):
@@ -109,7 +169,12 @@ def looks_at(pools, family="best rates"):
 
 def test_only_open_comparisons_ask_for_more_seeds():
     looks = looks_at(paper((1.300, 1.302, 1.330, 1.300)))
-    assert looks.needs == {"exact N=16": 8, "diagonal N=16": 8, "Mamba N=16": 4, "exact N=16, key norm": 4}
+    assert looks.needs == {
+        "exact N=16": 8,
+        "diagonal N=16": 8,
+        "Mamba N=16": 4,
+        "exact N=16, key norm": 4,
+    }
     assert [judgement.side for judgement in looks.judged["one-pass"]] == ["ahead", "ahead", ""]
     assert not looks.done()
     decided = looks_at(paper((1.300, 1.320, 1.340, 1.300)))
@@ -120,12 +185,19 @@ def test_a_verdict_keeps_its_bar_when_more_seeds_come():
     first = looks_at(paper((1.300, 1.302, 1.330, 1.300))).judged["one-pass"]
     later = looks_at(paper((1.300, 1.302, 1.330, 1.300), seeds=8)).judged["one-pass"]
     for before, after in zip(first[:2], later[:2]):
-        assert (before.low, before.high, before.verdict, before.look) == (after.low, after.high, after.verdict, 4)
+        assert (before.low, before.high, before.verdict, before.look) == (
+            after.low,
+            after.high,
+            after.verdict,
+            4,
+        )
 
 
 def test_no_look_is_taken_before_every_model_has_its_seeds():
     pools = paper((1.3, 1.31, 1.33, 1.3))
-    pools["paper"][3]["runs"] = pools["paper"][3]["runs"][:3] # a model of the pool, in no comparison here
+    pools["paper"][3]["runs"] = pools["paper"][3]["runs"][
+        :3
+    ]  # a model of the pool, in no comparison here
     assert looks_at(pools).judged == {}
     pools["paper"][3] |= {"why": "every learning rate of the walk diverged", "place": None}
     assert len(looks_at(pools).judged["one-pass"]) == 3
@@ -146,7 +218,9 @@ def test_a_model_without_a_rate_gives_no_verdict_and_asks_for_nothing():
     pools = paper((1.300, 1.302, 1.330, 1.300))
     pools["paper"][0] = model("exact N=16", 1.3, why="every learning rate of the walk diverged")
     looks = looks_at(pools)
-    assert [judgement.verdict for judgement in looks.judged["one-pass"]][1:] == ["cannot be judged"] * 2
+    assert [judgement.verdict for judgement in looks.judged["one-pass"]][1:] == [
+        "cannot be judged"
+    ] * 2
     assert looks.needs["exact N=16"] == 4 and looks.needs["diagonal N=16"] == 4
 
 
@@ -165,11 +239,20 @@ def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
 
 def test_at_one_rate_a_model_whose_best_rate_is_the_common_one_is_not_run_again():
     same, other = model("a", 1.3, common=3), model("b", 1.3, common=4)
-    assert runs_of(same, "one rate") is same["runs"] and runs_of(other, "one rate") is other["one_rate"]
+    assert (
+        runs_of(same, "one rate") is same["runs"]
+        and runs_of(other, "one rate") is other["one_rate"]
+    )
     exploded = model("c", 1.3, common=4)
     exploded["one_rate"][1]["bits_per_byte"] = 1.9
-    pools = {"paper": [same | {"name": "exact N=16"}, other | {"name": "diagonal N=16"},
-                       exploded | {"name": "Mamba N=16"}, model("exact N=16, key norm", 1.3)]}
+    pools = {
+        "paper": [
+            same | {"name": "exact N=16"},
+            other | {"name": "diagonal N=16"},
+            exploded | {"name": "Mamba N=16"},
+            model("exact N=16, key norm", 1.3),
+        ]
+    }
     words = [judgement.verdict for judgement in looks_at(pools, "one rate").judged["one-pass"]]
     assert words[:2] == ["cannot be judged"] * 2
     assert "1 of 4 runs exploded" in looks_at(pools, "one rate").judged["one-pass"][0].why
@@ -180,7 +263,9 @@ def test_stages_follow_one_another():
     assert list(all_looks(pools)) == [(0, "best rates"), (0, "one rate")]
     pools["paper"][0]["runs"] = []
     assert list(all_looks(pools)) == [(0, "best rates")]
-    assert [stage_of(pool) for pool in ("paper", "middle-state", "one-rate", "control", "laptop")] == [0, 0, 1, 2, 0]
+    assert [
+        stage_of(pool) for pool in ("paper", "middle-state", "one-rate", "control", "laptop")
+    ] == [0, 0, 1, 2, 0]
 
 
 def record(pools):
@@ -190,18 +275,26 @@ def record(pools):
 def test_rows_of_a_claim_name_their_family_and_what_is_missing():
     rows = rows_of_claim(record(paper((1.300, 1.320, 1.340, 1.300))), "one-pass")
     assert len(rows) == 6 and all(judgement.verdict == "holds" for _, judgement in rows)
-    assert [comparison.label.endswith("one learning rate for all") for comparison, _ in rows] == [False] * 3 + [True] * 3
+    assert [comparison.label.endswith("one learning rate for all") for comparison, _ in rows] == [
+        False
+    ] * 3 + [True] * 3
     assert rows[0][0].published == pytest.approx(0.0044)
     early = paper((1.300, 1.320, 1.340, 1.300), seeds=2)
     comparison, judgement = rows_of_claim(record(early), "one-pass")[0]
-    assert (judgement.verdict, judgement.why) == ("not run", "2 of 4 seeds so far") and comparison.waits
-    assert rows_of_claim(record(early), "one-pass")[3][1].why == "its runs follow when earlier ones have ended"
+    assert (judgement.verdict, judgement.why) == (
+        "not run",
+        "2 of 4 seeds so far",
+    ) and comparison.waits
+    assert (
+        rows_of_claim(record(early), "one-pass")[3][1].why
+        == "its runs follow when earlier ones have ended"
+    )
     assert rows_of_claim(record(early), "equal-state") == [], "its groups are not in the record"
 
 
 def test_growth_with_the_context_is_read_from_the_judged_runs():
     pools = paper((1.300, 1.320, 1.340, 1.300))
-    for found, grows in zip(pools["paper"], (0.001, 0.1, 0.0, 0.0)): # exact first
+    for found, grows in zip(pools["paper"], (0.001, 0.1, 0.0, 0.0)):  # exact first
         for i, run in enumerate(found["runs"]):
             docs = {"documents": 3, "bits_per_byte": [1.0, 1.1, 1.0 + grows + i * 1e-4]}
             none = {"documents": 0, "bits_per_byte": [None] * 3}
@@ -214,10 +307,16 @@ def test_growth_with_the_context_is_read_from_the_judged_runs():
 
 
 def curves(losses, tokens=(50, 100)):
-    return {"why": "", "runs": [{"val": {"tokens": list(tokens), "all": [loss + 1, loss]}} for loss in losses]}
+    return {
+        "why": "",
+        "runs": [{"val": {"tokens": list(tokens), "all": [loss + 1, loss]}} for loss in losses],
+    }
 
 
-@given(st.lists(st.floats(1, 2), min_size=4, max_size=4), st.lists(st.floats(1, 2), min_size=4, max_size=4))
+@given(
+    st.lists(st.floats(1, 2), min_size=4, max_size=4),
+    st.lists(st.floats(1, 2), min_size=4, max_size=4),
+)
 def test_saved_tokens_are_antisymmetric(a, b):
     value = lambda fits: fits[1].value - fits[0].value
     forth, back = fit_tokens(curves(a), curves(b), 4), fit_tokens(curves(b), curves(a), 4)
@@ -228,12 +327,18 @@ def test_saved_tokens_are_antisymmetric(a, b):
 
 def test_saved_tokens_of_straight_curves():
     first, second = fit_tokens(curves([1.0] * 4), curves([1.5] * 4), 4)
-    assert second.value - first.value == pytest.approx(25.0), "1.5 is reached after 75 of 100 tokens"
+    assert second.value - first.value == pytest.approx(25.0), (
+        "1.5 is reached after 75 of 100 tokens"
+    )
 
 
 def test_the_plan_is_complete():
     assert set().union(*(question.models() for question in QUESTIONS.values())) == ALL_MODELS.keys()
-    seeds = [seed for planned in ALL_MODELS.values() for seed in (*planned.search_seeds(), *planned.seeds_to_judge(16))]
+    seeds = [
+        seed
+        for planned in ALL_MODELS.values()
+        for seed in (*planned.search_seeds(), *planned.seeds_to_judge(16))
+    ]
     assert len(set(seeds)) == len(seeds) and min(seeds) > 1000
     assert at_end(-2, 7) and at_end(8, 7) and not at_end(7, 7) and LOOKS == (4, 8, 16)
     assert LAPTOP_QUESTIONS.keys() == questions_of(("laptop",)).keys()

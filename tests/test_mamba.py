@@ -1,11 +1,18 @@
 """Mamba's functions against its published definitions in float64, over sizes, options, layouts and dtypes."""
+
 import gc, importlib, itertools, math
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from longhorn_kit import causal_conv1d_fn, causal_conv1d_update, mamba_inner_fn, selective_scan_fn, selective_state_update
+from longhorn_kit import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    mamba_inner_fn,
+    selective_scan_fn,
+    selective_state_update,
+)
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.scan import mamba
 from longhorn_kit.scan.mamba import causal_conv1d_varlen_states, patch_mamba
@@ -24,7 +31,11 @@ def drawer(seed=0):
 
 
 def error(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-20)).item() if a.isfinite().all() else math.inf
+    return (
+        ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-20)).item()
+        if a.isfinite().all()
+        else math.inf
+    )
 
 
 def softplus(v):
@@ -36,14 +47,19 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
     (batch, width, L), N = u.shape, A.shape[1]
     step = delta if bias is None else delta + bias[:, None]
     step = softplus(step) if use_softplus else step
+
     def wide(M):
         if M.dim() == 2:
             return M[None, :, :, None].expand(batch, width, N, L)
         M = M if M.dim() == 4 else M[:, None]
         return M[:, :, None].expand(-1, -1, width // M.shape[1], -1, -1).reshape(batch, width, N, L)
+
     h, ys, B, C = torch.zeros(batch, width, N, dtype=u.dtype, device=u.device), [], wide(B), wide(C)
     for t in range(L):
-        h = torch.exp(step[:, :, t, None] * A) * h + step[:, :, t, None] * B[..., t] * u[:, :, t, None]
+        h = (
+            torch.exp(step[:, :, t, None] * A) * h
+            + step[:, :, t, None] * B[..., t] * u[:, :, t, None]
+        )
         ys.append((C[..., t] * h).sum(-1))
     y = torch.stack(ys, -1)
     y = y if D is None else y + D[:, None] * u
@@ -53,7 +69,15 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
 def conv_by_definition(x, weight, bias, seq_idx, past, activation):
     "y_t = sum of w_j x_(t-W+1+j), over inputs of the same sequence."
     W, L = weight.shape[1], x.shape[2]
-    whole = torch.cat([torch.zeros(*x.shape[:2], W - 1, dtype=x.dtype, device=x.device) if past is None else past, x], -1)
+    whole = torch.cat(
+        [
+            torch.zeros(*x.shape[:2], W - 1, dtype=x.dtype, device=x.device)
+            if past is None
+            else past,
+            x,
+        ],
+        -1,
+    )
     y = torch.zeros_like(x) if bias is None else bias[:, None].expand_as(x)
     for j in range(W):
         tap = weight[:, j, None] * whole[..., j : j + L]
@@ -68,9 +92,13 @@ def conv_by_definition(x, weight, bias, seq_idx, past, activation):
 
 def compare(ours, definition, tensors, tolerance, layout="rows"):
     "All outputs and all gradients of `ours` against the definition in float64."
+
     def leaf(t, dtype):
         t = t.detach().to(dtype)
-        return (t.mT.contiguous().mT if layout == "rows" and t.dim() == 3 else t.clone()).requires_grad_()
+        return (
+            t.mT.contiguous().mT if layout == "rows" and t.dim() == 3 else t.clone()
+        ).requires_grad_()
+
     got, want = [], []
     for run, dtype, into in ((ours, None, got), (definition, FULL, want)):
         leaves = [None if t is None else leaf(t, dtype or t.dtype) for t in tensors]
@@ -83,23 +111,50 @@ def compare(ours, definition, tensors, tolerance, layout="rows"):
     assert max(found) < tolerance, found
 
 
-def scan_case(batch=2, width=6, N=8, L=19, kinds=("shared", "shared"), dtype=torch.float32, D=True, z=True, bias=True):
+def scan_case(
+    batch=2,
+    width=6,
+    N=8,
+    L=19,
+    kinds=("shared", "shared"),
+    dtype=torch.float32,
+    D=True,
+    z=True,
+    bias=True,
+):
     new = drawer(L * 10 + N)
-    shape = lambda kind: dict(shared=(batch, N, L), constant=(width, N)).get(kind) or (batch, int(kind), N, L)
-    like = lambda kind: dtype if kind != "constant" else max(dtype, torch.float32, key=lambda d: d.itemsize)
+    shape = lambda kind: (
+        dict(shared=(batch, N, L), constant=(width, N)).get(kind) or (batch, int(kind), N, L)
+    )
+    like = lambda kind: (
+        dtype if kind != "constant" else max(dtype, torch.float32, key=lambda d: d.itemsize)
+    )
     wide = max(dtype, torch.float32, key=lambda d: d.itemsize)
     u, delta = new(batch, width, L, dtype=dtype), new(batch, width, L, dtype=dtype) / 2
     A = (-0.5 * torch.rand(width, N, generator=torch.Generator().manual_seed(1))).to(DEVICE, wide)
     B, C = (new(*shape(kind), dtype=like(kind)) for kind in kinds)
-    return [u, delta, A, B, C, new(width, dtype=wide) if D else None, new(batch, width, L, dtype=dtype) if z else None,
-            new(width, dtype=wide) / 2 if bias else None]
+    return [
+        u,
+        delta,
+        A,
+        B,
+        C,
+        new(width, dtype=wide) if D else None,
+        new(batch, width, L, dtype=dtype) if z else None,
+        new(width, dtype=wide) / 2 if bias else None,
+    ]
 
 
 def check_scan(case, layout="rows", given=False):
-    if given: # most step sizes positive
+    if given:  # most step sizes positive
         case[1], case[7] = case[1].abs(), None if case[7] is None else case[7] / 4
-    compare(lambda *t: selective_scan_fn(*t, delta_softplus=not given, return_last_state=True),
-            lambda *t: scan_by_definition(*t, not given), case, TOLERANCE[case[0].dtype], layout)
+    compare(
+        lambda *t: selective_scan_fn(*t, delta_softplus=not given, return_last_state=True),
+        lambda *t: scan_by_definition(*t, not given),
+        case,
+        TOLERANCE[case[0].dtype],
+        layout,
+    )
 
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096) if DEVICE == "cuda" else (1, 2, 8, 33, 130)
@@ -136,32 +191,66 @@ def test_outputs_are_views_of_rows_and_gradients_have_the_layout_of_the_inputs()
     for order in ("rows", "time"):
         both = (new(2, 11, 16).mT if order == "rows" else new(2, 16, 11)).requires_grad_()
         x, z = both.chunk(2, 1)
-        out, last = selective_scan_fn(x, x, -torch.ones(8, 4, device=DEVICE), new(2, 4, 11), new(2, 4, 11), z=z, return_last_state=True)
+        out, last = selective_scan_fn(
+            x,
+            x,
+            -torch.ones(8, 4, device=DEVICE),
+            new(2, 4, 11),
+            new(2, 4, 11),
+            z=z,
+            return_last_state=True,
+        )
         y = causal_conv1d_fn(x, new(8, 4))
-        assert out.shape == y.shape == (2, 8, 11) and last.shape == (2, 8, 4) and out.mT.is_contiguous() and y.mT.is_contiguous()
+        assert (
+            out.shape == y.shape == (2, 8, 11)
+            and last.shape == (2, 8, 4)
+            and out.mT.is_contiguous()
+            and y.mT.is_contiguous()
+        )
         for grad in torch.autograd.grad(out.sum() + y.sum(), (x, z)):
             assert DEVICE == "cpu" or grad.is_contiguous() == (order == "time")
 
 
 @pytest.mark.parametrize("layout", ("rows", "time"))
-@pytest.mark.parametrize("bias, states, activation", [*itertools.product((True, False), (True, False), (None, "silu", "swish"))])
+@pytest.mark.parametrize(
+    "bias, states, activation",
+    [*itertools.product((True, False), (True, False), (None, "silu", "swish"))],
+)
 @pytest.mark.parametrize("width", (2, 3, 4))
 @pytest.mark.parametrize("L", (1, 2, 8, 33, 151) if DEVICE == "cpu" else (1, 8, 130, 1134, 4096))
 def test_convolution(L, width, bias, states, activation, layout):
     new = drawer(L)
-    case = [new(2, 24, L), new(24, width), new(24) if bias else None, new(2, 24, width - 1) if states else None]
-    compare(lambda x, w, b, s: causal_conv1d_fn(x, w, b, None, s, states, None, activation),
-            lambda x, w, b, s: conv_by_definition(x, w, b, None, s, activation)[: 1 + states], case, 3e-5, layout)
+    case = [
+        new(2, 24, L),
+        new(24, width),
+        new(24) if bias else None,
+        new(2, 24, width - 1) if states else None,
+    ]
+    compare(
+        lambda x, w, b, s: causal_conv1d_fn(x, w, b, None, s, states, None, activation),
+        lambda x, w, b, s: conv_by_definition(x, w, b, None, s, activation)[: 1 + states],
+        case,
+        3e-5,
+        layout,
+    )
 
 
 @pytest.mark.parametrize("activation", (None, "silu"))
 @pytest.mark.parametrize("width", (2, 3, 4))
 def test_convolution_keeps_sequences_apart(width, activation):
     "Runs of many lengths, numbers that do not count up, a number at the start of the next row, padding at the end."
-    seq_idx = torch.tensor([[3, 3, 3, 0, 1, 1, 5, 5, 5, 5, -1, -1], [5, 5, 2, 2, 2, 2, 2, 7, 9, 9, 9, 9]], device=DEVICE, dtype=torch.int32)
+    seq_idx = torch.tensor(
+        [[3, 3, 3, 0, 1, 1, 5, 5, 5, 5, -1, -1], [5, 5, 2, 2, 2, 2, 2, 7, 9, 9, 9, 9]],
+        device=DEVICE,
+        dtype=torch.int32,
+    )
     new = drawer()
-    compare(lambda x, w, b: causal_conv1d_fn(x, w, b, seq_idx, activation=activation),
-            lambda x, w, b: conv_by_definition(x, w, b, seq_idx, None, activation)[0], [new(2, 8, 12), new(8, width), new(8)], 3e-5)
+    compare(
+        lambda x, w, b: causal_conv1d_fn(x, w, b, seq_idx, activation=activation),
+        lambda x, w, b: conv_by_definition(x, w, b, seq_idx, None, activation)[0],
+        [new(2, 8, 12), new(8, width), new(8)],
+        3e-5,
+    )
 
 
 @pytest.mark.parametrize("activation", (None, "silu"))
@@ -175,8 +264,8 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
     def run_by_run(x, w, b, past):
         outputs, finals = [], []
         for row, ends in enumerate(cuts):
-            state, parts = past[row:row + 1], []
-            for part in x[row:row + 1].tensor_split(ends, 2):
+            state, parts = past[row : row + 1], []
+            for part in x[row : row + 1].tensor_split(ends, 2):
                 y, final = conv_by_definition(part, w, b, None, state, activation)
                 parts.append(y)
                 state = torch.zeros_like(state)
@@ -186,12 +275,23 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
 
     new = drawer()
     tensors = [new(3, 8, 8), new(8, width), new(8), new(3, 8, width - 1)]
-    compare(lambda x, w, b, past: causal_conv1d_fn(x, w, b, seq_idx, past, True, activation=activation), run_by_run, tensors, 3e-5)
-    compare(lambda x, w, b, past: causal_conv1d_fn(x, w, b, seq_idx, past, activation=activation),
-            lambda *t: run_by_run(*t)[0], tensors, 3e-5)
+    compare(
+        lambda x, w, b, past: causal_conv1d_fn(x, w, b, seq_idx, past, True, activation=activation),
+        run_by_run,
+        tensors,
+        3e-5,
+    )
+    compare(
+        lambda x, w, b, past: causal_conv1d_fn(x, w, b, seq_idx, past, activation=activation),
+        lambda *t: run_by_run(*t)[0],
+        tensors,
+        3e-5,
+    )
     place = torch.zeros_like(tensors[-1])
     out, final = causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True, place)
-    assert final is place and torch.equal(place, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1])
+    assert final is place and torch.equal(
+        place, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -200,11 +300,13 @@ def test_states_of_packed_sequences(state_len, dtype):
     "Against a loop; sequences shorter than the state, an empty one, no tokens at all."
     x = drawer()(9, 5, dtype=dtype)
     for bounds in ((0, 2, 2, 9), (0, 9), (0, 0)):
-        tokens = x[:bounds[-1]].requires_grad_()
-        states = causal_conv1d_varlen_states(tokens, torch.tensor(bounds, device=DEVICE, dtype=torch.int32), state_len)
+        tokens = x[: bounds[-1]].requires_grad_()
+        states = causal_conv1d_varlen_states(
+            tokens, torch.tensor(bounds, device=DEVICE, dtype=torch.int32), state_len
+        )
         assert states.shape == (len(bounds) - 1, 5, state_len) and states.dtype == dtype
         for state, lo, hi in zip(states, bounds, bounds[1:]):
-            kept = tokens[max(lo, hi - state_len):hi].T
+            kept = tokens[max(lo, hi - state_len) : hi].T
             assert torch.equal(state, F.pad(kept, (state_len - kept.shape[1], 0)))
 
 
@@ -228,21 +330,40 @@ def test_convolution_update(width, M, S, indexed):
         if row >= 0:
             line = torch.cat([pool[row], x[i]], -1)
             past, full = (t.double()[None] for t in (line[:, M + 1 - width : M], x[i]))
-            expected[i], want[row] = conv_by_definition(full, weight.double(), bias.double(), None, past, "silu")[0][0], line[:, -M:]
+            expected[i], want[row] = (
+                conv_by_definition(full, weight.double(), bias.double(), None, past, "silu")[0][0],
+                line[:, -M:],
+            )
     state = pool if indexed else pool[:B]
-    y = causal_conv1d_update(x[..., 0] if S is None else x, state, weight, bias, "silu", None, torch.tensor(rows, device=DEVICE) if indexed else None)
+    y = causal_conv1d_update(
+        x[..., 0] if S is None else x,
+        state,
+        weight,
+        bias,
+        "silu",
+        None,
+        torch.tensor(rows, device=DEVICE) if indexed else None,
+    )
     assert y.shape == (x[..., 0] if S is None else x).shape
     assert error(y.reshape(expected.shape), expected) < 3e-6 and torch.equal(pool, want)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("groups, tied", ((None, False), (1, False), (1, True), (2, False), (4, True)))
-@pytest.mark.parametrize("indexed, z, given", ((False, True, False), (True, False, False), (True, True, True)))
+@pytest.mark.parametrize(
+    "groups, tied", ((None, False), (1, False), (1, True), (2, False), (4, True))
+)
+@pytest.mark.parametrize(
+    "indexed, z, given", ((False, True, False), (True, False, False), (True, True, True))
+)
 def test_state_update(groups, tied, indexed, z, given, dtype):
     new, B, H, P, N = drawer(3), 4, 4, 8, 16
     lead = (H * P,) if groups is None else (H, P)
     full = lambda *s: new(*s[:-1], 1).expand(*s) if tied else new(*s)
-    state, x, dt = new(11, *lead, N, dtype=dtype), new(B, *lead, dtype=dtype), full(B, *lead).to(dtype).expand(B, *lead)
+    state, x, dt = (
+        new(11, *lead, N, dtype=dtype),
+        new(B, *lead, dtype=dtype),
+        full(B, *lead).to(dtype).expand(B, *lead),
+    )
     A = -(new(H, 1, 1).abs() + 0.5).expand(H, P, N) if tied else -new(*lead, N).abs() - 0.5
     keys, queries = (new(B, N) if groups is None else new(B, groups, N) for _ in "BC")
     D, bias, gate = new(*lead), full(*lead) - 2, new(B, *lead, dtype=dtype) if z else None
@@ -251,10 +372,18 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
     rows = torch.tensor([9, 0, -1, 4], device=DEVICE, dtype=torch.int32) if indexed else None
     pool, chosen = state.clone(), [9, 0, 3, 4] if indexed else range(B)
     pool = pool if indexed else pool[:B]
-    wide = lambda M: M.double().reshape(B, groups or 1, 1, N).expand(-1, -1, H * P // (groups or 1), -1).reshape(B, *lead, N)
+    wide = lambda M: (
+        M.double()
+        .reshape(B, groups or 1, 1, N)
+        .expand(-1, -1, H * P // (groups or 1), -1)
+        .reshape(B, *lead, N)
+    )
     step = dt.double() + bias.double()
     step = (step if given else softplus(step))[..., None]
-    h = torch.exp(step * A.double()) * state[list(chosen)].double() + step * wide(keys) * x.double()[..., None]
+    h = (
+        torch.exp(step * A.double()) * state[list(chosen)].double()
+        + step * wide(keys) * x.double()[..., None]
+    )
     y = (h * wide(queries)).sum(-1) + D.double() * x.double()
     y = y if gate is None else y * gate.double() * torch.sigmoid(gate.double())
     out = selective_state_update(pool, x, dt, A, keys, queries, D, gate, bias, not given, rows)
@@ -269,7 +398,9 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
 def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B=None, C=None):
     x, z = xz.chunk(2, 1)
     x, _ = conv_by_definition(x, cw[:, 0], cb, None, None, "silu")
-    normed = lambda t, w: t if w is None else t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    normed = lambda t, w: (
+        t if w is None else t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+    )
     rest, R, N = x.mT @ xp.T, dp.shape[1], A.shape[1]
     B = normed(rest[..., R : R + N] + (0 if Bb is None else Bb), Bw).mT if B is None else B
     C = normed(rest[..., -N:] + (0 if Cb is None else Cb), Cw).mT if C is None else C
@@ -278,39 +409,84 @@ def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, 
 
 
 @pytest.mark.parametrize("level", (0, 1))
-@pytest.mark.parametrize("extras", ("none", "biases", "norms", "constant B", "constant C", "constant both"))
+@pytest.mark.parametrize(
+    "extras", ("none", "biases", "norms", "constant B", "constant C", "constant both")
+)
 def test_inner_function(extras, level):
     new, B, D, L, N, R, E = drawer(4), 2, 12, 17, 8, 3, 5
     own = {"constant B": 1, "constant C": 1, "constant both": 0}.get(extras, 2)
     biases, norms = extras == "biases", extras == "norms"
-    case = [new(B, 2 * D, L), new(D, 1, 3), new(D) if biases else None, new(R + own * N, D), new(D, R), new(E, D), new(E) if biases else None,
-            -new(D, N).exp(), new(D), new(D), *(new(N) if biases else None for _ in "BC"), *(new(N) if norms else None for _ in "BC"),
-            new(D) if norms else None, new(D, N) if extras in ("constant B", "constant both") else None,
-            new(D, N) if extras in ("constant C", "constant both") else None]
+    case = [
+        new(B, 2 * D, L),
+        new(D, 1, 3),
+        new(D) if biases else None,
+        new(R + own * N, D),
+        new(D, R),
+        new(E, D),
+        new(E) if biases else None,
+        -new(D, N).exp(),
+        new(D),
+        new(D),
+        *(new(N) if biases else None for _ in "BC"),
+        *(new(N) if norms else None for _ in "BC"),
+        new(D) if norms else None,
+        new(D, N) if extras in ("constant B", "constant both") else None,
+        new(D, N) if extras in ("constant C", "constant both") else None,
+    ]
     ours = lambda xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B, C: mamba_inner_fn(
-        xz, cw, cb, xp, dp, ow, ob, A, B, C, D, bias, Bb, Cb, True, level, Bw, Cw, dw)
+        xz, cw, cb, xp, dp, ow, ob, A, B, C, D, bias, Bb, Cb, True, level, Bw, Cw, dw
+    )
     compare(ours, inner_by_definition, case, 1e-4)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="for float64 anywhere, one device is enough")
 def test_inner_function_normalizes_in_float64():
     new = drawer(4)
-    xz, cw, xp, dp, ow, A, Bw, Cw, dw = (t.double() for t in (
-        new(2, 24, 17), new(12, 1, 3), new(3 + 16, 12), new(12, 3), new(5, 12), -new(12, 8).exp(), new(8), new(8), new(12)))
-    ours = mamba_inner_fn(xz, cw, None, xp, dp, ow, None, A, b_rms_weight=Bw, c_rms_weight=Cw, dt_rms_weight=dw)
-    wanted = inner_by_definition(xz, cw, None, xp, dp, ow, None, A, None, None, None, None, Bw, Cw, dw)
+    xz, cw, xp, dp, ow, A, Bw, Cw, dw = (
+        t.double()
+        for t in (
+            new(2, 24, 17),
+            new(12, 1, 3),
+            new(3 + 16, 12),
+            new(12, 3),
+            new(5, 12),
+            -new(12, 8).exp(),
+            new(8),
+            new(8),
+            new(12),
+        )
+    )
+    ours = mamba_inner_fn(
+        xz, cw, None, xp, dp, ow, None, A, b_rms_weight=Bw, c_rms_weight=Cw, dt_rms_weight=dw
+    )
+    wanted = inner_by_definition(
+        xz, cw, None, xp, dp, ow, None, A, None, None, None, None, Bw, Cw, dw
+    )
     torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", (0, 1))
 def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkeypatch):
     new, calls = drawer(), []
+
     def counted(*args, **options):
         calls.append(torch.is_grad_enabled())
         return causal_conv1d_fn(*args, **options)
+
     monkeypatch.setattr(mamba, "causal_conv1d_fn", counted)
-    args = [new(2, 128, 40), new(64, 1, 4), None, new(4 + 8, 64), new(64, 4), new(32, 64), None, -torch.ones(64, 4, device=DEVICE)]
-    out = mamba_inner_fn(*[t if t is None else t.requires_grad_() for t in args], checkpoint_lvl=level)
+    args = [
+        new(2, 128, 40),
+        new(64, 1, 4),
+        None,
+        new(4 + 8, 64),
+        new(64, 4),
+        new(32, 64),
+        None,
+        -torch.ones(64, 4, device=DEVICE),
+    ]
+    out = mamba_inner_fn(
+        *[t if t is None else t.requires_grad_() for t in args], checkpoint_lvl=level
+    )
     assert calls == [True]
     out.sum().backward()
     assert calls == [True, False][: 1 + level]
@@ -318,7 +494,16 @@ def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkey
 
 def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
     new = drawer()
-    args = [new(2, 128, 40), new(64, 1, 4), None, new(4 + 8, 64), new(64, 4), new(32, 64), None, -torch.ones(64, 4, device=DEVICE)]
+    args = [
+        new(2, 128, 40),
+        new(64, 1, 4),
+        None,
+        new(4 + 8, 64),
+        new(64, 4),
+        new(32, 64),
+        None,
+        -torch.ones(64, 4, device=DEVICE),
+    ]
     args[1:] = (t if t is None else t.requires_grad_() for t in args[1:])
     run = lambda xz: mamba_inner_fn(xz, *args[1:]).square().sum()
     for changed in (args[1], args[3], args[4], args[7]):
@@ -328,7 +513,7 @@ def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
         with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
             loss.backward()
     tensors = lambda: gc.collect() and sum(isinstance(t, torch.Tensor) for t in gc.get_objects())
-    alive = [[run(args[0]), gc.collect(), tensors()][-1] for _ in range(4)] # no backward
+    alive = [[run(args[0]), gc.collect(), tensors()][-1] for _ in range(4)]  # no backward
     assert alive[1] == alive[3]
     plain = torch.autograd.grad(run(x := args[0].clone().requires_grad_()), x)[0]
     assert error(torch.func.grad(run)(args[0]), plain) < 1e-3
@@ -336,64 +521,152 @@ def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
 
 def test_compilers_see_one_graph():
     new = drawer()
-    args = new(2, 12, 9), new(6, 1, 4), None, new(3 + 8, 6), new(6, 3), new(5, 6), None, -torch.ones(6, 4, device=DEVICE)
+    args = (
+        new(2, 12, 9),
+        new(6, 1, 4),
+        None,
+        new(3 + 8, 6),
+        new(6, 3),
+        new(5, 6),
+        None,
+        -torch.ones(6, 4, device=DEVICE),
+    )
     state, x, keys = new(2, 6, 4), new(2, 6), new(2, 4)
-    for run in (lambda: mamba_inner_fn(*args), lambda: selective_state_update(state.clone(), x, x, args[-1], keys, keys, dt_softplus=True)):
+    for run in (
+        lambda: mamba_inner_fn(*args),
+        lambda: selective_state_update(state.clone(), x, x, args[-1], keys, keys, dt_softplus=True),
+    ):
         # sums of 6, 3, 4 and 6 terms and 9 steps, which a compiler may order in another way
-        assert error(torch.compile(run, backend="aot_eager", fullgraph=True)(), run()) < bound(torch.float32, 6 + 3 + 4 + 6 + 9)
+        assert error(torch.compile(run, backend="aot_eager", fullgraph=True)(), run()) < bound(
+            torch.float32, 6 + 3 + 4 + 6 + 9
+        )
 
 
 def mistakes():
     new = drawer()
-    u, A, keys, x, w = new(2, 6, 9), -torch.ones(6, 4, device=DEVICE), new(2, 4, 9), new(2, 6, 9), new(6, 4)
+    u, A, keys, x, w = (
+        new(2, 6, 9),
+        -torch.ones(6, 4, device=DEVICE),
+        new(2, 4, 9),
+        new(2, 6, 9),
+        new(6, 4),
+    )
     idx = torch.tensor([[0, 0, 1, 0, 0, 0, 2, 2, 2]] * 2, device=DEVICE)
     state, now = new(2, 6, 4), new(2, 6)
-    step = lambda state=state, x=now, A=A, keys=keys[..., 0]: selective_state_update(state, x, now, A, keys, keys)
+    step = lambda state=state, x=now, A=A, keys=keys[..., 0]: selective_state_update(
+        state, x, now, A, keys, keys
+    )
     return {
-        "A is torch.complex64; only real rates": lambda: selective_scan_fn(u, u, A.to(torch.complex64), keys, keys),
+        "A is torch.complex64; only real rates": lambda: selective_scan_fn(
+            u, u, A.to(torch.complex64), keys, keys
+        ),
         "A is torch.complex64; only real rates ": lambda: step(A=A.to(torch.complex64)),
-        "delta has shape (2, 6, 8); expected (2, 6, 9) to match u": lambda: selective_scan_fn(u, u[..., 1:], A, keys, keys),
-        "B has shape (2, 3, 9); expected (6, 4) or (2, 4, 9) or (2, G, 4, 9)": lambda: selective_scan_fn(u, u, A, keys[:, 1:], keys),
-        "C has 4 groups; expected a divisor of the 6 channels": lambda: selective_scan_fn(u, u, A, keys, new(2, 4, 4, 9)),
+        "delta has shape (2, 6, 8); expected (2, 6, 9) to match u": lambda: selective_scan_fn(
+            u, u[..., 1:], A, keys, keys
+        ),
+        "B has shape (2, 3, 9); expected (6, 4) or (2, 4, 9) or (2, G, 4, 9)": lambda: (
+            selective_scan_fn(u, u, A, keys[:, 1:], keys)
+        ),
+        "C has 4 groups; expected a divisor of the 6 channels": lambda: selective_scan_fn(
+            u, u, A, keys, new(2, 4, 4, 9)
+        ),
         "z has shape (2, 9, 6)": lambda: selective_scan_fn(u, u, A, keys, keys, z=u.mT),
         "D is list; expected a tensor": lambda: selective_scan_fn(u, u, A, keys, keys, [1.0]),
         "x has shape (2, 6); expected (B, D, L)": lambda: causal_conv1d_fn(now, w),
-        "activation is 'gelu'; expected one of 'silu', 'swish', None": lambda: causal_conv1d_fn(x, w, activation="gelu"),
-        "initial_states has shape (2, 6, 2); expected (2, 6, 3) to match x and weight": lambda: causal_conv1d_fn(
-            x, w, seq_idx=idx, initial_states=new(2, 6, 2)),
-        "weight is str; expected a tensor of shape (6, W) or (6, 1, W) to match x": lambda: causal_conv1d_fn(x, "w", seq_idx=idx),
+        "activation is 'gelu'; expected one of 'silu', 'swish', None": lambda: causal_conv1d_fn(
+            x, w, activation="gelu"
+        ),
+        "initial_states has shape (2, 6, 2); expected (2, 6, 3) to match x and weight": lambda: (
+            causal_conv1d_fn(x, w, seq_idx=idx, initial_states=new(2, 6, 2))
+        ),
+        "weight is str; expected a tensor of shape (6, W) or (6, 1, W) to match x": lambda: (
+            causal_conv1d_fn(x, "w", seq_idx=idx)
+        ),
         "weight is str; expected a tensor of shape (6, W)": lambda: causal_conv1d_fn(x, "w"),
-        "weight is str; expected a tensor of shape (6, W) ": lambda: causal_conv1d_update(now, new(2, 6, 3), "w"),
-        "weight has shape (6,); expected (6, W) or (6, 1, W)": lambda: causal_conv1d_update(now, new(2, 6, 3), w[:, 0]),
+        "weight is str; expected a tensor of shape (6, W) ": lambda: causal_conv1d_update(
+            now, new(2, 6, 3), "w"
+        ),
+        "weight has shape (6,); expected (6, W) or (6, 1, W)": lambda: causal_conv1d_update(
+            now, new(2, 6, 3), w[:, 0]
+        ),
         "state_len is -1; expected an integer of at least 0": lambda: causal_conv1d_varlen_states(
-            x[0], torch.tensor([0, 6], device=DEVICE), -1),
+            x[0], torch.tensor([0, 6], device=DEVICE), -1
+        ),
         "cu_seqlens ends at 5; expected 6, the length of x": lambda: causal_conv1d_varlen_states(
-            x[0], torch.tensor([0, 5], device=DEVICE), 3),
-        "seq_idx is torch.int64 (2, 8); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=idx[:, 1:]),
-        "seq_idx is of type list (); expected integers (2, 9)": lambda: causal_conv1d_fn(x, w, seq_idx=[0]),
-        "conv_state_indices is list; expected an int32 or int64": lambda: causal_conv1d_update(x, new(2, 6, 3), w, conv_state_indices=[0, 1]),
-        "conv_state_indices has shape (9,)": lambda: causal_conv1d_update(now, new(2, 6, 5), w, conv_state_indices=idx[0]),
-        "seq_idx returns to a sequence within 2 tokens": lambda: causal_conv1d_fn(x, w, seq_idx=idx),
-        "conv_state keeps 2 inputs; filters of 4 taps need at least 3": lambda: causal_conv1d_update(now, new(2, 6, 2), w),
-        "cache_seqlens is given; a ring of inputs is not supported": lambda: causal_conv1d_update(now, new(2, 6, 3), w, cache_seqlens=idx[:, 0]),
-        "checkpoint_lvl is 2; expected one of 0, 1": lambda: mamba_inner_fn(*[u] * 7, A, checkpoint_lvl=2),
-        "xz has shape (2, 6, 9); expected (B, 12, L) to match A": lambda: mamba_inner_fn(*[u] * 7, A),
+            x[0], torch.tensor([0, 5], device=DEVICE), 3
+        ),
+        "seq_idx is torch.int64 (2, 8); expected integers (2, 9)": lambda: causal_conv1d_fn(
+            x, w, seq_idx=idx[:, 1:]
+        ),
+        "seq_idx is of type list (); expected integers (2, 9)": lambda: causal_conv1d_fn(
+            x, w, seq_idx=[0]
+        ),
+        "conv_state_indices is list; expected an int32 or int64": lambda: causal_conv1d_update(
+            x, new(2, 6, 3), w, conv_state_indices=[0, 1]
+        ),
+        "conv_state_indices has shape (9,)": lambda: causal_conv1d_update(
+            now, new(2, 6, 5), w, conv_state_indices=idx[0]
+        ),
+        "seq_idx returns to a sequence within 2 tokens": lambda: causal_conv1d_fn(
+            x, w, seq_idx=idx
+        ),
+        "conv_state keeps 2 inputs; filters of 4 taps need at least 3": lambda: (
+            causal_conv1d_update(now, new(2, 6, 2), w)
+        ),
+        "cache_seqlens is given; a ring of inputs is not supported": lambda: causal_conv1d_update(
+            now, new(2, 6, 3), w, cache_seqlens=idx[:, 0]
+        ),
+        "checkpoint_lvl is 2; expected one of 0, 1": lambda: mamba_inner_fn(
+            *[u] * 7, A, checkpoint_lvl=2
+        ),
+        "xz has shape (2, 6, 9); expected (B, 12, L) to match A": lambda: mamba_inner_fn(
+            *[u] * 7, A
+        ),
         "A is NoneType; expected a tensor of shape (D, N)": lambda: mamba_inner_fn(*[u] * 7, None),
-        "delta_proj_weight is NoneType; expected a tensor of shape (6, R)": lambda: mamba_inner_fn(new(2, 12, 9), u, u, u, None, u, u, A),
-        "delta_proj_weight has shape (1, 3); expected (6, R) to match A": lambda: mamba_inner_fn(new(2, 12, 9), u, u, u, new(1, 3), u, u, A),
-        "x_proj_weight has shape (10, 6); expected (11, 6) to match": lambda: mamba_inner_fn(new(2, 12, 9), w, None, new(10, 6), new(6, 3), u, u, A),
-        "x_proj_weight has shape (11, 6); expected (7, 6) to match": lambda: mamba_inner_fn(new(2, 12, 9), w, None, new(11, 6), new(6, 3), u, u, A, keys),
+        "delta_proj_weight is NoneType; expected a tensor of shape (6, R)": lambda: mamba_inner_fn(
+            new(2, 12, 9), u, u, u, None, u, u, A
+        ),
+        "delta_proj_weight has shape (1, 3); expected (6, R) to match A": lambda: mamba_inner_fn(
+            new(2, 12, 9), u, u, u, new(1, 3), u, u, A
+        ),
+        "x_proj_weight has shape (10, 6); expected (11, 6) to match": lambda: mamba_inner_fn(
+            new(2, 12, 9), w, None, new(10, 6), new(6, 3), u, u, A
+        ),
+        "x_proj_weight has shape (11, 6); expected (7, 6) to match": lambda: mamba_inner_fn(
+            new(2, 12, 9), w, None, new(11, 6), new(6, 3), u, u, A, keys
+        ),
         "its rows share memory and cannot be updated in place": lambda: selective_state_update(
-            new(1, 6, 4).expand(3, -1, -1), now, now, A, keys[..., 0], keys[..., 0], state_batch_indices=idx[:, 0]),
+            new(1, 6, 4).expand(3, -1, -1),
+            now,
+            now,
+            A,
+            keys[..., 0],
+            keys[..., 0],
+            state_batch_indices=idx[:, 0],
+        ),
         "rows share memory and cannot be updated in place": lambda: causal_conv1d_update(
-            now, new(1, 6, 5).expand(3, -1, -1), w, conv_state_indices=idx[:, 0]),
+            now, new(1, 6, 5).expand(3, -1, -1), w, conv_state_indices=idx[:, 0]
+        ),
         "x has shape (2, 5); expected (B, 6) to match state": lambda: step(x=now[:, 1:]),
-        "B has shape (2, 3); expected (2, 4) or (2, G, 4) to match state": lambda: step(keys=keys[:, 1:, 0]),
-        "B has shape (2, 5, 4) and C (2, 5, 4); expected equal numbers of groups": lambda: step(keys=new(2, 5, 4)),
+        "B has shape (2, 3); expected (2, 4) or (2, G, 4) to match state": lambda: step(
+            keys=keys[:, 1:, 0]
+        ),
+        "B has shape (2, 5, 4) and C (2, 5, 4); expected equal numbers of groups": lambda: step(
+            keys=new(2, 5, 4)
+        ),
         "its heads must be adjacent in memory": lambda: selective_state_update(
-            new(2, 3, 2, 4).transpose(1, 2), *[new(2, 2, 3)] * 2, A.view(2, 3, 4), new(2, 4), new(2, 4)),
-        "modeling is module torch; expected an imported module with Mamba's functions": lambda: patch_mamba(torch),
-        "modeling is str; expected an imported module with Mamba's functions": lambda: patch_mamba("transformers.models.mamba"),
+            new(2, 3, 2, 4).transpose(1, 2),
+            *[new(2, 2, 3)] * 2,
+            A.view(2, 3, 4),
+            new(2, 4),
+            new(2, 4),
+        ),
+        "modeling is module torch; expected an imported module with Mamba's functions": lambda: (
+            patch_mamba(torch)
+        ),
+        "modeling is str; expected an imported module with Mamba's functions": lambda: patch_mamba(
+            "transformers.models.mamba"
+        ),
     }
 
 
@@ -404,20 +677,36 @@ def test_mistakes_are_named(message):
     assert message.strip() in str(found.value) and "\n" not in str(found.value)
 
 
-JAMBA = dict(mamba_d_state=4, mamba_dt_rank=2, num_attention_heads=2, num_key_value_heads=1, intermediate_size=32, attn_layer_offset=1, num_experts=2)
+JAMBA = dict(
+    mamba_d_state=4,
+    mamba_dt_rank=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=32,
+    attn_layer_offset=1,
+    num_experts=2,
+)
 
 
 @pytest.mark.parametrize("filter", ("silu", "gelu", "relu"))
-@pytest.mark.parametrize("kind, options", (("mamba", dict(state_size=4)), ("falcon_mamba", dict(state_size=4)), ("jamba", JAMBA)))
+@pytest.mark.parametrize(
+    "kind, options",
+    (("mamba", dict(state_size=4)), ("falcon_mamba", dict(state_size=4)), ("jamba", JAMBA)),
+)
 def test_models_of_transformers_run_on_these_functions(kind, options, filter):
     "Logits, generated tokens and every gradient equal those of transformers' PyTorch path, whatever the filter's activation."
     mend_torchvision()
     transformers = pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
     name = kind.title().replace("_", "")
     modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-    config = getattr(transformers, f"{name}Config")(vocab_size=50, hidden_size=16, num_hidden_layers=2, hidden_act=filter, **options)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=50, hidden_size=16, num_hidden_layers=2, hidden_act=filter, **options
+    )
     torch.manual_seed(0)
-    model, tokens = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE), torch.randint(50, (2, 21), device=DEVICE)
+    model, tokens = (
+        getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE),
+        torch.randint(50, (2, 21), device=DEVICE),
+    )
 
     def everything():
         model.zero_grad()

@@ -1,4 +1,5 @@
 """Matrix states: chunks against the loop in float64, the loop against flash-linear-attention's naive operations."""
+
 import ast
 import itertools
 import sys
@@ -15,32 +16,54 @@ from longhorn_kit.scan.matrix import chunked_matrix_scan, matrix_scan, matrix_st
 
 pytestmark = pytest.mark.numeric
 
-CASES = [case for case in itertools.product(("none", "head", "key"), (False, True), (False, True))
-         if not (case[1] and case[2])]  # decay, delta rule, bonus
+CASES = [
+    case
+    for case in itertools.product(("none", "head", "key"), (False, True), (False, True))
+    if not (case[1] and case[2])
+]  # decay, delta rule, bonus
 
 
-def draw(decay, delta, bonus, B=2, T=37, H=3, N=5, P=4, strongest=10.0, dtype=torch.float64, seed=0):
+def draw(
+    decay, delta, bonus, B=2, T=37, H=3, N=5, P=4, strongest=10.0, dtype=torch.float64, seed=0
+):
     "Arguments of `matrix_scan`; unit keys, log decays from 0 to -strongest, mostly small."
     g = torch.Generator().manual_seed(seed)
     randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
     rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
     shape = {"none": None, "head": (B, T, H), "key": (B, T, H, N)}[decay]
-    t = dict(q=randn(B, T, H, N), k=torch.nn.functional.normalize(randn(B, T, H, N), dim=-1), x=randn(B, T, H, P),
-             log_decay=None if shape is None else -strongest * rand(*shape) ** 6,
-             beta=rand(B, T, H) if delta else None, bonus=randn(H, N) if bonus else None,
-             initial_state=randn(B, H, P, N))
+    t = dict(
+        q=randn(B, T, H, N),
+        k=torch.nn.functional.normalize(randn(B, T, H, N), dim=-1),
+        x=randn(B, T, H, P),
+        log_decay=None if shape is None else -strongest * rand(*shape) ** 6,
+        beta=rand(B, T, H) if delta else None,
+        bonus=randn(H, N) if bonus else None,
+        initial_state=randn(B, H, P, N),
+    )
     return {name: tensor.to(dtype) for name, tensor in t.items() if tensor is not None}
 
 
 def with_gradients(t, backend, scan=matrix_scan, without=()):
-    leaves = {name: tensor.clone().requires_grad_(name not in without) for name, tensor in t.items()}
+    leaves = {
+        name: tensor.clone().requires_grad_(name not in without) for name, tensor in t.items()
+    }
     y, S = scan(**leaves, output_final_state=True, backend=backend)
-    return y, S, *torch.autograd.grad(y.square().sum() + S.pow(3).sum(), [leaf for leaf in leaves.values() if leaf.requires_grad])
+    return (
+        y,
+        S,
+        *torch.autograd.grad(
+            y.square().sum() + S.pow(3).sum(),
+            [leaf for leaf in leaves.values() if leaf.requires_grad],
+        ),
+    )
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
 @settings(max_examples=8, deadline=None)
-@given(sizes=st.tuples(*(st.integers(1, n) for n in (3, 90, 3, 6, 5))), strongest=st.sampled_from([1e-3, 1.0, 30.0, 1e4]))
+@given(
+    sizes=st.tuples(*(st.integers(1, n) for n in (3, 90, 3, 6, 5))),
+    strongest=st.sampled_from([1e-3, 1.0, 30.0, 1e4]),
+)
 def test_chunks_equal_the_loop(decay, delta, bonus, sizes, strongest):
     t = draw(decay, delta, bonus, *sizes, strongest)
     for ours, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
@@ -95,23 +118,31 @@ def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=Non
         log_decay = torch.zeros_like(k) if log_decay is None else log_decay
         log_decay = log_decay[..., None].expand(k.shape) if log_decay.dim() == 3 else log_decay
         y, S = naive("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(
-            *swap(q, k, x, log_decay), bonus, scale=1.0, initial_state=S, output_final_state=True)
+            *swap(q, k, x, log_decay), bonus, scale=1.0, initial_state=S, output_final_state=True
+        )
         y = y.transpose(1, 2)
     elif beta is not None and log_decay is not None:
         y, S = naive("gated_delta_rule/naive", "naive_recurrent_gated_delta_rule")(
-            scaled, k, x, beta, log_decay, initial_state=S, output_final_state=True)
+            scaled, k, x, beta, log_decay, initial_state=S, output_final_state=True
+        )
     elif beta is not None:
-        y, S = naive("delta_rule/naive", "delta_rule_recurrence")(*swap(scaled, k, x, beta), initial_state=S)
+        y, S = naive("delta_rule/naive", "delta_rule_recurrence")(
+            *swap(scaled, k, x, beta), initial_state=S
+        )
         y = y.transpose(1, 2)
     elif log_decay is not None and log_decay.dim() == 4:
         y, S = naive("gla/naive", "naive_recurrent_gla")(scaled, k, x, log_decay, S, True)
     else:
         log_decay = torch.zeros(x.shape[:3]) if log_decay is None else log_decay
-        y, S = naive("simple_gla/naive", "naive_recurrent_simple_gla")(scaled, k, x, log_decay, initial_state=S)
+        y, S = naive("simple_gla/naive", "naive_recurrent_simple_gla")(
+            scaled, k, x, log_decay, initial_state=S
+        )
     return y, S.mT
 
 
-@pytest.mark.parametrize("decay, delta, bonus", [case for case in CASES if case[:2] != ("key", True)])
+@pytest.mark.parametrize(
+    "decay, delta, bonus", [case for case in CASES if case[:2] != ("key", True)]
+)
 def test_the_recurrence_is_that_of_flash_linear_attention(decay, delta, bonus):
     t = draw(decay, delta, bonus, T=70, dtype=torch.float32)
     for a, b in zip(with_gradients(t, "chunked"), with_gradients(t, None, their_scan)):
@@ -124,21 +155,30 @@ def test_a_state_can_be_wiped_out_at_once(decay, delta, bonus, strongest):
     t = draw(decay, delta, bonus, T=70)
     t["log_decay"][:, [0, 33]] = strongest
     t["log_decay"][:1, 50:52] = strongest
-    for ours, expected in zip(*(with_gradients(t, backend, without=["log_decay"]) for backend in ("chunked", "reference"))):
+    for ours, expected in zip(
+        *(with_gradients(t, backend, without=["log_decay"]) for backend in ("chunked", "reference"))
+    ):
         torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_any_strides_and_no_tokens():
     t = draw("key", False, False, N=6)
-    strange = {name: tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for name, tensor in t.items()}
+    strange = {
+        name: tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for name, tensor in t.items()
+    }
     assert not strange["q"].is_contiguous()
     torch.testing.assert_close(matrix_scan(**strange), matrix_scan(**t))
-    empty = {name: (tensor if name == "initial_state" else tensor[:, :0]).clone().requires_grad_() for name, tensor in t.items()}
+    empty = {
+        name: (tensor if name == "initial_state" else tensor[:, :0]).clone().requires_grad_()
+        for name, tensor in t.items()
+    }
     for backend in ("chunked", "reference"):
         y, S = matrix_scan(**empty, output_final_state=True, backend=backend)
         assert y.shape == (2, 0, 3, 4) and torch.equal(S, t["initial_state"])
         gradients = torch.autograd.grad(y.sum(), list(empty.values()))
-        assert all(g.shape == tensor.shape and not g.any() for g, tensor in zip(gradients, empty.values()))
+        assert all(
+            g.shape == tensor.shape and not g.any() for g, tensor in zip(gradients, empty.values())
+        )
 
 
 def test_low_precision_keeps_a_float32_state_even_under_autocast():
@@ -154,57 +194,92 @@ def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace(chunk_gla="the kernel"))
     fla._tunes_first.cache_clear()
     for _ in range(2):
-        assert fla.fla_kernel(torch.ones(1, 1, 1, 2), -torch.ones(1, 1, 1, 2), None, None)[0] == "the kernel"
+        assert (
+            fla.fla_kernel(torch.ones(1, 1, 1, 2), -torch.ones(1, 1, 1, 2), None, None)[0]
+            == "the kernel"
+        )
     (line,) = caplog.messages
     assert "tunes chunk_gla when it first runs" in line
 
 
 SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_scan` relies on
-    "chunk_gla": ("gla", "q k v g"), "chunk_simple_gla": ("simple_gla", "q k v g"), "chunk_rwkv6": ("rwkv6", "r k v w u"),
-    "chunk_delta_rule": ("delta_rule", "q k v beta"), "chunk_gated_delta_rule": ("gated_delta_rule", "q k v g beta"),
-    "chunk_kda": ("kda", "q k v g beta")}
+    "chunk_gla": ("gla", "q k v g"),
+    "chunk_simple_gla": ("simple_gla", "q k v g"),
+    "chunk_rwkv6": ("rwkv6", "r k v w u"),
+    "chunk_delta_rule": ("delta_rule", "q k v beta"),
+    "chunk_gated_delta_rule": ("gated_delta_rule", "q k v g beta"),
+    "chunk_kda": ("kda", "q k v g beta"),
+}
 
 
 def test_the_kernels_take_the_arguments_in_this_order():
     folders = ops_folder()
     for name, (folder, order) in SIGNATURES.items():
         tree = ast.parse((folders / folder / "chunk.py").read_text())
-        function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+        function = next(
+            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
+        )
         names = [argument.arg for argument in function.args.args]
         assert names[: len(order.split())] == order.split(), name
         assert {"scale", "initial_state", "output_final_state"} <= set(names), name
 
 
 ROUTES = {  # decay, delta rule: the function for it, and the one where gradients of one decay a head are wrong
-    ("none", False): ("chunk_simple_gla", "chunk_simple_gla"), ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
-    ("head", False): ("chunk_simple_gla", "chunk_gla"), ("head", True): ("chunk_gated_delta_rule", "chunk_kda"),
-    ("key", False): ("chunk_gla", "chunk_gla"), ("key", True): ("chunk_kda", "chunk_kda")}
+    ("none", False): ("chunk_simple_gla", "chunk_simple_gla"),
+    ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
+    ("head", False): ("chunk_simple_gla", "chunk_gla"),
+    ("head", True): ("chunk_gated_delta_rule", "chunk_kda"),
+    ("key", False): ("chunk_gla", "chunk_gla"),
+    ("key", True): ("chunk_kda", "chunk_kda"),
+}
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
-@pytest.mark.parametrize("triton, capability, wrong", [((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)])
-def test_the_kernels_are_given_the_right_arguments(monkeypatch, decay, delta, bonus, triton, capability, wrong):
+@pytest.mark.parametrize(
+    "triton, capability, wrong",
+    [((3, 6, 0), 9, True), ((3, 7, 1), 9, False), ((3, 6, 0), 8, False)],
+)
+def test_the_kernels_are_given_the_right_arguments(
+    monkeypatch, decay, delta, bonus, triton, capability, wrong
+):
     "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
     monkeypatch.setattr(fla, "TRITON", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     called = []
+
     def kernel(name, order):
         def run(q, k, v, *rates, scale, initial_state, output_final_state):
             called.append(name)
-            assert all(t.is_contiguous() for t in (q, k, v, *rates, initial_state)) and scale == 1.0 and output_final_state
+            assert (
+                all(t.is_contiguous() for t in (q, k, v, *rates, initial_state))
+                and scale == 1.0
+                and output_final_state
+            )
             if name in ("chunk_gla", "chunk_kda", "chunk_rwkv6"):
                 assert rates[0].shape == k.shape
             words = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")
             rates = {words[word]: rate for word, rate in zip(order.split()[3:], rates)}
-            y, S = matrix_scan(q, k, v, **rates, initial_state=initial_state.mT, output_final_state=True, backend="reference")
+            y, S = matrix_scan(
+                q,
+                k,
+                v,
+                **rates,
+                initial_state=initial_state.mT,
+                output_final_state=True,
+                backend="reference",
+            )
             return y, S.mT
+
         return run
+
     ops = SimpleNamespace(**{name: kernel(name, order) for name, (_, order) in SIGNATURES.items()})
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=ops))
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
     monkeypatch.setattr(matrix, "pick_matrix_backend", lambda backend, *tensors: backend)
     t = draw(decay, delta, bonus)
-    for ours, expected in zip(with_gradients(t, "fla"), with_gradients(t, "reference"), strict=True):
+    for ours, expected in zip(
+        with_gradients(t, "fla"), with_gradients(t, "reference"), strict=True
+    ):
         torch.testing.assert_close(ours, expected)
     assert called == ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
 
@@ -213,7 +288,9 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
     "Its import runs as it stands: compiled with the rest it failed, and our chunks ran for good."
     (tmp_path / "fla").mkdir()
     (tmp_path / "fla/__init__.py").write_text("")
-    (tmp_path / "fla/ops.py").write_text("import torch\ndef work(): return torch.ones(2) + 1\nwork()\n")
+    (tmp_path / "fla/ops.py").write_text(
+        "import torch\ndef work(): return torch.ones(2) + 1\nwork()\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
         monkeypatch.delitem(sys.modules, name)
@@ -237,8 +314,14 @@ def test_autocast_does_not_break_compiled_code():
 @pytest.mark.cuda
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
 def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
-    t = {name: tensor.cuda() for name, tensor in draw(decay, delta, bonus, T=200, H=2, N=N, P=P, strongest=1.0).items()}
-    low = {name: tensor.bfloat16() if name in ("q", "k", "x", "beta") else tensor.float() for name, tensor in t.items()}
+    t = {
+        name: tensor.cuda()
+        for name, tensor in draw(decay, delta, bonus, T=200, H=2, N=N, P=P, strongest=1.0).items()
+    }
+    low = {
+        name: tensor.bfloat16() if name in ("q", "k", "x", "beta") else tensor.float()
+        for name, tensor in t.items()
+    }
     if obstacle := fla.fla_obstacle(low["q"], low["x"], low.get("beta")):
         pytest.skip(obstacle)
     same = {name: tensor.double() for name, tensor in low.items()}
@@ -255,16 +338,41 @@ def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus
     test_the_kernels_agree_on_a_gpu("head", delta, bonus, N, P)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(k=torch.zeros(2, 37, 3, 6)), r"k has shape \(2, 37, 3, 6\); expected \(2, 37, 3, 5\) to match q"),
-    (dict(x=torch.zeros(2, 36, 3, 4)), r"x has shape \(2, 36, 3, 4\); expected \(2, 37, 3, P\) to match q"),
-    (dict(log_decay=torch.zeros(2, 37)), r"log_decay has shape \(2, 37\); expected \(2, 37, 3\) or \(2, 37, 3, 5\)"),
-    (dict(beta=torch.zeros(2, 37, 1)), r"beta has shape \(2, 37, 1\); expected \(2, 37, 3\)"),
-    (dict(initial_state=torch.zeros(2, 3, 5, 4)), r"initial_state has shape \(2, 3, 5, 4\); expected \(2, 3, 4, 5\)"),
-    (dict(beta=torch.zeros(2, 37, 3), bonus=torch.zeros(3, 5)), "bonus is given together with beta"),
-    (dict(q=torch.zeros(2, 37, 5)), r"q has shape \(2, 37, 5\); expected \(B, T, H, N\)"),
-    (dict(backend="fast"), "backend is 'fast'; expected one of 'auto', 'fla', 'chunked', 'reference'"),
-    (dict(backend="fla"), "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            dict(k=torch.zeros(2, 37, 3, 6)),
+            r"k has shape \(2, 37, 3, 6\); expected \(2, 37, 3, 5\) to match q",
+        ),
+        (
+            dict(x=torch.zeros(2, 36, 3, 4)),
+            r"x has shape \(2, 36, 3, 4\); expected \(2, 37, 3, P\) to match q",
+        ),
+        (
+            dict(log_decay=torch.zeros(2, 37)),
+            r"log_decay has shape \(2, 37\); expected \(2, 37, 3\) or \(2, 37, 3, 5\)",
+        ),
+        (dict(beta=torch.zeros(2, 37, 1)), r"beta has shape \(2, 37, 1\); expected \(2, 37, 3\)"),
+        (
+            dict(initial_state=torch.zeros(2, 3, 5, 4)),
+            r"initial_state has shape \(2, 3, 5, 4\); expected \(2, 3, 4, 5\)",
+        ),
+        (
+            dict(beta=torch.zeros(2, 37, 3), bonus=torch.zeros(3, 5)),
+            "bonus is given together with beta",
+        ),
+        (dict(q=torch.zeros(2, 37, 5)), r"q has shape \(2, 37, 5\); expected \(B, T, H, N\)"),
+        (
+            dict(backend="fast"),
+            "backend is 'fast'; expected one of 'auto', 'fla', 'chunked', 'reference'",
+        ),
+        (
+            dict(backend="fla"),
+            "backend 'fla' cannot run this: q is on cpu, and the kernels need a GPU",
+        ),
+    ],
+)
 def test_mistakes_are_told_in_one_line(change, message):
     t = draw("none", False, False, dtype=torch.float32) | change
     with pytest.raises(ValueError, match=message) as error:
@@ -279,6 +387,10 @@ def test_what_the_kernels_cannot_run_is_named(monkeypatch):
     assert "not float64" in fla.fla_obstacle(q, x(torch.float64), None)
     assert "delta rule takes bfloat16" in fla.fla_obstacle(q, x(torch.float32), 1)
     assert fla.fla_obstacle(q, x(torch.bfloat16), 1) is None
-    assert matrix.pick_matrix_backend("auto", q, x(torch.bfloat16)) == matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), 1) == "fla"
+    assert (
+        matrix.pick_matrix_backend("auto", q, x(torch.bfloat16))
+        == matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), 1)
+        == "fla"
+    )
     assert matrix.pick_matrix_backend("auto", q, x(torch.float32)) == "chunked"
     assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"

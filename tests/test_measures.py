@@ -1,4 +1,5 @@
 """Measurements after a run: losses are those of a document read alone, shares are those of a step, files repeat to the byte."""
+
 import copy, itertools, json, math
 from types import SimpleNamespace
 
@@ -30,10 +31,15 @@ def joined(documents):
     return np.concatenate([part for text in documents for part in (text, [0])]).astype(np.uint16)
 
 
-def texts(lengths={"docs": (3, 200, 7, 127, 30, 128), "prose": (60, 10)}, long={"docs": (140, 300), "prose": (127,)}):
+def texts(
+    lengths={"docs": (3, 200, 7, 127, 30, 128), "prose": (60, 10)},
+    long={"docs": (140, 300), "prose": (127,)},
+):
     documents = {name: [document(length) for length in each] for name, each in lengths.items()}
     apart = {name: [document(length, 1) for length in each] for name, each in long.items()}
-    domains = {name: (joined(each), sum(map(len, each)) + len(each)) for name, each in documents.items()}
+    domains = {
+        name: (joined(each), sum(map(len, each)) + len(each)) for name, each in documents.items()
+    }
     return Texts(SimpleNamespace(tokenizer=BYTES), domains, apart)
 
 
@@ -46,22 +52,33 @@ def model(mixer="longhorn_exact", layers=2):
     return lm
 
 
-def alone(lm, tokens): # (m,) -> (m-1,) nats
+def alone(lm, tokens):  # (m,) -> (m-1,) nats
     tokens = torch.from_numpy(np.asarray(tokens, np.int64))[None]
     with torch.no_grad():
-        return F.cross_entropy(lm(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")[0].numpy()
+        return F.cross_entropy(lm(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")[
+            0
+        ].numpy()
 
 
 # ---- documents
 
 
 def test_documents_are_read_from_an_end_mark_to_an_end_mark_and_cut():
-    tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9], np.uint16) # the last one was cut off
-    assert [found.tolist() for found in measures.documents_of(tokens, 0)] == [[0, 5, 6, 0], [0, 7, 0], [0, 8, 9]]
+    tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9], np.uint16)  # the last one was cut off
+    assert [found.tolist() for found in measures.documents_of(tokens, 0)] == [
+        [0, 5, 6, 0],
+        [0, 7, 0],
+        [0, 8, 9],
+    ]
     parts = measures.parts_of(texts(), 20)
     assert list(parts) == ["docs", "prose", "docs long", "prose long"]
-    assert [len(found) for found in parts["docs"]] == [5, 21, 9, 21, 21, 21] and len(parts["prose long"][0]) == 21
-    assert parts["docs"][0].tolist() == [0, *document(3), 0] and parts["docs long"][0].tolist() == [0, *document(140, 1)[:20]]
+    assert [len(found) for found in parts["docs"]] == [5, 21, 9, 21, 21, 21] and len(
+        parts["prose long"][0]
+    ) == 21
+    assert parts["docs"][0].tolist() == [0, *document(3), 0] and parts["docs long"][0].tolist() == [
+        0,
+        *document(140, 1)[:20],
+    ]
     assert list(measures.parts_of(texts(long={}), 20)) == ["docs", "prose"]
 
 
@@ -74,7 +91,9 @@ def test_a_document_has_the_losses_that_it_has_alone(name):
         losses = measures.read_documents(lm, documents, CONTEXT, rows)
         for found, tokens in zip(losses, documents):
             assert found.shape == (len(tokens) - 1,)
-            np.testing.assert_allclose(found, alone(lm, tokens), rtol=2e-6, atol=2e-6) # stored as float32
+            np.testing.assert_allclose(
+                found, alone(lm, tokens), rtol=2e-6, atol=2e-6
+            )  # stored as float32
 
 
 @every_family
@@ -90,9 +109,19 @@ def test_lengths_are_windows_with_a_fresh_state(name):
             if len(tokens) < 129:
                 assert math.isnan(sum_of_losses)
             else:
-                cuts = [alone(lm, tokens[start:start + length + 1]).sum() for start in range(0, 128, length)]
+                cuts = [
+                    alone(lm, tokens[start : start + length + 1]).sum()
+                    for start in range(0, 128, length)
+                ]
                 assert sum_of_losses == pytest.approx(sum(cuts), rel=1e-5)
-    assert np.flatnonzero(found[:, 0] > 0).tolist() == [1, 3, 5, 8, 9, 10] # of 128 predictions or more
+    assert np.flatnonzero(found[:, 0] > 0).tolist() == [
+        1,
+        3,
+        5,
+        8,
+        9,
+        10,
+    ]  # of 128 predictions or more
 
 
 def test_bins_hold_sums_and_counts():
@@ -115,12 +144,25 @@ def test_summary_and_arrays_against_plain_formulas():
     reached = {}
     for part, losses in every.items():
         found, lengths = summary["parts"][part], [len(loss) for loss in losses]
-        assert found["documents"] == len(losses) and found["bytes"] == sum(lengths) == arrays[f"{part}/bytes"].sum()
-        assert found["bits_per_byte"] == pytest.approx(np.concatenate(losses).mean() / math.log(2), abs=2e-5)
-        assert found["reach"] == [sum(length >= least for length in lengths) for least in (8, 16, 32, 64, 128)]
-        for low, high, bits in zip(summary["positions"], summary["positions"][1:], found["by_position"]):
+        assert (
+            found["documents"] == len(losses)
+            and found["bytes"] == sum(lengths) == arrays[f"{part}/bytes"].sum()
+        )
+        assert found["bits_per_byte"] == pytest.approx(
+            np.concatenate(losses).mean() / math.log(2), abs=2e-5
+        )
+        assert found["reach"] == [
+            sum(length >= least for length in lengths) for least in (8, 16, 32, 64, 128)
+        ]
+        for low, high, bits in zip(
+            summary["positions"], summary["positions"][1:], found["by_position"]
+        ):
             inside = np.concatenate([loss[low:high] for loss in losses])
-            assert bits is None if not len(inside) else bits == pytest.approx(inside.mean() / math.log(2), abs=2e-5)
+            assert (
+                bits is None
+                if not len(inside)
+                else bits == pytest.approx(inside.mean() / math.log(2), abs=2e-5)
+            )
         for row, loss in zip(arrays[f"{part}/nats"], losses):
             assert row.sum() == pytest.approx(loss.sum(), abs=len(row) / 128 + 1e-3)
         curve, counts = arrays[f"{part}/position_nats"], arrays[f"{part}/position_bytes"]
@@ -133,24 +175,44 @@ def test_summary_and_arrays_against_plain_formulas():
         documents, found = reached[name] + reached[f"{name} long"], summary["by_length"][name]
         assert found["documents"] == len(documents)
         for length, bits in zip(summary["by_length"]["length"], found["bits_per_byte"]):
-            losses = [alone(lm, tokens[at:at + length + 1]) for tokens in documents for at in range(0, LONGEST, length)]
-            assert bits == pytest.approx(np.concatenate(losses).mean() / math.log(2), abs=1e-3) # sums are rounded
+            losses = [
+                alone(lm, tokens[at : at + length + 1])
+                for tokens in documents
+                for at in range(0, LONGEST, length)
+            ]
+            assert bits == pytest.approx(
+                np.concatenate(losses).mean() / math.log(2), abs=1e-3
+            )  # sums are rounded
     title, columns, rows = measures.reach_table(summary)
-    assert columns[2:] == [f"{length} bytes" for length in (8, 16, 32, 64, 128)] and rows[0] == ["docs", 6, 5, 4, 3, 3, 3]
+    assert columns[2:] == [f"{length} bytes" for length in (8, 16, 32, 64, 128)] and rows[0] == [
+        "docs",
+        6,
+        5,
+        4,
+        3,
+        3,
+        3,
+    ]
 
 
 def test_a_text_without_long_documents_has_no_loss_by_length():
-    summary, arrays = measures.measure_run(model(layers=1), texts({"prose": (60, 10)}, {}), CONTEXT, 4, False)
+    summary, arrays = measures.measure_run(
+        model(layers=1), texts({"prose": (60, 10)}, {}), CONTEXT, 4, False
+    )
     assert summary["by_length"]["prose"] == {"documents": 0, "bits_per_byte": [None] * 5}
     assert list(summary["parts"]) == ["prose"] and arrays["prose/windows"].shape == (0, 5)
-    assert summary["parts"]["prose"]["by_position"][-1] is None and math.isfinite(summary["parts"]["prose"]["bits_per_byte"])
+    assert summary["parts"]["prose"]["by_position"][-1] is None and math.isfinite(
+        summary["parts"]["prose"]["bits_per_byte"]
+    )
 
 
 def test_a_run_is_small_repeats_and_changes_nothing():
     lm = model("longhorn").float().train()
     before = copy.deepcopy(lm.state_dict())
     first, second = (measures.measure_run(lm, texts(), CONTEXT, 4, False) for _ in range(2))
-    assert json.dumps(first[0]) == json.dumps(second[0]) and first[0] == json.loads(json.dumps(first[0]))
+    assert json.dumps(first[0]) == json.dumps(second[0]) and first[0] == json.loads(
+        json.dumps(first[0])
+    )
     assert all(np.array_equal(values, second[1][name]) for name, values in first[1].items())
     assert lm.training and all(block.mixer.form == "diagonal" for block in lm.blocks)
     assert all(not block.mixer._forward_pre_hooks for block in lm.blocks)
@@ -163,7 +225,9 @@ def test_wrong_arguments_are_named():
     lm, source = model(layers=1), texts()
     for wrong, message in ((dict(context=0), "context is 0"), (dict(rows=0), "rows is 0")):
         with pytest.raises(ValueError, match=message):
-            measures.measure_run(lm, source, **{"context": CONTEXT, "rows": 4, "gpu": False} | wrong)
+            measures.measure_run(
+                lm, source, **{"context": CONTEXT, "rows": 4, "gpu": False} | wrong
+            )
     source.corpus.tokenizer = SimpleNamespace(name="gpt2")
     with pytest.raises(ValueError, match="tokens of gpt2; only bytes"):
         measures.measure_run(lm, source, CONTEXT, 4, False)
@@ -194,26 +258,42 @@ def test_shares_are_those_of_the_step(form):
 
 
 def test_effective_entries_and_cosines():
-    k = torch.tensor([[1.0, 1, 1, 1], [0, 3, 0, 0], [0, 0, 0, 0], [1e-30, 1e-30, 0, 0], [2, 1, 0, 0]])
+    k = torch.tensor(
+        [[1.0, 1, 1, 1], [0, 3, 0, 0], [0, 0, 0, 0], [1e-30, 1e-30, 0, 0], [2, 1, 0, 0]]
+    )
     assert measures.effective_entries(k).tolist() == pytest.approx([4, 1, 0, 2, 25 / 17])
     keys = torch.randn(2, 70, 3, 5, generator=torch.Generator().manual_seed(0))
     signed, sizes = measures.cosines(keys)
     for gap, mean, size in zip((1, 2, 4, 8, 16, 32, 64), signed, sizes, strict=True):
-        pairs = [F.cosine_similarity(keys[b, t, h], keys[b, t + gap, h], dim=0)
-                 for b, t, h in itertools.product(range(2), range(70 - gap), range(3))]
+        pairs = [
+            F.cosine_similarity(keys[b, t, h], keys[b, t + gap, h], dim=0)
+            for b, t, h in itertools.product(range(2), range(70 - gap), range(3))
+        ]
         assert mean == pytest.approx(float(torch.stack(pairs).mean()), abs=1e-4, rel=1e-3)
         assert size == pytest.approx(float(torch.stack(pairs).abs().mean()), abs=1e-4, rel=1e-3)
     alternating = torch.tensor([1.0, -1]).repeat(10)[None, :, None, None] * torch.ones(1, 20, 1, 4)
-    assert measures.cosines(alternating) == ([-1, 1, 1, 1, 1], [1] * 5) # steps that the sequence has
+    assert measures.cosines(alternating) == (
+        [-1, 1, 1, 1, 1],
+        [1] * 5,
+    )  # steps that the sequence has
 
 
 def percentiles(values):
     return pytest.approx(np.quantile(np.asarray(values), (0.1, 0.5, 0.9)), rel=2e-3)
 
 
-@pytest.mark.parametrize("form, rate, key_norm", [
-    ("exact", "vector", False), ("diagonal", "vector", False), ("decoupled", "vector", False), ("exact", "scalar", False),
-    ("diagonal", "scalar", False), ("exact", "vector", True), ("diagonal", "vector", True)])
+@pytest.mark.parametrize(
+    "form, rate, key_norm",
+    [
+        ("exact", "vector", False),
+        ("diagonal", "vector", False),
+        ("decoupled", "vector", False),
+        ("exact", "scalar", False),
+        ("diagonal", "scalar", False),
+        ("exact", "vector", True),
+        ("diagonal", "vector", True),
+    ],
+)
 @torch.no_grad()
 def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
     torch.manual_seed(0)
@@ -224,10 +304,17 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
     norms, fourth = k.square().sum(-1, keepdim=True), k.pow(4).sum(-1, keepdim=True)
     share = beta * norms / (1 + beta * norms)
     assert found["squared_norm"] == percentiles(norms) and found["gate"] == percentiles(beta)
-    assert not key_norm or found["squared_norm"] == [4.0, 4.0, 4.0] # the learnt length starts at 2
-    assert found["effective_entries"] == percentiles(norms.square() / fourth) and len(found["cosine"]) == 5
+    assert not key_norm or found["squared_norm"] == [4.0, 4.0, 4.0]  # the learnt length starts at 2
+    assert (
+        found["effective_entries"] == percentiles(norms.square() / fourth)
+        and len(found["cosine"]) == 5
+    )
     if form == "decoupled":
-        entry = beta[..., None] * k[:, :, None].square() / (1 + beta[..., None] * k[:, :, None].square())
+        entry = (
+            beta[..., None]
+            * k[:, :, None].square()
+            / (1 + beta[..., None] * k[:, :, None].square())
+        )
         share, erased = entry.sum(-1), (entry * k[:, :, None].square()).sum(-1) / norms
     else:
         entry = share[..., None] * k[:, :, None].square() / norms[..., None]
@@ -244,11 +331,16 @@ def test_percentiles_of_mamba(name):
     found = measures.describe_layer(mixer, x)
     _, B, inner, dt, _, _ = mixer.project(x)
     dt, A = F.softplus(mixer.dt_proj(dt)), mixer.rates(inner)
-    kept = (dt[..., None] * (A if A.dim() == 2 else A[:, :, None])).exp() # (B,T,D,N)
+    kept = (dt[..., None] * (A if A.dim() == 2 else A[:, :, None])).exp()  # (B,T,D,N)
     norms = B.square().sum(-1)
     along = ((1 - kept) * B[:, :, None].square()).sum(-1) / norms[..., None]
-    for key, values in (("squared_norm", norms), ("gate", dt), ("entry", 1 - kept), ("erased", along),
-                        ("written", dt * norms[..., None])):
+    for key, values in (
+        ("squared_norm", norms),
+        ("gate", dt),
+        ("entry", 1 - kept),
+        ("erased", along),
+        ("written", dt * norms[..., None]),
+    ):
         assert found[key] == percentiles(values), key
 
 
@@ -263,8 +355,15 @@ def test_every_layer_is_described_or_has_no_keys(name):
     assert ("entry" in layers) == name.startswith(("longhorn", "mamba")) - (name == "mamba2")
     assert ("written" in layers) == ("entry" in layers or "delta" in name)
     if "delta" in name:
-        assert layers["squared_norm"] == [[1.0, 1.0, 1.0]] * 2 and layers["written"] == layers["erased"] == layers["gate"]
-    assert ("exchange" in summary) == ("exchange" in arrays) == (name in ("longhorn", "longhorn_exact", "longhorn_scalar"))
+        assert (
+            layers["squared_norm"] == [[1.0, 1.0, 1.0]] * 2
+            and layers["written"] == layers["erased"] == layers["gate"]
+        )
+    assert (
+        ("exchange" in summary)
+        == ("exchange" in arrays)
+        == (name in ("longhorn", "longhorn_exact", "longhorn_scalar"))
+    )
 
 
 def test_layers_are_described_on_their_own_inputs():
@@ -287,11 +386,19 @@ def test_windows_lie_evenly_in_every_domain():
     source = texts({"docs": (100,), "prose": (20,), "notes": (2,)}, {})
     windows = measures.sample_windows(source, CONTEXT, 3)
     docs, prose = source.domains["docs"][0], source.domains["prose"][0]
-    assert windows.tolist() == [docs[at:at + 9].tolist() for at in (0, 46, 92)] + [prose[at:at + 9].tolist() for at in (0, 12)]
+    assert windows.tolist() == [docs[at : at + 9].tolist() for at in (0, 46, 92)] + [
+        prose[at : at + 9].tolist() for at in (0, 12)
+    ]
 
 
-@pytest.mark.parametrize("name, form, other", [
-    ("longhorn", "diagonal", "exact"), slow_case("longhorn_exact", "exact", "diagonal"), slow_case("longhorn_scalar", "diagonal", "exact")])
+@pytest.mark.parametrize(
+    "name, form, other",
+    [
+        ("longhorn", "diagonal", "exact"),
+        slow_case("longhorn_exact", "exact", "diagonal"),
+        slow_case("longhorn_scalar", "diagonal", "exact"),
+    ],
+)
 def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
     lm, source = model(name, layers=3), texts()
     summary, arrays = measures.measure_run(lm, source, CONTEXT, 4, False)
@@ -302,18 +409,25 @@ def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
             twin.blocks[layer].mixer.form = other
         expected = [alone(twin, window).sum() for window in windows]
         np.testing.assert_allclose(arrays["exchange"][row], expected, atol=1 / 128 + 1e-4)
-    found, losses = summary["exchange"], arrays["exchange"].sum(1) / windows[:, 1:].numel() / math.log(2)
-    assert found["form"] == other and [found["as_trained"], *found["exchanged"]] == pytest.approx(losses, abs=2e-3)
-    assert len({found["as_trained"], *found["exchanged"]}) == 4 # every layer changes the loss
+    found, losses = (
+        summary["exchange"],
+        arrays["exchange"].sum(1) / windows[:, 1:].numel() / math.log(2),
+    )
+    assert found["form"] == other and [found["as_trained"], *found["exchanged"]] == pytest.approx(
+        losses, abs=2e-3
+    )
+    assert len({found["as_trained"], *found["exchanged"]}) == 4  # every layer changes the loss
 
 
 def test_forms_come_back_after_an_error(monkeypatch):
     lm, windows, calls = model("longhorn"), measures.sample_windows(texts(), CONTEXT), []
+
     def fail(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise RuntimeError("no memory")
         return np.zeros((len(windows), CONTEXT))
+
     monkeypatch.setattr(measures, "window_losses", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         measures.exchange_losses(lm, windows, CONTEXT, 4)
@@ -324,8 +438,11 @@ def test_forms_come_back_after_an_error(monkeypatch):
 
 
 def test_arrays_come_back_and_equal_arrays_give_equal_bytes(tmp_path):
-    arrays = {"docs long/nats": np.arange(6, dtype=np.float32).reshape(2, 3), "none": np.zeros((0, 5), np.float32),
-              "bytes": np.array([1, 2], np.int32)}
+    arrays = {
+        "docs long/nats": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "none": np.zeros((0, 5), np.float32),
+        "bytes": np.array([1, 2], np.int32),
+    }
     one, two = (measures.save_arrays(tmp_path / name, arrays) for name in ("one.npz", "two.npz"))
     assert one.read_bytes() == two.read_bytes()
     found = measures.load_arrays(one)
@@ -340,7 +457,7 @@ def test_a_failed_write_leaves_the_old_file_and_damage_is_named(tmp_path):
     with pytest.raises(ValueError):
         measures.save_arrays(path, {"x": np.ones(3), "y": np.array([{}], dtype=object)})
     assert path.read_bytes() == data and [file.name for file in tmp_path.iterdir()] == ["a.npz"]
-    for damaged in (data[:len(data) // 2], b"text", b"", data.replace(data[60:70], b"0123456789")):
+    for damaged in (data[: len(data) // 2], b"text", b"", data.replace(data[60:70], b"0123456789")):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="a.npz holds no arrays or is damaged"):
             measures.load_arrays(path)
@@ -352,7 +469,9 @@ def test_a_failed_write_leaves_the_old_file_and_damage_is_named(tmp_path):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "gated_deltanet", "attention"])
+@pytest.mark.parametrize(
+    "name", ["longhorn", "longhorn_exact", "mamba", "gated_deltanet", "attention"]
+)
 def test_a_compiled_model_on_a_gpu_is_measured_like_one_on_the_cpu(name):
     lm = new_model(LMConfig(256, 64, 2, name), 0)
     expected, _ = measures.measure_run(lm, texts(), CONTEXT, 4, False)
@@ -361,9 +480,17 @@ def test_a_compiled_model_on_a_gpu_is_measured_like_one_on_the_cpu(name):
         block.compile(dynamic=False)
     found, _ = measures.measure_run(lm, texts(), CONTEXT, 4, True)
     for part, losses in expected["parts"].items():
-        assert found["parts"][part]["bits_per_byte"] == pytest.approx(losses["bits_per_byte"], abs=0.02)
-    assert found["by_length"]["docs"]["bits_per_byte"] == pytest.approx(expected["by_length"]["docs"]["bits_per_byte"], abs=0.02)
+        assert found["parts"][part]["bits_per_byte"] == pytest.approx(
+            losses["bits_per_byte"], abs=0.02
+        )
+    assert found["by_length"]["docs"]["bits_per_byte"] == pytest.approx(
+        expected["by_length"]["docs"]["bits_per_byte"], abs=0.02
+    )
     for measured, rows in expected["layers"].items():
-        np.testing.assert_allclose(found["layers"][measured], rows, rtol=0.1, atol=0.03, err_msg=measured)
+        np.testing.assert_allclose(
+            found["layers"][measured], rows, rtol=0.1, atol=0.03, err_msg=measured
+        )
     if "exchange" in expected:
-        assert found["exchange"]["exchanged"] == pytest.approx(expected["exchange"]["exchanged"], abs=0.02)
+        assert found["exchange"]["exchanged"] == pytest.approx(
+            expected["exchange"]["exchanged"], abs=0.02
+        )

@@ -1,4 +1,5 @@
 """The models on a GPU: the same decoding, sampling and files as on the CPU (no extra packages needed)."""
+
 import pytest
 import torch
 
@@ -12,7 +13,9 @@ pytestmark = pytest.mark.cuda
 def make(name):
     torch.manual_seed(0)
     mixer, options = parts(name)
-    return SequenceLM(LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=mixer, mixer_options=options, d_mlp=96))
+    return SequenceLM(
+        LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=mixer, mixer_options=options, d_mlp=96)
+    )
 
 
 @every_layer
@@ -23,7 +26,9 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
     expected, packed = model(tokens), model(tokens, cu_seqlens=bounds)
     model, tokens = model.cuda(), tokens.cuda()
     torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(model(tokens, cu_seqlens=bounds.cuda()).cpu(), packed, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        model(tokens, cu_seqlens=bounds.cuda()).cpu(), packed, atol=1e-4, rtol=1e-4
+    )
     with torch.no_grad():
         logits, cache = model.prefill(tokens[:, :20])
         parts = [logits]
@@ -31,7 +36,9 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
             logits, cache = model.step(tokens[:, t], cache)
             parts.append(logits[:, None])
         logits, cache = model.prefill(tokens[:, 24:], cache)
-        torch.testing.assert_close(torch.cat([*parts, logits], 1), model(tokens), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            torch.cat([*parts, logits], 1), model(tokens), atol=1e-5, rtol=1e-5
+        )
 
 
 @every_layer
@@ -58,7 +65,9 @@ def test_gpu_generates_and_saves(name, tmp_path):
     "On a GPU a seed decides the tokens, and a saved model loads in bfloat16."
     model, prompt = make(name).cuda(), torch.randint(40, (2, 5), device="cuda")
     first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
-    assert first.is_cuda and torch.equal(first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9))
+    assert first.is_cuda and torch.equal(
+        first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
+    )
     model.save_pretrained(tmp_path)
     again = SequenceLM.from_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16)
     assert again.generate(prompt, 4, temperature=0).shape == (2, 9)

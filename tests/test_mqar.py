@@ -1,4 +1,5 @@
 "MQAR: the task keeps its law, every test grades what it says, and jobs follow from results."
+
 import re
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,85 +11,221 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
 from longhorn_kit.lab import fit, mqar
-from longhorn_kit.lab.compare import EXACT_PAIRS, MQAR_PAIRS, about_mqar, compare_mqar, compare_states
+from longhorn_kit.lab.compare import (
+    EXACT_PAIRS,
+    MQAR_PAIRS,
+    about_mqar,
+    compare_mqar,
+    compare_states,
+)
 from longhorn_kit.lab.mqar import (
-    EXPERIMENT, PARTS, PRESETS, SIZES, LMConfig, SequenceLM, Stage, Task, answer, cells, draw, examine, gap_law, generator_of, jobs,
-    look_inside, perturb_keys, place_guess, run_job, state_bytes, summarize, train)
+    EXPERIMENT,
+    PARTS,
+    PRESETS,
+    SIZES,
+    LMConfig,
+    SequenceLM,
+    Stage,
+    Task,
+    answer,
+    cells,
+    draw,
+    examine,
+    gap_law,
+    generator_of,
+    jobs,
+    look_inside,
+    perturb_keys,
+    place_guess,
+    run_job,
+    state_bytes,
+    summarize,
+    train,
+)
 from longhorn_kit.lab.run import run
 from longhorn_kit.lab.stats import WORDS, judge
 from longhorn_kit.records import read_record, to_plain
 
-TINY = replace(PRESETS["laptop"], stages=(Stage(16, 2, 8, models=("longhorn", "attention")), Stage(16, 2, 8, 1, ("longhorn_exact",), 4)),
-               vocab=16, steps=5, warmup=1, tokens=64, test_streams=8, longest=32)
+TINY = replace(
+    PRESETS["laptop"],
+    stages=(
+        Stage(16, 2, 8, models=("longhorn", "attention")),
+        Stage(16, 2, 8, 1, ("longhorn_exact",), 4),
+    ),
+    vocab=16,
+    steps=5,
+    warmup=1,
+    tokens=64,
+    test_streams=8,
+    longest=32,
+)
 
 
 @st.composite
 def tasks(draw):
-    pairs, longer, words = draw(st.integers(1, 9)), draw(st.integers(0, 20)), draw(st.integers(0, 30))
-    rewritten, power_a = draw(st.integers(0, pairs // 2)), draw(st.sampled_from((0.01, 0.5, 1.0, 2.0)))
-    return Task(2 * (2 * pairs - rewritten + longer), pairs, 2 * (pairs + 1 + words), rewritten, power_a)
+    pairs, longer, words = (
+        draw(st.integers(1, 9)),
+        draw(st.integers(0, 20)),
+        draw(st.integers(0, 30)),
+    )
+    rewritten, power_a = (
+        draw(st.integers(0, pairs // 2)),
+        draw(st.sampled_from((0.01, 0.5, 1.0, 2.0))),
+    )
+    return Task(
+        2 * (2 * pairs - rewritten + longer), pairs, 2 * (pairs + 1 + words), rewritten, power_a
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(task=tasks(), seed=st.integers(0, 999), block=st.integers(0, 99), part=st.sampled_from(PARTS))
+@given(
+    task=tasks(), seed=st.integers(0, 999), block=st.integers(0, 99), part=st.sampled_from(PARTS)
+)
 def test_every_question_is_answered_by_the_last_value_of_its_own_key(task, seed, block, part):
     streams = draw(task, 3, generator_of(seed, part, block))
     half, P = task.vocab // 2, task.pairs
     for tokens, where, answers, first in zip(*(t.tolist() for t in streams)):
-        keys, values = tokens[0:2 * P:2], tokens[1:2 * P:2]
+        keys, values = tokens[0 : 2 * P : 2], tokens[1 : 2 * P : 2]
         last, earliest = dict(zip(keys, values)), dict(zip(keys[::-1], values[::-1]))
-        assert len(tokens) == task.length and all(0 < key < half <= value < task.vocab for key, value in zip(keys, values))
-        assert len(last) == task.keys and len(set(values)) == P            # every key is there; values are never shared
-        assert sorted(tokens[at] for at in where) == sorted(last)          # each is asked for once
-        assert [last[tokens[at]] for at in where] == answers and [earliest[tokens[at]] for at in where] == first
-        assert all(at >= 2 * P and at % 2 == 0 for at in where) and all(token == 0 for at, token in enumerate(tokens) if at >= 2 * P and at not in where)
-    assert all(torch.equal(a, b) for a, b in zip(streams, draw(task, 3, generator_of(seed, part, block))))
+        assert len(tokens) == task.length and all(
+            0 < key < half <= value < task.vocab for key, value in zip(keys, values)
+        )
+        assert (
+            len(last) == task.keys and len(set(values)) == P
+        )  # every key is there; values are never shared
+        assert sorted(tokens[at] for at in where) == sorted(last)  # each is asked for once
+        assert [last[tokens[at]] for at in where] == answers and [
+            earliest[tokens[at]] for at in where
+        ] == first
+        assert all(at >= 2 * P and at % 2 == 0 for at in where) and all(
+            token == 0 for at, token in enumerate(tokens) if at >= 2 * P and at not in where
+        )
+    assert all(
+        torch.equal(a, b) for a, b in zip(streams, draw(task, 3, generator_of(seed, part, block)))
+    )
 
 
 def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
-    streams, rank = draw(Task(32, 4, 20), 4800, generator_of(0, "train", 0)), lambda tokens: tokens.argsort(1).argsort(1)
+    streams, rank = (
+        draw(Task(32, 4, 20), 4800, generator_of(0, "train", 0)),
+        lambda tokens: tokens.argsort(1).argsort(1),
+    )
     keys, values = rank(streams.tokens[:, 0:8:2]), rank(streams.tokens[:, 1:8:2])
-    for row, column in ((keys, values), (keys, torch.arange(4).expand(4800, 4)), (values, torch.arange(4).expand(4800, 4))):
-        assert chisquare(torch.bincount((4 * row + column).flatten(), minlength=16).numpy()).pvalue > 1e-3
+    for row, column in (
+        (keys, values),
+        (keys, torch.arange(4).expand(4800, 4)),
+        (values, torch.arange(4).expand(4800, 4)),
+    ):
+        assert (
+            chisquare(torch.bincount((4 * row + column).flatten(), minlength=16).numpy()).pvalue
+            > 1e-3
+        )
 
 
 def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     for power, i in ((power, np.arange(1, 43)) for power in (0.01, 1.0, 1.7)):
-        task, law = Task(96, 6, 64, power_a=power), power * i ** (power - 1) / (power * i ** (power - 1)).sum() # in the words of the public code
-        counts = np.bincount((draw(task, 20000, generator_of(1, "train", 0)).where[:, 0] - 12) // 2, minlength=42)
+        task, law = (
+            Task(96, 6, 64, power_a=power),
+            power * i ** (power - 1) / (power * i ** (power - 1)).sum(),
+        )  # in the words of the public code
+        counts = np.bincount(
+            (draw(task, 20000, generator_of(1, "train", 0)).where[:, 0] - 12) // 2, minlength=42
+        )
         assert np.allclose(gap_law(task), law) and chisquare(counts, 20000 * law).pvalue > 1e-3
-        assert power == 1.0 or chisquare(counts).pvalue < 1e-6 # the test can fail
+        assert power == 1.0 or chisquare(counts).pvalue < 1e-6  # the test can fail
     task, rng = Task(40, 4, 64), np.random.default_rng(0)
     ours = ((draw(task, 6000, generator_of(2, "train", 0)).where - 8) // 2).numpy()
-    theirs = np.stack([rng.choice(16, 4, replace=False, p=gap_law(task).numpy()) for _ in range(6000)])
-    counts = [[np.bincount(rows[:, place], minlength=16) for rows in (ours, theirs)] for place in range(4)]
+    theirs = np.stack(
+        [rng.choice(16, 4, replace=False, p=gap_law(task).numpy()) for _ in range(6000)]
+    )
+    counts = [
+        [np.bincount(rows[:, place], minlength=16) for rows in (ours, theirs)] for place in range(4)
+    ]
     assert all(chi2_contingency(pair).pvalue > 1e-3 for pair in counts)
-    assert place_guess(task) == pytest.approx(np.max([theirs for _, theirs in counts], 0).sum() / 24000, abs=0.015)
-    assert place_guess(Task(64, 8, 64, rewritten=4)) == 1 / 4 # pairs in random order: the last one's value is right once in K
+    assert place_guess(task) == pytest.approx(
+        np.max([theirs for _, theirs in counts], 0).sum() / 24000, abs=0.015
+    )
+    assert (
+        place_guess(Task(64, 8, 64, rewritten=4)) == 1 / 4
+    )  # pairs in random order: the last one's value is right once in K
 
 
 def test_blocks_never_share_a_seed_and_give_the_streams_of_the_recorded_jobs():
-    seeds = {generator_of(seed, part, block).initial_seed() for seed in (0, 1, 500, 999) for part in PARTS for block in (0, 1, 2, 1000)}
-    rows = {tuple(row) for part in PARTS for block in range(3) for row in draw(Task(32, 4, 64), 200, generator_of(0, part, block)).tokens.tolist()}
-    assert len(seeds) == 4 * 2 * 4 and max(seeds) < 2**32 and len(rows) == 2 * 3 * 200 # the CPU generator ignores higher bits
-    recorded = draw(Task(16, 3, 16, rewritten=1), 2, generator_of(3, "train", 5)) # as version 0.1 drew them
-    assert recorded.tokens.tolist() == [[7, 8, 2, 10, 2, 12, 0, 0, 2, 0, 0, 0, 7, 0, 0, 0], [5, 8, 5, 10, 4, 9, 5, 0, 0, 0, 0, 0, 4, 0, 0, 0]]
-    assert (recorded.answers.tolist(), recorded.first.tolist()) == ([[12, 8], [10, 9]], [[10, 8], [8, 9]])
+    seeds = {
+        generator_of(seed, part, block).initial_seed()
+        for seed in (0, 1, 500, 999)
+        for part in PARTS
+        for block in (0, 1, 2, 1000)
+    }
+    rows = {
+        tuple(row)
+        for part in PARTS
+        for block in range(3)
+        for row in draw(Task(32, 4, 64), 200, generator_of(0, part, block)).tokens.tolist()
+    }
+    assert (
+        len(seeds) == 4 * 2 * 4 and max(seeds) < 2**32 and len(rows) == 2 * 3 * 200
+    )  # the CPU generator ignores higher bits
+    recorded = draw(
+        Task(16, 3, 16, rewritten=1), 2, generator_of(3, "train", 5)
+    )  # as version 0.1 drew them
+    assert recorded.tokens.tolist() == [
+        [7, 8, 2, 10, 2, 12, 0, 0, 2, 0, 0, 0, 7, 0, 0, 0],
+        [5, 8, 5, 10, 4, 9, 5, 0, 0, 0, 0, 0, 4, 0, 0, 0],
+    ]
+    assert (recorded.answers.tolist(), recorded.first.tolist()) == (
+        [[12, 8], [10, 9]],
+        [[10, 8], [8, 9]],
+    )
 
 
-@pytest.mark.parametrize("make, bad, says", [
-    *((Task, *row) for row in [
-        (dict(length=64, pairs=17), "length is 64; it must be from 68"), (dict(length=63), "length is 63; it must be an even number"),
-        (dict(vocab=255), "vocab is 255; it must be an even number"), (dict(vocab=16), "vocab is 16; it must be from 18"), (dict(pairs=0), "pairs is 0"),
-        (dict(pairs=2.5), "pairs is 2.5; it must be an integer"), (dict(rewritten=5), "rewritten is 5; it must be from 0 to 4"),
-        (dict(power_a=0), "power_a is 0"), (dict(power_a=float("inf")), "power_a is inf"), (dict(power_a=float("nan")), "power_a is nan")]),
-    *((lambda **bad: generator_of(**dict(seed=0, part="test", block=0) | bad), bad, "seeds go from 0 to 999") for bad in (
-        dict(seed=1000), dict(seed=-1), dict(block=2**31))),
-    *((lambda **bad: EXPERIMENT.config("laptop", **bad), *row) for row in [
-        (dict(vocab=31), "vocab is 31; it must be an even number"), (dict(lrs=()), "lrs are ()"), (dict(seeds=()), "seeds are ()"), (dict(stages=()), "stages are ()"),
-        (dict(seeds=(0, 0)), "seeds are (0, 0); give at least one, and each once"), (dict(seeds=(0, 1000)), "seeds from 0 to 999"), (dict(lrs=(0.1, 2.0)), "between 0 and 1"),
-        (dict(late_lrs=(2e-2,)), "each once"), (dict(tokens=0), "tokens is 0"), (dict(warmup=-1), "warmup is -1"), (dict(warmup=1000), "warmup is 1000; it must be from 0 to 999"),
-        (dict(steps=0), "steps is 0"), (dict(test_streams=0), "test_streams is 0"), (dict(stages=(Stage(20, 4, 64, models=("lstm",)),)), "known mixers")])])
+@pytest.mark.parametrize(
+    "make, bad, says",
+    [
+        *(
+            (Task, *row)
+            for row in [
+                (dict(length=64, pairs=17), "length is 64; it must be from 68"),
+                (dict(length=63), "length is 63; it must be an even number"),
+                (dict(vocab=255), "vocab is 255; it must be an even number"),
+                (dict(vocab=16), "vocab is 16; it must be from 18"),
+                (dict(pairs=0), "pairs is 0"),
+                (dict(pairs=2.5), "pairs is 2.5; it must be an integer"),
+                (dict(rewritten=5), "rewritten is 5; it must be from 0 to 4"),
+                (dict(power_a=0), "power_a is 0"),
+                (dict(power_a=float("inf")), "power_a is inf"),
+                (dict(power_a=float("nan")), "power_a is nan"),
+            ]
+        ),
+        *(
+            (
+                lambda **bad: generator_of(**dict(seed=0, part="test", block=0) | bad),
+                bad,
+                "seeds go from 0 to 999",
+            )
+            for bad in (dict(seed=1000), dict(seed=-1), dict(block=2**31))
+        ),
+        *(
+            (lambda **bad: EXPERIMENT.config("laptop", **bad), *row)
+            for row in [
+                (dict(vocab=31), "vocab is 31; it must be an even number"),
+                (dict(lrs=()), "lrs are ()"),
+                (dict(seeds=()), "seeds are ()"),
+                (dict(stages=()), "stages are ()"),
+                (dict(seeds=(0, 0)), "seeds are (0, 0); give at least one, and each once"),
+                (dict(seeds=(0, 1000)), "seeds from 0 to 999"),
+                (dict(lrs=(0.1, 2.0)), "between 0 and 1"),
+                (dict(late_lrs=(2e-2,)), "each once"),
+                (dict(tokens=0), "tokens is 0"),
+                (dict(warmup=-1), "warmup is -1"),
+                (dict(warmup=1000), "warmup is 1000; it must be from 0 to 999"),
+                (dict(steps=0), "steps is 0"),
+                (dict(test_streams=0), "test_streams is 0"),
+                (dict(stages=(Stage(20, 4, 64, models=("lstm",)),)), "known mixers"),
+            ]
+        ),
+    ],
+)
 def test_impossible_settings_are_one_clear_line(make, bad, says):
     with pytest.raises(ValueError, match=rf"\A.*{re.escape(says)}.*\Z"):
         make(**bad)
@@ -96,21 +233,46 @@ def test_impossible_settings_are_one_clear_line(make, bad, says):
 
 def small(mixer="longhorn", **changes):
     task = changes.pop("task", Task(16, 2, 16))
-    return dict(task=asdict(task), mixer=mixer, d_model=8, layers=2, options={}, lr=2.2e-3, seed=0, steps=5, warmup=1, batch_size=4, bf16=False,
-                test_streams=16, longest=32, gpu=False) | changes
+    return (
+        dict(
+            task=asdict(task),
+            mixer=mixer,
+            d_model=8,
+            layers=2,
+            options={},
+            lr=2.2e-3,
+            seed=0,
+            steps=5,
+            warmup=1,
+            batch_size=4,
+            bf16=False,
+            test_streams=16,
+            longest=32,
+            gpu=False,
+        )
+        | changes
+    )
+
 
 model_of = lambda settings: train(settings | {"steps": 1, "warmup": 0})[0]
 
 
-@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "gla", "deltanet"])
+@pytest.mark.parametrize(
+    "mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "gla", "deltanet"]
+)
 def test_answers_are_the_logits_of_the_language_model_and_looking_inside_agrees(mixer):
     model, streams = model_of(small(mixer)), draw(Task(16, 2, 16), 1, generator_of(0, "test", 3))
     said, inside = answer(model, streams.tokens, streams.where), look_inside(model, Task(16, 2, 16))
-    assert torch.allclose(said, model(streams.tokens)[[[0]], streams.where], atol=1e-5) and look_inside(model, Task(128, 2, 16)) is None
+    assert (
+        torch.allclose(said, model(streams.tokens)[[[0]], streams.where], atol=1e-5)
+        and look_inside(model, Task(128, 2, 16)) is None
+    )
     right = said.softmax(-1)[0].gather(1, streams.answers[0][:, None])[:, 0]
-    columns = streams.where[0] // 2 - 1 # asked where the stream asks it: after `where` tokens
-    assert np.shape(inside["asked"]) == (2, 8) and torch.allclose(torch.tensor(inside["asked"])[[0, 1], columns], right, atol=1e-6)
-    moved = inside["changes"] # from zero to the largest state
+    columns = streams.where[0] // 2 - 1  # asked where the stream asks it: after `where` tokens
+    assert np.shape(inside["asked"]) == (2, 8) and torch.allclose(
+        torch.tensor(inside["asked"])[[0, 1], columns], right, atol=1e-6
+    )
+    moved = inside["changes"]  # from zero to the largest state
     assert moved is None if mixer == "attention" else len(moved) == 16 and sum(moved) >= 1 - 1e-5
 
 
@@ -120,121 +282,287 @@ def test_a_training_is_the_plain_loop(monkeypatch):
     plain, losses = SequenceLM(LMConfig(16, 8, 2, "longhorn")), []
     optimizer = torch.optim.AdamW(fit.parameter_groups(plain, 0.1), betas=(0.9, 0.999))
     for step in range(6):
-        tokens, where, answers, _ = (part[8 * (step % 3):][:8] for part in draw(Task(16, 2, 16), 24, generator_of(0, "train", step // 3)))
+        tokens, where, answers, _ = (
+            part[8 * (step % 3) :][:8]
+            for part in draw(Task(16, 2, 16), 24, generator_of(0, "train", step // 3))
+        )
         fit.set_lr(optimizer, fit.fit_lr(step, 6, 1, 2.2e-3))
-        loss = torch.nn.functional.cross_entropy(plain(tokens)[torch.arange(8)[:, None], where].flatten(0, 1), answers.flatten())
-        optimizer.zero_grad(); loss.backward(); torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0); optimizer.step()
+        loss = torch.nn.functional.cross_entropy(
+            plain(tokens)[torch.arange(8)[:, None], where].flatten(0, 1), answers.flatten()
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
         losses.append(loss.item())
     model, steps, curve = train(small(batch_size=8, steps=6))
-    assert steps == [3, 6] and np.allclose(curve[:, 0], [np.mean(losses[:3]), np.mean(losses[3:])], atol=1e-4)
-    assert all(torch.allclose(ours, theirs, atol=1e-4) for ours, theirs in zip(model.parameters(), plain.parameters()))
+    assert steps == [3, 6] and np.allclose(
+        curve[:, 0], [np.mean(losses[:3]), np.mean(losses[3:])], atol=1e-4
+    )
+    assert all(
+        torch.allclose(ours, theirs, atol=1e-4)
+        for ours, theirs in zip(model.parameters(), plain.parameters())
+    )
 
 
 def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path):
     drawn, inner = [], mqar.generator_of
-    monkeypatch.setattr(mqar, "generator_of", lambda seed, part, block, device="cpu": drawn.append((seed, part, block)) or inner(seed, part, block, device))
+    monkeypatch.setattr(
+        mqar,
+        "generator_of",
+        lambda seed, part, block, device="cpu": (
+            drawn.append((seed, part, block)) or inner(seed, part, block, device)
+        ),
+    )
     monkeypatch.setattr(mqar, "CHUNK", 2)
     run_job(small(seed=3, steps=6), tmp_path)
     assert drawn[:3] == [(3, "train", 0), (3, "train", 1), (3, "train", 2)]
-    assert set(drawn[3:]) == {(3, "test", 0), (3, "test", 1), (0, "test", 3)} # tests, perturbations, a look inside
+    assert set(drawn[3:]) == {
+        (3, "test", 0),
+        (3, "test", 1),
+        (0, "test", 3),
+    }  # tests, perturbations, a look inside
     model, accuracy = model_of(small()), torch.arange(120) / 256
-    monkeypatch.setattr(mqar, "train", lambda settings: (model, list(range(1, 121)), torch.stack([accuracy, accuracy], 1)))
+    monkeypatch.setattr(
+        mqar,
+        "train",
+        lambda settings: (model, list(range(1, 121)), torch.stack([accuracy, accuracy], 1)),
+    )
     row = run_job(small(), tmp_path)
     assert row["curve"]["steps"] == list(range(6, 121, 6)) and len(row["curve"]["accuracy"]) == 20
-    assert row["late_accuracy"] == pytest.approx(accuracy[-12:].mean().item()) and row["steps"] == 120
+    assert (
+        row["late_accuracy"] == pytest.approx(accuracy[-12:].mean().item()) and row["steps"] == 120
+    )
 
 
 @pytest.mark.parametrize("named", ["answers", "first"])
 def test_every_test_grades_what_a_known_model_answers(monkeypatch, named):
     seen = []
-    def known(model, tokens, where, perturb=None): # a table; the other one keeps the first value of a key
+
+    def known(
+        model, tokens, where, perturb=None
+    ):  # a table; the other one keeps the first value of a key
         keys, values = tokens[:, 0:16:2], tokens[:, 1:16:2]
-        kept = [dict(zip(k, v) if named == "answers" else zip(k[::-1], v[::-1])) for k, v in zip(keys.tolist(), values.tolist())]
-        table = torch.tensor([[pairs[key] for key in asked] for pairs, asked in zip(kept, tokens.gather(1, where).tolist())])
-        change = perturb(torch.ones(*tokens.shape, 64), tokens) - 1 if perturb else torch.zeros(1, 1, 64)
-        seen.append((tokens.shape[1], len(set(keys[0].tolist())), change[:, 0:16:2].norm(dim=-1).mean().item() / 8))
+        kept = [
+            dict(zip(k, v) if named == "answers" else zip(k[::-1], v[::-1]))
+            for k, v in zip(keys.tolist(), values.tolist())
+        ]
+        table = torch.tensor(
+            [
+                [pairs[key] for key in asked]
+                for pairs, asked in zip(kept, tokens.gather(1, where).tolist())
+            ]
+        )
+        change = (
+            perturb(torch.ones(*tokens.shape, 64), tokens) - 1 if perturb else torch.zeros(1, 1, 64)
+        )
+        seen.append(
+            (
+                tokens.shape[1],
+                len(set(keys[0].tolist())),
+                change[:, 0:16:2].norm(dim=-1).mean().item() / 8,
+            )
+        )
         return torch.nn.functional.one_hot(table, 64).float()
+
     monkeypatch.setattr(mqar, "answer", known)
-    accuracy, tests = examine(SequenceLM(LMConfig(64, 8, 1)), small(task=Task(64, 8, 64), test_streams=64, longest=300)).values()
-    assert accuracy == 1 and tests["length"] == {"128": 1, "256": 1} and list(tests["rewritten"]) == ["0", "2", "4"]
-    for n in (0, 2, 4): # n of 8 - n keys have two values
-        assert list(tests["rewritten"][str(n)].values()) == pytest.approx([1, 0] if named == "answers" else [1 - n / (8 - n), n / (8 - n)])
-    assert [length for length, *_ in seen] == [64] * 7 + [128, 256] + [64] * 3 and [keys for _, keys, _ in seen] == [8] * 10 + [6, 4]
-    assert np.allclose([change for *_, change in seen], [0, *mqar.NOISES, *((2 - 2 * (1 - c) ** 0.5) ** 0.5 for c in mqar.COSINES), *[0] * 5], atol=0.08)
+    accuracy, tests = examine(
+        SequenceLM(LMConfig(64, 8, 1)), small(task=Task(64, 8, 64), test_streams=64, longest=300)
+    ).values()
+    assert (
+        accuracy == 1
+        and tests["length"] == {"128": 1, "256": 1}
+        and list(tests["rewritten"]) == ["0", "2", "4"]
+    )
+    for n in (0, 2, 4):  # n of 8 - n keys have two values
+        assert list(tests["rewritten"][str(n)].values()) == pytest.approx(
+            [1, 0] if named == "answers" else [1 - n / (8 - n), n / (8 - n)]
+        )
+    assert [length for length, *_ in seen] == [64] * 7 + [128, 256] + [64] * 3 and [
+        keys for _, keys, _ in seen
+    ] == [8] * 10 + [6, 4]
+    assert np.allclose(
+        [change for *_, change in seen],
+        [0, *mqar.NOISES, *((2 - 2 * (1 - c) ** 0.5) ** 0.5 for c in mqar.COSINES), *[0] * 5],
+        atol=0.08,
+    )
 
 
 def test_training_learns_and_stops_when_the_task_is_solved(tmp_path):
-    result = run_job(small("deltanet", d_model=32, lr=1e-2, steps=400, warmup=20, batch_size=32, test_streams=200), tmp_path)
-    assert result["accuracy"] > 0.9 and result["steps"] < 400 and result["curve"]["accuracy"][-1] >= 0.99
-    assert result["tests"]["noise"]["1"] <= result["tests"]["noise"]["0.25"] + 0.05 and result == to_plain(result)
+    result = run_job(
+        small(
+            "deltanet", d_model=32, lr=1e-2, steps=400, warmup=20, batch_size=32, test_streams=200
+        ),
+        tmp_path,
+    )
+    assert (
+        result["accuracy"] > 0.9
+        and result["steps"] < 400
+        and result["curve"]["accuracy"][-1] >= 0.99
+    )
+    assert result["tests"]["noise"]["1"] <= result["tests"]["noise"][
+        "0.25"
+    ] + 0.05 and result == to_plain(result)
 
 
 def test_perturbed_keys_are_as_noisy_and_as_alike_as_asked():
     streams = draw(Task(64, 8, 32), 50, generator_of(0, "test", 0))
-    h, is_key = torch.randn(50, 64, 256, generator=torch.Generator().manual_seed(0)), (streams.tokens > 0) & (streams.tokens < 16)
-    noise, alike = (perturb_keys(kind, amount, 32, generator_of(0, "test", 1))(h, streams.tokens) for kind, amount in (("noise", 0.5), ("cosine", 0.75)))
-    assert torch.equal(noise[~is_key], h[~is_key]) and abs(((noise - h).norm(dim=-1) / h.norm(dim=-1))[is_key].mean() - 0.5) < 0.02
-    cosines = torch.cosine_similarity(alike[:, 0:16:2, None], alike[:, None, 0:16:2], dim=-1)[:, ~torch.eye(8, dtype=torch.bool)]
+    h, is_key = (
+        torch.randn(50, 64, 256, generator=torch.Generator().manual_seed(0)),
+        (streams.tokens > 0) & (streams.tokens < 16),
+    )
+    noise, alike = (
+        perturb_keys(kind, amount, 32, generator_of(0, "test", 1))(h, streams.tokens)
+        for kind, amount in (("noise", 0.5), ("cosine", 0.75))
+    )
+    assert (
+        torch.equal(noise[~is_key], h[~is_key])
+        and abs(((noise - h).norm(dim=-1) / h.norm(dim=-1))[is_key].mean() - 0.5) < 0.02
+    )
+    cosines = torch.cosine_similarity(alike[:, 0:16:2, None], alike[:, None, 0:16:2], dim=-1)[
+        :, ~torch.eye(8, dtype=torch.bool)
+    ]
     assert torch.equal(alike[~is_key], h[~is_key]) and abs(cosines.mean() - 0.75) < 0.02
 
 
 def test_state_bytes_are_counted_by_hand():
-    count = lambda mixer="longhorn", d_model=8, **options: state_bytes(SequenceLM(LMConfig(16, d_model, 2, mixer, options)), 16)
-    assert count() == 4 * 2 * 16 * (16 + 3) and count(d_state=64) == 4 * 2 * 16 * (64 + 3) # N, and three inputs of the convolution
-    assert count("attention") == 4 * 2 * 16 * 2 * 8                                        # keys and values of 16 tokens
-    assert count("gla", 64) == 4 * 2 * 4 * 8 * 16                                          # four heads of 8 x 16
+    count = lambda mixer="longhorn", d_model=8, **options: state_bytes(
+        SequenceLM(LMConfig(16, d_model, 2, mixer, options)), 16
+    )
+    assert count() == 4 * 2 * 16 * (16 + 3) and count(d_state=64) == 4 * 2 * 16 * (
+        64 + 3
+    )  # N, and three inputs of the convolution
+    assert count("attention") == 4 * 2 * 16 * 2 * 8  # keys and values of 16 tokens
+    assert count("gla", 64) == 4 * 2 * 4 * 8 * 16  # four heads of 8 x 16
 
 
 class Done(dict):
     "Results that are made up."
-    def get(self, settings): return super().get(str(settings))
+
+    def get(self, settings):
+        return super().get(str(settings))
+
     def add(self, settings, score, steps=5):
-        self[str(settings)] = dict(settings=settings, late_accuracy=score, accuracy=score, steps=steps, curve={}, tests={}, parameters=1, state_bytes=1, inside=None)
+        self[str(settings)] = dict(
+            settings=settings,
+            late_accuracy=score,
+            accuracy=score,
+            steps=steps,
+            curve={},
+            tests={},
+            parameters=1,
+            state_bytes=1,
+            inside=None,
+        )
 
 
 def test_jobs_follow_from_results():
     one = replace(TINY, stages=TINY.stages[1:], lrs=(0.1, 0.01), late_lrs=(0.001,), seeds=(0, 1, 2))
-    done, (cell,), known = Done(), cells(one), lambda config: [(job["lr"], job["seed"]) for job in jobs(config, done)]
-    assert known(one) == [(0.1, 0), (0.01, 0), (0.001, 0)] and known(replace(one, all_lrs=False)) == [(0.1, 0)]
+    done, (cell,), known = (
+        Done(),
+        cells(one),
+        lambda config: [(job["lr"], job["seed"]) for job in jobs(config, done)],
+    )
+    assert known(one) == [(0.1, 0), (0.01, 0), (0.001, 0)] and known(
+        replace(one, all_lrs=False)
+    ) == [(0.1, 0)]
     done.add(cell | {"lr": 0.1, "seed": 0}, 0.2)
-    assert known(replace(one, all_lrs=False)) == [(0.1, 0), (0.01, 0)] # the first did not solve the task
+    assert known(replace(one, all_lrs=False)) == [
+        (0.1, 0),
+        (0.01, 0),
+    ]  # the first did not solve the task
     done.add(cell | {"lr": 0.01, "seed": 0}, 0.7, steps=4)
-    assert known(replace(one, all_lrs=False)) == [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2)] # the second did: no other rate
+    assert known(replace(one, all_lrs=False)) == [
+        (0.1, 0),
+        (0.01, 0),
+        (0.01, 1),
+        (0.01, 2),
+    ]  # the second did: no other rate
     assert known(one) == [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2), (0.001, 0)]
     done.add(cell | {"lr": 0.01, "seed": 1}, 0.5), done.add(cell | {"lr": 0.01, "seed": 2}, 0.5)
-    for seed in one.seeds: # a late rate decides once it has all seeds
+    for seed in one.seeds:  # a late rate decides once it has all seeds
         done.add(cell | {"lr": 0.001, "seed": seed}, 0.8)
         (found,) = summarize(one, done)["cells"]
         assert found["by_lr"] == {"0.001": 0.8, "0.01": 0.7, "0.1": 0.2}
-        assert (found["lr"], found["accuracy"]) == ((0.001, [0.8] * 3) if seed == 2 else (0.01, [0.7, 0.5, 0.5]))
-    assert [job["lr"] for job in jobs(replace(TINY, late_lrs=(0.3,)), Done())][-3:] == [0.3] * 3 # after all others
+        assert (found["lr"], found["accuracy"]) == (
+            (0.001, [0.8] * 3) if seed == 2 else (0.01, [0.7, 0.5, 0.5])
+        )
+    assert [job["lr"] for job in jobs(replace(TINY, late_lrs=(0.3,)), Done())][-3:] == [
+        0.3
+    ] * 3  # after all others
 
 
 def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path):
-    stages = (*(Stage(16, 2, d, models=("longhorn", "mamba", "longhorn_exact")) for d in (8, 16)), Stage(16, 2, 8, models=("longhorn",), d_state=32), TINY.stages[1])
-    record = run(EXPERIMENT, "laptop", tmp_path, workers=0, **vars(TINY) | dict(stages=stages, lrs=(1e-2,), steps=2))
-    shape = lambda cell: (cell.keys(), cell["tests"].keys(), cell["curves"][0].keys(), cell["tests"]["rewritten"]["0"][0].keys())
-    here, laptop, gpu = record["results"], *(read_record(Path(__file__).parents[1] / f"nbs/lab/results/mqar/{scale}.json") for scale in ("laptop", "gpu"))
+    stages = (
+        *(Stage(16, 2, d, models=("longhorn", "mamba", "longhorn_exact")) for d in (8, 16)),
+        Stage(16, 2, 8, models=("longhorn",), d_state=32),
+        TINY.stages[1],
+    )
+    record = run(
+        EXPERIMENT,
+        "laptop",
+        tmp_path,
+        workers=0,
+        **vars(TINY) | dict(stages=stages, lrs=(1e-2,), steps=2),
+    )
+    shape = lambda cell: (
+        cell.keys(),
+        cell["tests"].keys(),
+        cell["curves"][0].keys(),
+        cell["tests"]["rewritten"]["0"][0].keys(),
+    )
+    here, laptop, gpu = (
+        record["results"],
+        *(
+            read_record(Path(__file__).parents[1] / f"nbs/lab/results/mqar/{scale}.json")
+            for scale in ("laptop", "gpu")
+        ),
+    )
     for old in (laptop, gpu):
-        assert old["settings"] == to_plain(PRESETS[old["scale"]]) and old.keys() == record.keys() and old["results"].keys() == here.keys()
+        assert (
+            old["settings"] == to_plain(PRESETS[old["scale"]])
+            and old.keys() == record.keys()
+            and old["results"].keys() == here.keys()
+        )
         assert all(shape(cell) == shape(here["cells"][0]) for cell in old["results"]["cells"])
-    assert here["cells"][0]["inside"].keys() == laptop["results"]["cells"][0]["inside"].keys() and (record["missing"], len(here["cells"])) == (0, 8)
+    assert here["cells"][0]["inside"].keys() == laptop["results"]["cells"][0]["inside"].keys() and (
+        record["missing"],
+        len(here["cells"]),
+    ) == (0, 8)
     found = compare_mqar(record, MQAR_PAIRS + EXACT_PAIRS) + compare_states(record)
-    assert found and all(judgement.verdict in WORDS for judgement in judge(found)) and "exact against diagonal" in about_mqar(record)
+    assert (
+        found
+        and all(judgement.verdict in WORDS for judgement in judge(found))
+        and "exact against diagonal" in about_mqar(record)
+    )
 
 
 def test_every_scale_has_the_sizes_of_the_public_code_and_the_published_rates():
     for scale in ("gpu", "paper"):
         config, known = PRESETS[scale], cells(PRESETS[scale])
-        assert {cell["task"]["vocab"] for cell in known} == {8192} and config.gpu and len({str(cell) for cell in known}) == len(known)
-        assert {(cell["task"]["length"], cell["task"]["pairs"], cell["d_model"]) for cell in known} >= {(*size, d) for size in SIZES for d in (64, 128, 256, 512)}
-        assert {*config.lrs, *config.late_lrs} == {1e-4, 4.6e-4, 2.2e-3, 1e-2} and len(config.seeds) >= 3
+        assert (
+            {cell["task"]["vocab"] for cell in known} == {8192}
+            and config.gpu
+            and len({str(cell) for cell in known}) == len(known)
+        )
+        assert {
+            (cell["task"]["length"], cell["task"]["pairs"], cell["d_model"]) for cell in known
+        } >= {(*size, d) for size in SIZES for d in (64, 128, 256, 512)}
+        assert {*config.lrs, *config.late_lrs} == {1e-4, 4.6e-4, 2.2e-3, 1e-2} and len(
+            config.seeds
+        ) >= 3
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("mixer", ["longhorn", "longhorn_exact", "mamba", "gla", "deltanet", "attention"])
+@pytest.mark.parametrize(
+    "mixer", ["longhorn", "longhorn_exact", "mamba", "gla", "deltanet", "attention"]
+)
 def test_a_graph_trains_as_the_loop_does(mixer, monkeypatch, recwarn):
-    settings = small(mixer, task=Task(64, 8, 64), d_model=32, steps=100, batch_size=32, lr=1e-3, gpu=True)
+    settings = small(
+        mixer, task=Task(64, 8, 64), d_model=32, steps=100, batch_size=32, lr=1e-3, gpu=True
+    )
     graph = train(settings)[2]
     monkeypatch.setattr(fit, "capture", lambda step: None)
-    assert np.allclose(graph[:, 0], train(settings)[2][:, 0], rtol=2e-3) and "no CUDA graph" not in str([warning.message for warning in recwarn])
+    assert np.allclose(
+        graph[:, 0], train(settings)[2][:, 0], rtol=2e-3
+    ) and "no CUDA graph" not in str([warning.message for warning in recwarn])

@@ -1,4 +1,5 @@
 """The scans in C++: values, every gradient, odd sizes, hard numbers; and the way back to PyTorch without a compiler."""
+
 import shutil
 
 import pytest
@@ -8,7 +9,10 @@ from scan_cases import call, gradients, inputs, leaves
 from longhorn_kit.scan import chunked, native
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
 
-pytestmark = [pytest.mark.numeric, pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler")]
+pytestmark = [
+    pytest.mark.numeric,
+    pytest.mark.skipif(shutil.which("c++") is None, reason="there is no C++ compiler"),
+]
 
 FORMS = tuple(chunked.IN_CPP)
 
@@ -18,24 +22,36 @@ def scan(form, t, chunk=None):
     data = [t[name] for name in "qkxb"]
     if t["A"] is None:
         return chunked_scan(*data, t["b_bias"], t["D_skip"], t["z"], form=form, **rest)
-    return chunked_selective_scan(*data, t["A"], t["b_bias"], t["D_skip"], t["z"], dt_softplus=form == "s6", **rest)
+    return chunked_selective_scan(
+        *data, t["A"], t["b_bias"], t["D_skip"], t["z"], dt_softplus=form == "s6", **rest
+    )
 
 
 def everything(results, t):
     "Values and gradients of all inputs, under one random projection of output and final state."
     generator = torch.Generator().manual_seed(9)
-    weights = [torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.dtype) for part in results]
-    return dict(zip(("out", "state"), (part.detach() for part in results))) | gradients(results, weights, t)
+    weights = [
+        torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.dtype)
+        for part in results
+    ]
+    return dict(zip(("out", "state"), (part.detach() for part in results))) | gradients(
+        results, weights, t
+    )
 
 
 def make(*sizes, form, **options):
-    return {name: t if t is None else t.cpu() for name, t in inputs(*sizes, form, **options)[0].items()}
+    return {
+        name: t if t is None else t.cpu() for name, t in inputs(*sizes, form, **options)[0].items()
+    }
 
 
 def errors(form, t, chunk):
     "The largest error of every value and gradient, relative to the largest entry of the float64 reference."
     single, double = leaves(t), leaves(t, torch.float64)
-    ours, exact = everything(scan(form, single, chunk), single), everything(call(double, form, oracle=True), double)
+    ours, exact = (
+        everything(scan(form, single, chunk), single),
+        everything(call(double, form, oracle=True), double),
+    )
     assert all(ours[name].shape == exact[name].shape for name in exact)
     found = {}
     for name, expected in exact.items():
@@ -45,19 +61,32 @@ def errors(form, t, chunk):
     return found
 
 
-
 def test_the_library_compiles_and_runs_float32_of_a_cpu():
     assert native.library() is not None
     for form in FORMS:
         assert chunked.machine_of(form, torch.zeros(1)) is chunked.IN_CPP[form]
-        assert chunked.machine_of(form, torch.zeros(1, dtype=torch.float64)) is chunked.MACHINES[form]
+        assert (
+            chunked.machine_of(form, torch.zeros(1, dtype=torch.float64)) is chunked.MACHINES[form]
+        )
         assert chunked.machine_of(form, torch.zeros(1, device="meta")) is chunked.MACHINES[form]
     assert chunked.machine_of("decoupled", torch.zeros(1)) is chunked.MACHINES["decoupled"]
 
 
 # channels: fewer than a block, one block, blocks and a rest; lengths: fewer than a chunk, whole chunks, a rest
-@pytest.mark.parametrize("B, T, D, N, chunk", [(1, 1, 1, 1, None), (3, 37, 5, 4, 8), (2, 16, 16, 3, 8), (2, 33, 37, 16, 8), (1, 65, 130, 2, 64),
-                                               (2, 9, 33, 130, 4), (2, 0, 5, 3, 8), (0, 4, 5, 3, 8), (2, 4, 0, 3, 8)])
+@pytest.mark.parametrize(
+    "B, T, D, N, chunk",
+    [
+        (1, 1, 1, 1, None),
+        (3, 37, 5, 4, 8),
+        (2, 16, 16, 3, 8),
+        (2, 33, 37, 16, 8),
+        (1, 65, 130, 2, 64),
+        (2, 9, 33, 130, 4),
+        (2, 0, 5, 3, 8),
+        (0, 4, 5, 3, 8),
+        (2, 4, 0, 3, 8),
+    ],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
     found = errors(form, make(B, T, D, N, form=form, key_scale=N**-0.5), chunk)
@@ -95,7 +124,17 @@ def test_the_number_of_threads_changes_no_bit(form):
 def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
     x = torch.linspace(-87, 88, 20001)
     q, k, zero = torch.ones(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, len(x))
-    _, state, _ = native.forward("s6", 1, False, q, k, zero, x.view(1, 1, -1), torch.ones(1, len(x)), torch.ones(1, 1, len(x)))
+    _, state, _ = native.forward(
+        "s6",
+        1,
+        False,
+        q,
+        k,
+        zero,
+        x.view(1, 1, -1),
+        torch.ones(1, len(x)),
+        torch.ones(1, 1, len(x)),
+    )
     exact = x.double().exp()
     assert ((state.flatten().double() - exact).abs() / exact).max() < 4 * 2**-23
 
@@ -131,7 +170,7 @@ def test_without_a_working_compiler_there_is_no_library(compiler, monkeypatch, t
 
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path))
-    path = native.build("extern \"C\" int answer() { return 42; }")
+    path = native.build('extern "C" int answer() { return 42; }')
     assert path.parent == tmp_path and path.exists()
     monkeypatch.setenv("CXX", "/no/such/compiler")
-    assert native.build("extern \"C\" int answer() { return 42; }") == path
+    assert native.build('extern "C" int answer() { return 42; }') == path

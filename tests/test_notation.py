@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from longhorn_kit.scan.reference import reference_scan
-from longhorn_kit.theory.notation import SYMBOLS, from_official, shape_of, swap_layout, symbol_table, to_official
+from longhorn_kit.theory.notation import (
+    SYMBOLS,
+    from_official,
+    shape_of,
+    swap_layout,
+    symbol_table,
+    to_official,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -16,7 +23,10 @@ NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 
 def inputs(B=2, T=5, D=3, N=4, seed=0):
     g = torch.Generator().manual_seed(seed)
-    return {n: torch.randn(shape_of(n, B=B, T=T, D=D, N=N), generator=g, dtype=torch.float64) for n in NAMES}
+    return {
+        n: torch.randn(shape_of(n, B=B, T=T, D=D, N=N), generator=g, dtype=torch.float64)
+        for n in NAMES
+    }
 
 
 def official_recurrence(u, q, k, dt, D, t_bias, z):
@@ -42,7 +52,11 @@ def official_recurrence(u, q, k, dt, D, t_bias, z):
 def test_round_trip_is_the_identity_in_both_directions(B, T, D, N):
     ours = inputs(B, T, D, N)
     official = to_official(**ours)
-    assert official["u"].shape == (B, D, T) and official["k"].shape == (B, N, T) and official["dt"].shape == (B, D, T)
+    assert (
+        official["u"].shape == (B, D, T)
+        and official["k"].shape == (B, N, T)
+        and official["dt"].shape == (B, D, T)
+    )
     back = from_official(**official)
     assert list(back) == list(NAMES) and all(torch.equal(back[n], ours[n]) for n in NAMES)
     again = to_official(**back)
@@ -73,7 +87,11 @@ def test_a_shared_rate_is_spread_over_the_channels():
     ours = inputs()
     ours["b"] = ours["b"][..., :1]
     dt = to_official(**ours)["dt"]
-    assert dt.shape == (2, 3, 5) and torch.equal(dt[:, 0], dt[:, 2]) and torch.equal(dt[:, 1], ours["b"][..., 0])
+    assert (
+        dt.shape == (2, 3, 5)
+        and torch.equal(dt[:, 0], dt[:, 2])
+        and torch.equal(dt[:, 1], ours["b"][..., 0])
+    )
 
 
 def test_optional_arguments_stay_none():
@@ -83,20 +101,34 @@ def test_optional_arguments_stay_none():
     assert from_official(**official)["z"] is None
 
 
-@pytest.mark.parametrize("convert, name", [(to_official, name) for name in NAMES] + [
-    (from_official, name) for name in ("k", "dt", "D", "t_bias", "z")])
+@pytest.mark.parametrize(
+    "convert, name",
+    [(to_official, name) for name in NAMES]
+    + [(from_official, name) for name in ("k", "dt", "D", "t_bias", "z")],
+)
 def test_the_tensor_of_the_wrong_shape_is_named(convert, name):
     given = inputs() if convert is to_official else to_official(**inputs())
     given[name] = given[name][..., :-1]
     # q and x are the tensors that the others are compared with
-    with pytest.raises(ValueError, match="has shape .*expected" if name in ("q", "x") else rf"^{name} has shape .*expected"):
+    with pytest.raises(
+        ValueError,
+        match="has shape .*expected" if name in ("q", "x") else rf"^{name} has shape .*expected",
+    ):
         convert(**given)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: swap_layout(inputs()["x"][0]), "expected three dimensions"),
-    (lambda: to_official(**{**inputs(), "x": inputs()["x"][0]}), r"expected \(B,T,N\) and \(B,T,D\)"),
-    (lambda: shape_of("foo", B=1), "no symbol 'foo'"), (lambda: shape_of("x", B=1, T=2), r"\(B,T,D\); missing: D")])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: swap_layout(inputs()["x"][0]), "expected three dimensions"),
+        (
+            lambda: to_official(**{**inputs(), "x": inputs()["x"][0]}),
+            r"expected \(B,T,N\) and \(B,T,D\)",
+        ),
+        (lambda: shape_of("foo", B=1), "no symbol 'foo'"),
+        (lambda: shape_of("x", B=1, T=2), r"\(B,T,D\); missing: D"),
+    ],
+)
 def test_what_is_missing_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
@@ -107,49 +139,87 @@ def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes()
     assert len(table) == len(SYMBOLS) + 2 and len({row.count("|") for row in table}) == 1
     for name, symbol in SYMBOLS.items():
         assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
-        assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(symbol.shape)
+        assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(
+            symbol.shape
+        )
 
 
 # Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the letter is a formula by itself, or stands
 # alone (with others, between commas) to the left of =, ∈, ≤, ( or ←, before the equation, in it or in the paragraph behind it.
 BOOK = Path(__file__).parents[1] / "nbs"
 INDEX = re.compile(r"_(?:\{[^{}]*\}|\\?\w)|\^(?:\\top|\{[^{}]*\\top\}|[2']|\{-1\})|'")
-GREEK = re.compile(r"\\(?:alpha|beta|gamma|delta|varepsilon|eta|theta|kappa|lambda|mu|sigma|omega|Delta|Lambda)\b")
+GREEK = re.compile(
+    r"\\(?:alpha|beta|gamma|delta|varepsilon|eta|theta|kappa|lambda|mu|sigma|omega|Delta|Lambda)\b"
+)
 FORMULA = re.compile(r"\$\$(.*?)\$\$|(?<!\$)\$([^$]+)\$", re.S)
 
 
 def text_of(page, kinds=("markdown",)):
-    return "\n\n".join("".join(cell["source"]) for cell in json.loads((BOOK / page).read_text())["cells"] if cell["cell_type"] in kinds)
+    return "\n\n".join(
+        "".join(cell["source"])
+        for cell in json.loads((BOOK / page).read_text())["cells"]
+        if cell["cell_type"] in kinds
+    )
 
 
 def letters(formula):
-    formula = INDEX.sub(" ", re.sub(r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}", " ", formula))
+    formula = INDEX.sub(
+        " ",
+        re.sub(r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}", " ", formula),
+    )
     return {*GREEK.findall(formula), *re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula))}
 
 
 def introduced(text):
-    parts = [part for pair in FORMULA.findall(text) for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair))]
-    parts = [re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part) for part in parts]
+    parts = [
+        part
+        for pair in FORMULA.findall(text)
+        for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair))
+    ]
+    parts = [
+        re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part) for part in parts
+    ]
     left = [re.split(r"=|\(|\\(?:in|le|leftarrow)\b", part)[0] for part in parts]
-    return set().union(*(letters(part) for part in left if not re.sub(r"[\w\s,{}.]", "", GREEK.sub("", INDEX.sub("", part)))))
+    return set().union(
+        *(
+            letters(part)
+            for part in left
+            if not re.sub(r"[\w\s,{}.]", "", GREEK.sub("", INDEX.sub("", part)))
+        )
+    )
 
 
 def strangers(text, known):
     for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
-        near = text[:match.end()] + "\n" + text[match.end():].lstrip("\n").split("\n\n")[0]
-        yield from ((match[2], letter) for letter in sorted(letters(match[1]) - known - introduced(near)))
+        near = text[: match.end()] + "\n" + text[match.end() :].lstrip("\n").split("\n\n")[0]
+        yield from (
+            (match[2], letter) for letter in sorted(letters(match[1]) - known - introduced(near))
+        )
 
 
 def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_its_page():
     rows = " ".join(re.findall(r"^\| (\$.*?) \|", text_of("theory/00_notation.ipynb"), re.M))
-    known = letters(" ".join([*(symbol.formula for symbol in SYMBOLS.values()), *re.findall(r"\$(.*?)\$", rows)]))
-    for page in (page for part in ("theory", "scan") for page in sorted((BOOK / part).glob("*.ipynb"))):
-        assert not (found := list(strangers(text_of(page), known))), f"{page.name}: (equation, letter) {found}: introduce them, or extend the table"
+    known = letters(
+        " ".join(
+            [*(symbol.formula for symbol in SYMBOLS.values()), *re.findall(r"\$(.*?)\$", rows)]
+        )
+    )
+    for page in (
+        page for part in ("theory", "scan") for page in sorted((BOOK / part).glob("*.ipynb"))
+    ):
+        assert not (found := list(strangers(text_of(page), known))), (
+            f"{page.name}: (equation, letter) {found}: introduce them, or extend the table"
+        )
     for text, found in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
-        assert [letter for _, letter in strangers(text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", known)] == found
+        assert [
+            letter
+            for _, letter in strangers(text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", known)
+        ] == found
 
 
 def test_every_entry_of_the_glossary_is_used_on_the_pages_that_it_names():
     for term, line in re.findall(r"^- \*\*(.+?)\*\*(.*)$", text_of("glossary.ipynb"), re.M):
         for page in re.findall(r"\]\(([^)]+\.ipynb)\)", line):
-            assert re.search(rf"\b{re.escape(term)}", text_of(page, ("markdown", "code")), re.I), f"{term!r} of the glossary is not used in {page}"
+            assert re.search(rf"\b{re.escape(term)}", text_of(page, ("markdown", "code")), re.I), (
+                f"{term!r} of the glossary is not used in {page}"
+            )

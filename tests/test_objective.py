@@ -3,8 +3,18 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from longhorn_kit.theory.objective import (
-    EXPLICIT, IMPLICIT, Objective, gradient_of, implicit_gradient, minimise_descent, minimise_quadratic, proximity,
-    recall_loss, tangent_loss, trajectory)
+    EXPLICIT,
+    IMPLICIT,
+    Objective,
+    gradient_of,
+    implicit_gradient,
+    minimise_descent,
+    minimise_quadratic,
+    proximity,
+    recall_loss,
+    tangent_loss,
+    trajectory,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -12,7 +22,12 @@ pytestmark = pytest.mark.numeric
 def problem(*lead, D=3, N=4, scale=1.0, seed=0):
     g = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
-    return draw(D, N), scale * draw(N), draw(D), torch.rand(*lead, D, generator=g, dtype=torch.float64)
+    return (
+        draw(D, N),
+        scale * draw(N),
+        draw(D),
+        torch.rand(*lead, D, generator=g, dtype=torch.float64),
+    )
 
 
 def random_quadratic(M, seed=0):
@@ -27,19 +42,25 @@ def test_both_minimisers_solve_an_arbitrary_quadratic():
     f, H, linear = random_quadratic(6)
     solution = torch.linalg.solve(H, -linear).view(2, 3)
     start = torch.ones(2, 3).double()
-    with torch.device("meta"): # the default device is not the state's
+    with torch.device("meta"):  # the default device is not the state's
         torch.testing.assert_close(minimise_quadratic(f, start), solution, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(minimise_descent(f, start), solution, rtol=1e-7, atol=1e-7)
 
 
 @settings(max_examples=20, deadline=None)
-@given(D=st.integers(1, 4), N=st.integers(1, 5), lead=st.sampled_from([(), (1,), (3,), (2, 2)]),
-       scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0]))
+@given(
+    D=st.integers(1, 4),
+    N=st.integers(1, 5),
+    lead=st.sampled_from([(), (1,), (3,), (2, 2)]),
+    scale=st.sampled_from([0.0, 1e-3, 1.0, 30.0]),
+)
 def test_solve_and_descent_agree_for_every_shape(D, N, lead, scale):
     S, k, x, beta = problem(*lead, D=D, N=N, scale=scale)
     solved = IMPLICIT.minimise(S, k, x, beta=beta)
     assert solved.shape == S.shape
-    torch.testing.assert_close(IMPLICIT.minimise(S, k, x, method="descend", beta=beta), solved, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        IMPLICIT.minimise(S, k, x, method="descend", beta=beta), solved, rtol=1e-6, atol=1e-6
+    )
     nearby = solved + 1e-2 * torch.randn_like(solved)
     assert (IMPLICIT(nearby, S, k, x, beta=beta) > IMPLICIT(solved, S, k, x, beta=beta)).all()
 
@@ -50,49 +71,75 @@ def test_a_batch_of_any_arguments_is_as_many_problems(many, method):
     one, batch = (dict(zip(("S", "k", "x", "beta"), problem(*lead))) for lead in ((), (7,)))
     given = {n: batch[n] if n in many.split() else t for n, t in one.items()}
     solve = lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, method=method, beta=beta)
-    each = torch.stack([solve(**{n: t[i] if n in many.split() else t for n, t in given.items()}) for i in range(7)])
+    each = torch.stack(
+        [solve(**{n: t[i] if n in many.split() else t for n, t in given.items()}) for i in range(7)]
+    )
     torch.testing.assert_close(solve(**given), each, rtol=1e-7, atol=1e-7)
-    assert IMPLICIT.gradient(given["S"], given["S"], given["k"], given["x"], beta=given["beta"]).shape == (7, 3, 4)
+    assert IMPLICIT.gradient(
+        given["S"], given["S"], given["k"], given["x"], beta=given["beta"]
+    ).shape == (7, 3, 4)
 
 
 def test_the_gradient_passes_a_finite_difference_check():
     S, k, x, beta = problem()
     at, h = torch.randn_like(S), 1e-5 * torch.eye(12).double().view(12, 3, 4)
-    by_difference = ((IMPLICIT(at + h, S, k, x, beta=beta) - IMPLICIT(at - h, S, k, x, beta=beta)) / 2e-5).view(3, 4)
-    torch.testing.assert_close(IMPLICIT.gradient(at, S, k, x, beta=beta), by_difference, rtol=1e-7, atol=1e-7)
-    torch.testing.assert_close(implicit_gradient(at, S, k, x, beta), by_difference, rtol=1e-7, atol=1e-7)
+    by_difference = (
+        (IMPLICIT(at + h, S, k, x, beta=beta) - IMPLICIT(at - h, S, k, x, beta=beta)) / 2e-5
+    ).view(3, 4)
+    torch.testing.assert_close(
+        IMPLICIT.gradient(at, S, k, x, beta=beta), by_difference, rtol=1e-7, atol=1e-7
+    )
+    torch.testing.assert_close(
+        implicit_gradient(at, S, k, x, beta), by_difference, rtol=1e-7, atol=1e-7
+    )
 
 
 def test_the_tangent_plane_touches_the_loss_and_lies_below_it():
     S, k, x, beta = problem()
     torch.testing.assert_close(tangent_loss(S, S, k, x, beta), recall_loss(S, k, x, beta))
     candidates = torch.randn(50, 3, 4).double()
-    assert (tangent_loss(candidates, S, k, x, beta) <= recall_loss(candidates, k, x, beta) + 1e-12).all()
+    assert (
+        tangent_loss(candidates, S, k, x, beta) <= recall_loss(candidates, k, x, beta) + 1e-12
+    ).all()
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
 def test_on_a_consistent_stream_the_implicit_learner_never_leaves_its_teacher(scale):
     torch.manual_seed(0)
     teacher, k = torch.randn(2, 3).double(), scale * torch.randn(25, 3).double()
-    states = trajectory(IMPLICIT.minimise, torch.zeros(2, 3).double(), k, k @ teacher.T, beta=torch.rand(2).double())
+    states = trajectory(
+        IMPLICIT.minimise, torch.zeros(2, 3).double(), k, k @ teacher.T, beta=torch.rand(2).double()
+    )
     assert states.shape == (26, 2, 3)
     assert ((states - teacher).norm(dim=(-2, -1)).diff() <= 1e-9).all()
 
 
 def test_any_distance_and_loss_can_be_combined():
-    def gated(S, S_prev, a): return (a * (S - S_prev) ** 2 + (1 - a) * S**2).sum((-2, -1))
-    def agreement(S, k, x, c): return -2 * c * (S * x[..., None] * k[..., None, :]).sum((-2, -1))
+    def gated(S, S_prev, a):
+        return (a * (S - S_prev) ** 2 + (1 - a) * S**2).sum((-2, -1))
+
+    def agreement(S, k, x, c):
+        return -2 * c * (S * x[..., None] * k[..., None, :]).sum((-2, -1))
+
     S, k, x, _ = problem()
     a = torch.rand(4).double()
     solved = Objective(gated, agreement).minimise(S, k, x, a=a, c=0.3)
     torch.testing.assert_close(solved, a * S + 0.3 * torch.outer(x, k), rtol=1e-12, atol=1e-12)
-    def minibatch(S, k, x): return (k @ S.mT - x).square().sum((-2, -1))
-    assert Objective(proximity, minibatch).minimise(S, torch.randn(2, 4).double(), torch.randn(2, 3).double()).shape == (3, 4)
+
+    def minibatch(S, k, x):
+        return (k @ S.mT - x).square().sum((-2, -1))
+
+    assert Objective(proximity, minibatch).minimise(
+        S, torch.randn(2, 4).double(), torch.randn(2, 3).double()
+    ).shape == (3, 4)
 
 
 def test_one_state_may_meet_many_pairs():
     S, k, x, beta = problem(5)
-    torch.testing.assert_close(EXPLICIT.minimise(S[0], k, x, beta=beta), EXPLICIT.minimise(S[:1].expand(5, -1, -1), k, x, beta=beta))
+    torch.testing.assert_close(
+        EXPLICIT.minimise(S[0], k, x, beta=beta),
+        EXPLICIT.minimise(S[:1].expand(5, -1, -1), k, x, beta=beta),
+    )
 
 
 def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
@@ -102,13 +149,17 @@ def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
         for offset in (0, 1e-6):
             beta = torch.tensor(0.5).double()
             found = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
-            torch.testing.assert_close(found, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(
+                found, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9
+            )
 
 
 def test_descent_is_as_good_for_small_problems():
     k, x = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1e-11, 2e-11])
     small = IMPLICIT.minimise(torch.zeros(2, 3), k, x, method="descend", beta=torch.tensor(0.5))
-    torch.testing.assert_close(small, IMPLICIT.minimise(torch.zeros(2, 3), k, x, beta=torch.tensor(0.5)), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        small, IMPLICIT.minimise(torch.zeros(2, 3), k, x, beta=torch.tensor(0.5)), rtol=1e-6, atol=0
+    )
 
 
 def test_minimise_works_in_float64_without_grad_and_leaves_no_graph():
@@ -124,14 +175,36 @@ def test_minimise_works_in_float64_without_grad_and_leaves_no_graph():
 QUARTIC = Objective(lambda S, S_prev: (S - S_prev).pow(4).sum((-2, -1)), recall_loss, "quartic")
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, betta=beta), r"takes the parameters \['beta'\]; got \['betta'\]"),
-    (lambda S, k, x, beta: IMPLICIT(S, S, k, x), r"got \[\]"),
-    (lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, method="newton", beta=beta), "'solve' or 'descend'"),
-    (lambda S, k, x, beta: IMPLICIT(S, S, k[:3], x, beta=beta), r"k has shape \(3,\), x \(3,\); expected \(...,4\) and \(...,3\)"),
-    (lambda S, k, x, beta: QUARTIC.minimise(S, k, x, beta=beta), "not quadratic, or without a minimum"),
-    (lambda S, k, x, beta: minimise_quadratic(lambda S: S.sum((-2, -1)), S), "without a minimum|no unique minimum"),
-    (lambda S, k, x, beta: minimise_quadratic(lambda S: -S.square().sum((-2, -1)), S), "no unique minimum")])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (
+            lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, betta=beta),
+            r"takes the parameters \['beta'\]; got \['betta'\]",
+        ),
+        (lambda S, k, x, beta: IMPLICIT(S, S, k, x), r"got \[\]"),
+        (
+            lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, method="newton", beta=beta),
+            "'solve' or 'descend'",
+        ),
+        (
+            lambda S, k, x, beta: IMPLICIT(S, S, k[:3], x, beta=beta),
+            r"k has shape \(3,\), x \(3,\); expected \(...,4\) and \(...,3\)",
+        ),
+        (
+            lambda S, k, x, beta: QUARTIC.minimise(S, k, x, beta=beta),
+            "not quadratic, or without a minimum",
+        ),
+        (
+            lambda S, k, x, beta: minimise_quadratic(lambda S: S.sum((-2, -1)), S),
+            "without a minimum|no unique minimum",
+        ),
+        (
+            lambda S, k, x, beta: minimise_quadratic(lambda S: -S.square().sum((-2, -1)), S),
+            "no unique minimum",
+        ),
+    ],
+)
 def test_wrong_arguments_and_problems_without_a_solution_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         wrong(*problem())
@@ -143,10 +216,14 @@ def test_descent_without_an_end_stops():
 
 
 def test_descent_minimises_a_loss_that_is_not_quadratic():
-    def log_cosh(S, k, x): return ((S * k[..., None, :]).sum(-1) - x).cosh().log().sum(-1)
+    def log_cosh(S, k, x):
+        return ((S * k[..., None, :]).sum(-1) - x).cosh().log().sum(-1)
+
     S, k, x, _ = problem()
     robust = Objective(proximity, log_cosh)
     solved = robust.minimise(S, k, x, method="descend")
     expected = S - 0.5 * torch.outer(torch.tanh(solved @ k - x), k)  # the gradient set to zero
     torch.testing.assert_close(solved, expected, rtol=1e-8, atol=1e-8)
-    assert gradient_of(lambda S: robust(S, solved, k, x), solved).abs().max() > 1e-3  # another S_prev, another minimum
+    assert (
+        gradient_of(lambda S: robust(S, solved, k, x), solved).abs().max() > 1e-3
+    )  # another S_prev, another minimum

@@ -1,4 +1,5 @@
 """The public operation: packing to the bit, dtypes, autocast, steps, and one clear sentence on bad input."""
+
 import re
 
 import numpy as np
@@ -9,7 +10,14 @@ from hypothesis import strategies as st
 
 from sweep import slow_case
 from longhorn_kit.scan.arguments import read_bounds
-from longhorn_kit.scan.op import BACKENDS, FORMS, longhorn_scan, longhorn_step, selective_scan, selective_step
+from longhorn_kit.scan.op import (
+    BACKENDS,
+    FORMS,
+    longhorn_scan,
+    longhorn_step,
+    selective_scan,
+    selective_step,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -27,12 +35,24 @@ def on_the_gpu_if_there_is_one():
 def make(B=B, T=T, D=D, N=N, seed=0, dtype=torch.float32):
     gen = torch.Generator("cpu").manual_seed(seed)
     new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE, dtype)
-    return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), b_bias=new(D), D_skip=new(D), z=new(B, T, D))
+    return dict(
+        q=new(B, T, N),
+        k=new(B, T, N),
+        x=new(B, T, D),
+        b=new(B, T, D),
+        b_bias=new(D),
+        D_skip=new(D),
+        z=new(B, T, D),
+    )
 
 
 def rates(form, t):
     gen = torch.Generator("cpu").manual_seed(5)
-    shape = (*t["q"].shape[:2], t["q"].shape[2]) if form == "timed s6" else (t["x"].shape[2], t["q"].shape[2])
+    shape = (
+        (*t["q"].shape[:2], t["q"].shape[2])
+        if form == "timed s6"
+        else (t["x"].shape[2], t["q"].shape[2])
+    )
     return -torch.rand(shape, generator=gen, device="cpu").to(t["x"])
 
 
@@ -40,14 +60,20 @@ def run(form, t, A=None, **options):
     if form in FORMS:
         return longhorn_scan(**t, form=form, **options)
     A = rates(form, t) if A is None else A
-    return selective_scan(t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"], **options)
+    return selective_scan(
+        t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"], **options
+    )
 
 
 def everything(form, t, A=None, more=(), **options):
     "Output, final state, and the gradients of what `run` takes and of more."
     leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
     out, ends = run(form, leaves, A, output_final_state=True, **options)
-    return out, ends, *torch.autograd.grad(out.square().sum() + ends.square().sum(), [*leaves.values(), *more])
+    return (
+        out,
+        ends,
+        *torch.autograd.grad(out.square().sum() + ends.square().sum(), [*leaves.values(), *more]),
+    )
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -61,10 +87,28 @@ def test_steps_equal_the_scan(form, backend, inplace):
     for i in range(T):
         now = [t[n][:, i] for n in "qkxb"]
         if form in FORMS:
-            o, new = longhorn_step(*now, state, t["b_bias"], t["D_skip"], t["z"][:, i], form=form, inplace=inplace, backend=backend)
+            o, new = longhorn_step(
+                *now,
+                state,
+                t["b_bias"],
+                t["D_skip"],
+                t["z"][:, i],
+                form=form,
+                inplace=inplace,
+                backend=backend,
+            )
         else:
             A_t = A[:, i : i + 1] if form == "timed s6" else A
-            o, new = selective_step(*now, A_t, state, t["b_bias"], t["D_skip"], t["z"][:, i], inplace=inplace, backend=backend)
+            o, new = selective_step(
+                *now,
+                A_t,
+                state,
+                t["b_bias"],
+                t["D_skip"],
+                t["z"][:, i],
+                inplace=inplace,
+                backend=backend,
+            )
         assert (new is state) == inplace
         state = new
         torch.testing.assert_close(o, out[:, i], rtol=1e-5, atol=1e-5)
@@ -76,37 +120,71 @@ WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), 
 
 
 @settings(max_examples=6 if DEVICE == "cuda" else 25, deadline=None, derandomize=True)
-@given(st.sampled_from(RUNS), st.sampled_from(["auto", "reference"]), st.lists(st.integers(0, 41), min_size=1, max_size=4),
-       WIDTHS, st.booleans())
+@given(
+    st.sampled_from(RUNS),
+    st.sampled_from(["auto", "reference"]),
+    st.lists(st.integers(0, 41), min_size=1, max_size=4),
+    WIDTHS,
+    st.booleans(),
+)
 def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, widths, strided):
     total, (D, N) = sum(lengths), widths
     t = make(1, total, D, N)
-    if strided:   # every second channel of a wider tensor
-        t = {n: torch.stack([v, v + 1], -1).flatten(-2)[..., ::2] if v.dim() == 3 else v for n, v in t.items()}
+    if strided:  # every second channel of a wider tensor
+        t = {
+            n: torch.stack([v, v + 1], -1).flatten(-2)[..., ::2] if v.dim() == 3 else v
+            for n, v in t.items()
+        }
     A, first = rates(form, t), torch.randn(len(lengths), D, N)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
-    out, ends = run(form, t | leaves, A, initial_state=first, cu_seqlens=bounds.to(torch.int32), output_final_state=True,
-                    backend=backend)
+    out, ends = run(
+        form,
+        t | leaves,
+        A,
+        initial_state=first,
+        cu_seqlens=bounds.to(torch.int32),
+        output_final_state=True,
+        backend=backend,
+    )
     weight = torch.randn(1, total, D)
-    grads = torch.autograd.grad((out * weight).sum() + ends.sum(), list(leaves.values()), materialize_grads=True)
+    grads = torch.autograd.grad(
+        (out * weight).sum() + ends.sum(), list(leaves.values()), materialize_grads=True
+    )
     for i, (a, e) in enumerate(zip(bounds[:-1], bounds[1:])):
         cut = {n: v[:, a:e].detach().clone() if v.dim() == 3 else v for n, v in t.items()}
         alone_leaves = {n: cut[n].requires_grad_() for n in "qkxbz"}
-        alone, end = run(form, cut | alone_leaves, A[:, a:e].clone() if form == "timed s6" else A,
-                         initial_state=first[i : i + 1], output_final_state=True, backend=backend)
+        alone, end = run(
+            form,
+            cut | alone_leaves,
+            A[:, a:e].clone() if form == "timed s6" else A,
+            initial_state=first[i : i + 1],
+            output_final_state=True,
+            backend=backend,
+        )
         assert torch.equal(out[:, a:e], alone) and torch.equal(ends[i : i + 1], end)
-        alone_grads = torch.autograd.grad((alone * weight[:, a:e]).sum() + end.sum(), list(alone_leaves.values()),
-                                          materialize_grads=True)
+        alone_grads = torch.autograd.grad(
+            (alone * weight[:, a:e]).sum() + end.sum(),
+            list(alone_leaves.values()),
+            materialize_grads=True,
+        )
         for name, whole, part in zip("qkxbz", grads, alone_grads):
             assert torch.equal(whole[:, a:e], part), name
 
 
 @pytest.mark.parametrize("form", RUNS)
 def test_gradients_of_states_and_parameters_flow_through_packing(form):
-    t, first = make(1, 12, dtype=torch.float64), torch.randn(2, D, N, dtype=torch.float64, requires_grad=True)
+    t, first = (
+        make(1, 12, dtype=torch.float64),
+        torch.randn(2, D, N, dtype=torch.float64, requires_grad=True),
+    )
     options = dict(initial_state=first, cu_seqlens=torch.tensor([0, 5, 12]))
-    for a, b in zip(*(everything(form, t, None, [first], backend=backend, **options) for backend in ("auto", "reference"))):
+    for a, b in zip(
+        *(
+            everything(form, t, None, [first], backend=backend, **options)
+            for backend in ("auto", "reference")
+        )
+    ):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -116,17 +194,25 @@ def test_strides_do_not_change_a_bit(form):
     expected = run(form, t)
     for order in ((1, 0, 2), (2, 0, 1), (2, 1, 0)):
         back = [order.index(i) for i in range(3)]
-        moved = {n: v.permute(order).contiguous().permute(back) if v.dim() == 3 else v for n, v in t.items()}
+        moved = {
+            n: v.permute(order).contiguous().permute(back) if v.dim() == 3 else v
+            for n, v in t.items()
+        }
         assert torch.equal(run(form, moved), expected)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "s6", *(slow_case(form) for form in RUNS if form not in ("diagonal", "s6"))])
+@pytest.mark.parametrize(
+    "form",
+    ["diagonal", "s6", *(slow_case(form) for form in RUNS if form not in ("diagonal", "s6"))],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bounds_may_have_any_stride(form, backend):
     "A column of a table of bounds is not contiguous; kernels read bounds by position."
     t = make(1, 5)
     bounds = torch.tensor([[0, 9], [2, 1], [5, 3]], dtype=torch.int32)[:, 0]
-    got, want = (everything(form, t, cu_seqlens=cu, backend=backend) for cu in (bounds, bounds.clone()))
+    got, want = (
+        everything(form, t, cu_seqlens=cu, backend=backend) for cu in (bounds, bounds.clone())
+    )
     assert not bounds.is_contiguous() and all(map(torch.equal, got, want))
 
 
@@ -135,18 +221,30 @@ def test_bounds_may_have_any_stride(form, backend):
 def test_rates_may_have_any_stride(kind, backend):
     "S6 with one row of rates for all channels, and with rates that are a part of a wider tensor: every gradient."
     t = make()
-    make_A = dict(expanded=lambda s: (-torch.arange(1.0, N + 1) * s).expand(D, N),
-                  sliced=lambda s: (torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N) * s)[:, N:],
-                  transposed=lambda s: (torch.linspace(-2, -0.1, D * N).view(N, D) * s).t())[kind]
+    make_A = dict(
+        expanded=lambda s: (-torch.arange(1.0, N + 1) * s).expand(D, N),
+        sliced=lambda s: (torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N) * s)[:, N:],
+        transposed=lambda s: (torch.linspace(-2, -0.1, D * N).view(N, D) * s).t(),
+    )[kind]
     scale = torch.ones((), requires_grad=True)
     assert not make_A(1.0).is_contiguous()
-    for a, b in zip(*(everything("s6", t, make_A(scale), [scale], backend=name) for name in (backend, "reference"))):
+    for a, b in zip(
+        *(
+            everything("s6", t, make_A(scale), [scale], backend=name)
+            for name in (backend, "reference")
+        )
+    ):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("form", ["diagonal", "exact", *(slow_case(form) for form in RUNS if form not in ("diagonal", "exact"))])
+@pytest.mark.parametrize(
+    "form",
+    ["diagonal", "exact", *(slow_case(form) for form in RUNS if form not in ("diagonal", "exact"))],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [slow_case(torch.float16), torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "dtype", [slow_case(torch.float16), torch.bfloat16, torch.float32, torch.float64]
+)
 def test_dtypes(form, backend, dtype):
     t = {n: v.requires_grad_() for n, v in make(T=4, dtype=dtype).items()}
     if backend == "triton" and dtype == torch.float64:
@@ -154,13 +252,19 @@ def test_dtypes(form, backend, dtype):
             run(form, t, backend=backend)
         return
     out, state = run(form, t, output_final_state=True, backend=backend)
-    bare = run(form, t | dict(b_bias=None, D_skip=None, z=None), output_final_state=True, backend=backend)
-    assert all(result.is_contiguous() for result in (out, state, *bare)) # can be viewed in any shape
+    bare = run(
+        form, t | dict(b_bias=None, D_skip=None, z=None), output_final_state=True, backend=backend
+    )
+    assert all(
+        result.is_contiguous() for result in (out, state, *bare)
+    )  # can be viewed in any shape
     out.double().square().sum().backward()
     double = {n: v.detach().double().requires_grad_() for n, v in t.items()}
     expected = run(form, double, rates(form, t).double(), backend="reference")
     expected.square().sum().backward()
-    assert out.dtype == dtype and state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert out.dtype == dtype and state.dtype == (
+        torch.float64 if dtype == torch.float64 else torch.float32
+    )
     # A half-precision output is rounded once; its gradients have seen that rounding.
     unit = max(4 * torch.finfo(dtype).eps, 1e-13 if dtype == torch.float64 else 2e-6)
     assert (out.double() - expected).abs().max() <= unit * expected.abs().max()
@@ -173,11 +277,17 @@ def test_dtypes(form, backend, dtype):
 @pytest.mark.parametrize("form", RUNS)
 def test_autocast_neither_lowers_the_arithmetic_nor_the_gradients(form):
     t = make()
-    with torch.autocast(DEVICE, dtype=torch.bfloat16): # the backward inside the region, as some trainers do
+    with torch.autocast(
+        DEVICE, dtype=torch.bfloat16
+    ):  # the backward inside the region, as some trainers do
         inside = everything(form, t)
-    cast = {n: v.detach().bfloat16().requires_grad_() if n in ("q", "k") else v for n, v in t.items()} # for tensor cores
+    cast = {
+        n: v.detach().bfloat16().requires_grad_() if n in ("q", "k") else v for n, v in t.items()
+    }  # for tensor cores
     outside = everything(form, cast if form == "exact" and DEVICE == "cuda" else t)
-    assert all(a.dtype == torch.float32 and torch.equal(a, b.float()) for a, b in zip(inside, outside))
+    assert all(
+        a.dtype == torch.float32 and torch.equal(a, b.float()) for a, b in zip(inside, outside)
+    )
 
 
 def test_mixed_dtypes_as_autocast_makes_them():
@@ -198,8 +308,14 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
     out, state = run(form, t, initial_state=first, output_final_state=True, backend=backend)
     assert out.shape == (batch, steps, D) and torch.equal(state, first)
     (out.sum() + 2 * state.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 2)) and t["x"].grad.shape == (batch, steps, D)
-    assert [n for n, v in t.items() if v.grad is None or v.grad.shape != v.shape or v.grad.any()] == []
+    assert torch.equal(first.grad, torch.full_like(first, 2)) and t["x"].grad.shape == (
+        batch,
+        steps,
+        D,
+    )
+    assert [
+        n for n, v in t.items() if v.grad is None or v.grad.shape != v.shape or v.grad.any()
+    ] == []
     with torch.no_grad():
         _, copy = run(form, t, initial_state=first, output_final_state=True, backend=backend)
     assert batch == 0 or copy.data_ptr() != first.data_ptr()
@@ -214,9 +330,18 @@ def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
         torch.manual_seed(0)
         t = make() | dict(initial_state=torch.randn(B, D, N))
         t = {n: (torch._neg_view(-v) if changed else v).requires_grad_() for n, v in t.items()}
-        out, state = run(form, {n: v for n, v in t.items() if n != "initial_state"}, initial_state=t["initial_state"],
-                         output_final_state=True, backend=backend)
-        grads = torch.autograd.grad((out, state), list(t.values()), [torch._neg_view(-o.detach().cos()) for o in (out, state)])
+        out, state = run(
+            form,
+            {n: v for n, v in t.items() if n != "initial_state"},
+            initial_state=t["initial_state"],
+            output_final_state=True,
+            backend=backend,
+        )
+        grads = torch.autograd.grad(
+            (out, state),
+            list(t.values()),
+            [torch._neg_view(-o.detach().cos()) for o in (out, state)],
+        )
         results.append((out, state, *grads))
     assert all(map(torch.equal, *results))
 
@@ -236,37 +361,91 @@ def message(text):
     return pytest.raises(ValueError, match=re.escape(text))
 
 
-BAD = {"q (2, 9)": (dict(q=torch.zeros(2, 9)), "q has shape (2, 9); expected (B, T, N)"),
+BAD = {
+    "q (2, 9)": (dict(q=torch.zeros(2, 9)), "q has shape (2, 9); expected (B, T, N)"),
     "k": (dict(k=torch.zeros(2, 9, 3)), "k has shape (2, 9, 3); expected (2, 9, 4) to match q"),
     "x": (dict(x=torch.zeros(2, 8, 5)), "x has shape (2, 8, 5); expected (2, 9, D) to match q"),
-    "b": (dict(b=torch.zeros(2, 9, 4)), "b has shape (2, 9, 4); expected (2, 9, 5) or (2, 9, 1) to match x"),
+    "b": (
+        dict(b=torch.zeros(2, 9, 4)),
+        "b has shape (2, 9, 4); expected (2, 9, 5) or (2, 9, 1) to match x",
+    ),
     "b_bias": (dict(b_bias=torch.zeros(1)), "b_bias has shape (1,); expected (5,) to match x"),
     "D_skip": (dict(D_skip=torch.zeros(2, 5)), "D_skip has shape (2, 5); expected (5,) to match x"),
     "z": (dict(z=torch.zeros(2, 1, 5)), "z has shape (2, 1, 5); expected (2, 9, 5) to match x"),
-    "integers": (dict(k=torch.zeros(2, 9, 4, dtype=torch.int64)), "k has dtype torch.int64; expected a floating-point dtype"),
-    "complex": (dict(x=torch.zeros(2, 9, 5, dtype=torch.complex64)), "x has dtype torch.complex64; expected a floating-point dtype"),
-    "storage": (dict(x=torch.zeros(2, 9, 5).to(torch.float8_e4m3fn)),
-                "x has dtype torch.float8_e4m3fn; expected float64, float32, bfloat16 or float16"),
-    "sparse": (dict(x=torch.zeros(2, 9, 5).to_sparse()), "x has the layout torch.sparse_coo; expected a dense tensor of shape (2, 9, D) to match q"),
-    "mkldnn": (dict(k=torch.zeros(2, 9, 4).to_mkldnn()), "k has the layout torch._mkldnn; expected a dense tensor"),
-    "nested": (dict(x=torch.nested.nested_tensor([torch.zeros(9, 5)] * 2)), "x has the layout nested; expected a dense tensor"),
-    "uninitialized": (dict(D_skip=torch.nn.UninitializedParameter()), "D_skip is UninitializedParameter, which has no shape yet; expected a tensor of shape (5,)"),
-    "device": (dict(z=torch.zeros(2, 9, 5, device="meta")), f"z is on device meta; expected {torch.empty(0, device=DEVICE).device} to match x"),
-    "not a tensor": (dict(b=0.5), "b is float; expected a tensor of shape (2, 9, 5) or (2, 9, 1) to match x"),
+    "integers": (
+        dict(k=torch.zeros(2, 9, 4, dtype=torch.int64)),
+        "k has dtype torch.int64; expected a floating-point dtype",
+    ),
+    "complex": (
+        dict(x=torch.zeros(2, 9, 5, dtype=torch.complex64)),
+        "x has dtype torch.complex64; expected a floating-point dtype",
+    ),
+    "storage": (
+        dict(x=torch.zeros(2, 9, 5).to(torch.float8_e4m3fn)),
+        "x has dtype torch.float8_e4m3fn; expected float64, float32, bfloat16 or float16",
+    ),
+    "sparse": (
+        dict(x=torch.zeros(2, 9, 5).to_sparse()),
+        "x has the layout torch.sparse_coo; expected a dense tensor of shape (2, 9, D) to match q",
+    ),
+    "mkldnn": (
+        dict(k=torch.zeros(2, 9, 4).to_mkldnn()),
+        "k has the layout torch._mkldnn; expected a dense tensor",
+    ),
+    "nested": (
+        dict(x=torch.nested.nested_tensor([torch.zeros(9, 5)] * 2)),
+        "x has the layout nested; expected a dense tensor",
+    ),
+    "uninitialized": (
+        dict(D_skip=torch.nn.UninitializedParameter()),
+        "D_skip is UninitializedParameter, which has no shape yet; expected a tensor of shape (5,)",
+    ),
+    "device": (
+        dict(z=torch.zeros(2, 9, 5, device="meta")),
+        f"z is on device meta; expected {torch.empty(0, device=DEVICE).device} to match x",
+    ),
+    "not a tensor": (
+        dict(b=0.5),
+        "b is float; expected a tensor of shape (2, 9, 5) or (2, 9, 1) to match x",
+    ),
     "none": (dict(k=None), "k is NoneType; expected a tensor of shape (2, 9, 4) to match q"),
-    "state": (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5); expected (2, 5, 4) to match q and x"),
+    "state": (
+        dict(initial_state=torch.zeros(2, 4, 5)),
+        "initial_state has shape (2, 4, 5); expected (2, 5, 4) to match q and x",
+    ),
     "form": (dict(form="diag"), "form is 'diag'; expected one of 'diagonal', 'exact', 'decoupled'"),
-    "backend": (dict(backend="cuda"), "backend is 'cuda'; expected one of 'auto', 'triton', 'chunked', 'reference'"),
-    "rows": (dict(q=torch.zeros(2, 9, 4), cu_seqlens=torch.tensor([0, 9])), "q has shape (2, 9, 4); expected (1, T, N): with cu_seqlens the batch size is 1"),
-    "states": (dict(initial_state=torch.zeros(1, 5, 4), cu_seqlens=torch.tensor([0, 4, 9])),
-               "initial_state has shape (1, 5, 4); expected (2, 5, 4) to match cu_seqlens"),
+    "backend": (
+        dict(backend="cuda"),
+        "backend is 'cuda'; expected one of 'auto', 'triton', 'chunked', 'reference'",
+    ),
+    "rows": (
+        dict(q=torch.zeros(2, 9, 4), cu_seqlens=torch.tensor([0, 9])),
+        "q has shape (2, 9, 4); expected (1, T, N): with cu_seqlens the batch size is 1",
+    ),
+    "states": (
+        dict(initial_state=torch.zeros(1, 5, 4), cu_seqlens=torch.tensor([0, 4, 9])),
+        "initial_state has shape (1, 5, 4); expected (2, 5, 4) to match cu_seqlens",
+    ),
     "start": (dict(cu_seqlens=torch.tensor([1, 9])), "cu_seqlens starts at 1; expected 0"),
     "order": (dict(cu_seqlens=torch.tensor([0, 5, 3, 9])), "cu_seqlens decreases from 5 to 3"),
-    "end": (dict(cu_seqlens=torch.tensor([0, 5])), "cu_seqlens ends at 5; expected 9, the length of q"),
-    "dtype": (dict(cu_seqlens=torch.tensor([0.0, 9.0])), "cu_seqlens is torch.float32; expected an int32 or int64 tensor"),
+    "end": (
+        dict(cu_seqlens=torch.tensor([0, 5])),
+        "cu_seqlens ends at 5; expected 9, the length of q",
+    ),
+    "dtype": (
+        dict(cu_seqlens=torch.tensor([0.0, 9.0])),
+        "cu_seqlens is torch.float32; expected an int32 or int64 tensor",
+    ),
     "list": (dict(cu_seqlens=[0, 9]), "cu_seqlens is list; expected an int32 or int64 tensor"),
-    "axes": (dict(cu_seqlens=torch.tensor([[0, 9]])), "cu_seqlens has shape (1, 2); expected (n+1,) for n >= 1 sequences"),
-    "nothing": (dict(cu_seqlens=torch.tensor([0])), "cu_seqlens has shape (1,); expected (n+1,) for n >= 1 sequences")}
+    "axes": (
+        dict(cu_seqlens=torch.tensor([[0, 9]])),
+        "cu_seqlens has shape (1, 2); expected (n+1,) for n >= 1 sequences",
+    ),
+    "nothing": (
+        dict(cu_seqlens=torch.tensor([0])),
+        "cu_seqlens has shape (1,); expected (n+1,) for n >= 1 sequences",
+    ),
+}
 
 
 @pytest.mark.parametrize("change, text", BAD.values(), ids=BAD)
@@ -277,7 +456,14 @@ def test_bad_arguments_are_named(change, text):
 
 class Far:
     "Bounds on a GPU, as far as `read_bounds` asks."
-    device, values, _version, reads, is_inference = torch.device("cuda"), [0, 4, 9], 0, 0, lambda t: False
+
+    device, values, _version, reads, is_inference = (
+        torch.device("cuda"),
+        [0, 4, 9],
+        0,
+        0,
+        lambda t: False,
+    )
 
     def tolist(self):
         self.reads += 1
@@ -290,15 +476,18 @@ def test_bounds_are_read_once_and_again_when_they_change():
     far.values, far._version = [0, 6, 9], 1
     assert read_bounds(far) == [0, 6, 9] and far.reads == 2
     t, values = {name: tensor.cpu() for name, tensor in make(1).items()}, np.array([0, 4, 9])
-    first, bounds = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values)), torch.from_numpy(values)
+    first, bounds = (
+        longhorn_scan(**t, cu_seqlens=torch.from_numpy(values)),
+        torch.from_numpy(values),
+    )
     assert torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
-    values[1] = 6 # behind PyTorch's back
+    values[1] = 6  # behind PyTorch's back
     assert not torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
     bounds[2] = 5
-    for _ in range(2): # what was wrong is wrong at the next call too
+    for _ in range(2):  # what was wrong is wrong at the next call too
         with message("cu_seqlens decreases from 6 to 5"):
             longhorn_scan(**t, cu_seqlens=bounds)
-    with torch.inference_mode(): # no changes are counted there
+    with torch.inference_mode():  # no changes are counted there
         bounds = torch.tensor([0, 4, 9])
         longhorn_scan(**t, cu_seqlens=bounds)
         bounds[2] = 5
@@ -311,14 +500,34 @@ def test_bad_arguments_of_the_other_functions_are_named():
     s = {n + "_t": t[n][:, 0] for n in "qkxb"} | dict(state=torch.zeros(2, 5, 4))
     scan = lambda dt, A: selective_scan(t["q"], t["k"], t["x"], dt, A)
     for text, call in (
-            ("state has shape (2, 5, 3); expected (2, 5, 4) to match q_t and x_t", lambda: longhorn_step(**s | dict(state=torch.zeros(2, 5, 3)))),
-            ("state is NoneType; expected a tensor of shape (B, D, N)", lambda: longhorn_step(**s | dict(state=None))),
-            ("x_t has shape (2, 9, 5); expected (2, D) to match q_t", lambda: longhorn_step(**s | dict(x_t=t["x"]))),
-            ("form is 'Exact'", lambda: longhorn_step(**s, form="Exact")),
-            ("A has shape (4, 5); expected (5, 4) or (2, 9, 4) to match x and q", lambda: scan(t["b"], torch.zeros(4, 5))),
-            ("dt has shape (2, 5); expected (2, 9, 5) or (2, 9, 1) to match x", lambda: scan(t["b"][:, 0], torch.zeros(5, 4))),
-            ("dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t", lambda: selective_step(
-                s["q_t"], s["k_t"], s["x_t"], s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4)))):
+        (
+            "state has shape (2, 5, 3); expected (2, 5, 4) to match q_t and x_t",
+            lambda: longhorn_step(**s | dict(state=torch.zeros(2, 5, 3))),
+        ),
+        (
+            "state is NoneType; expected a tensor of shape (B, D, N)",
+            lambda: longhorn_step(**s | dict(state=None)),
+        ),
+        (
+            "x_t has shape (2, 9, 5); expected (2, D) to match q_t",
+            lambda: longhorn_step(**s | dict(x_t=t["x"])),
+        ),
+        ("form is 'Exact'", lambda: longhorn_step(**s, form="Exact")),
+        (
+            "A has shape (4, 5); expected (5, 4) or (2, 9, 4) to match x and q",
+            lambda: scan(t["b"], torch.zeros(4, 5)),
+        ),
+        (
+            "dt has shape (2, 5); expected (2, 9, 5) or (2, 9, 1) to match x",
+            lambda: scan(t["b"][:, 0], torch.zeros(5, 4)),
+        ),
+        (
+            "dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t",
+            lambda: selective_step(
+                s["q_t"], s["k_t"], s["x_t"], s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4)
+            ),
+        ),
+    ):
         with message(text):
             call()
 
@@ -328,32 +537,56 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
     t = make(dtype=torch.float64)
     A = rates(form, t)
     scan = lambda backend: lambda q: run(form, t | {"q": q}, A, backend=backend)
-    for ours, expected in zip(torch.func.jvp(scan("auto"), (t["q"],), (t["k"],)), torch.func.jvp(scan("reference"), (t["q"],), (t["k"],))):
+    for ours, expected in zip(
+        torch.func.jvp(scan("auto"), (t["q"],), (t["k"],)),
+        torch.func.jvp(scan("reference"), (t["q"],), (t["k"],)),
+    ):
         torch.testing.assert_close(ours, expected)
         assert expected.abs().max() > 0.1
     two = torch.stack([t["q"], t["k"]])
-    torch.testing.assert_close(torch.func.vmap(scan("auto"))(two), torch.stack([scan("auto")(q) for q in two]))
+    torch.testing.assert_close(
+        torch.func.vmap(scan("auto"))(two), torch.stack([scan("auto")(q) for q in two])
+    )
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(t["q"], t["k"])
         assert torch.autograd.forward_ad.unpack_dual(scan("auto")(dual)).tangent.abs().max() > 0.1
         for backend in ("chunked", "triton"):
-            with pytest.raises(ValueError, match=f"backend '{backend}' cannot run under torch.func or forward-mode"):
+            with pytest.raises(
+                ValueError, match=f"backend '{backend}' cannot run under torch.func or forward-mode"
+            ):
                 scan(backend)(dual)
 
 
-@pytest.mark.parametrize("transform, form", [
-    slow_case("grad", "diagonal"), ("jvp", "diagonal"), ("vmap", "diagonal"), slow_case("dual numbers", "diagonal"),
-    ("grad", "s6"), slow_case("jvp", "s6"), slow_case("vmap", "s6"), slow_case("dual numbers", "s6")])
+@pytest.mark.parametrize(
+    "transform, form",
+    [
+        slow_case("grad", "diagonal"),
+        ("jvp", "diagonal"),
+        ("vmap", "diagonal"),
+        slow_case("dual numbers", "diagonal"),
+        ("grad", "s6"),
+        slow_case("jvp", "s6"),
+        slow_case("vmap", "s6"),
+        slow_case("dual numbers", "s6"),
+    ],
+)
 def test_compiled_transforms_take_the_reference_too(transform, form):
     "The operation has no forward mode: a compiled tangent used to be zero."
-    t = make(T=2, dtype=torch.float64) # a compiler unrolls the steps of the reference
+    t = make(T=2, dtype=torch.float64)  # a compiler unrolls the steps of the reference
     A, q, u = rates(form, t), t["q"], t["k"]
     scan = lambda q: run(form, t | {"q": q}, A)
+
     def tangent(q):
         with torch.autograd.forward_ad.dual_level():
-            return torch.autograd.forward_ad.unpack_dual(scan(torch.autograd.forward_ad.make_dual(q, u))).tangent
-    asked = dict(grad=torch.func.grad(lambda q: scan(q).square().sum()), jvp=lambda q: torch.func.jvp(scan, (q,), (u,))[1],
-                 vmap=lambda q: torch.func.vmap(scan)(torch.stack([q, u])))
+            return torch.autograd.forward_ad.unpack_dual(
+                scan(torch.autograd.forward_ad.make_dual(q, u))
+            ).tangent
+
+    asked = dict(
+        grad=torch.func.grad(lambda q: scan(q).square().sum()),
+        jvp=lambda q: torch.func.jvp(scan, (q,), (u,))[1],
+        vmap=lambda q: torch.func.vmap(scan)(torch.stack([q, u])),
+    )
     asked = asked.get(transform, tangent)
     torch._dynamo.reset()
     found, expected = torch.compile(asked, fullgraph=True, backend="aot_eager")(q), asked(q)

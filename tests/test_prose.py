@@ -14,6 +14,7 @@ A wrong number of two digits often agrees by accident: about half of random numb
 in the cell above it. The others are listed below: in `DERIVED` with the formula that gives the number from a record,
 which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
 """
+
 import json, math, re
 from functools import cache
 from pathlib import Path
@@ -25,22 +26,44 @@ from longhorn_kit.lab.ledger import ledger
 from longhorn_kit.records import read_json
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ["README.md", "nbs/index.ipynb", # tests/test_bench.py checks kernels/README.md
-         *sorted(str(path.relative_to(ROOT)) for part in ("theory", "scan", "models", "lab", "machine") for path in (ROOT / "nbs" / part).glob("*.ipynb"))]
+PAGES = [
+    "README.md",
+    "nbs/index.ipynb",  # tests/test_bench.py checks kernels/README.md
+    *sorted(
+        str(path.relative_to(ROOT))
+        for part in ("theory", "scan", "models", "lab", "machine")
+        for path in (ROOT / "nbs" / part).glob("*.ipynb")
+    ),
+]
 
 NUMBER = r"(?<![\w.,/^−-])([+−-]?\d+(?:,\d{3})*(?:\.\d+)?)"
 SPACE = r"[\s\u00a0\u202f$]*"
-UNITS = { # unit as written -> (factors from a printed or recorded value, fields of a record that are in this unit)
-    r"%|per cent": ((1, 100), r"share|percent"), r"points": ((1, 100), "-"),
-    r"ms|milliseconds": ((1,), r"_ms$|^S\d$"), r"µs|us|microseconds": ((1, 1e3), r"_us$"), r"seconds|s": ((1, 1e-3), r"seconds"),
+UNITS = {  # unit as written -> (factors from a printed or recorded value, fields of a record that are in this unit)
+    r"%|per cent": ((1, 100), r"share|percent"),
+    r"points": ((1, 100), "-"),
+    r"ms|milliseconds": ((1,), r"_ms$|^S\d$"),
+    r"µs|us|microseconds": ((1, 1e3), r"_us$"),
+    r"seconds|s": ((1, 1e-3), r"seconds"),
     r"hours": ((1,), "-"),
-    r"KiB": ((1, 1 / 1024), r"bytes"), r"kB": ((1, 1e-3), r"bytes"), r"MiB": ((1, 2**-20), r"bytes"),
-    r"MB": ((1, 1e-6), r"bytes"), r"GiB": ((1, 2**-30), r"bytes"), r"GB": ((1, 1e-9), r"bytes"), r"TB/s": ((1, 1e-12), r"^bytes$"),
-    r"W|watts": ((1,), r"watts"), r"nats|bits (?:a|per) byte|tokens/s|(?:tokens|images) (?:a|per) second": ((1,), "-"),
-    r"times|×(?!\s*[\d$])": ((1,), r"_over_")}
-BARE = ((1, 100), r"_ms$|_us$|^S\d$|_over_|share|per_x|error") # a number without a unit, of a table for example
+    r"KiB": ((1, 1 / 1024), r"bytes"),
+    r"kB": ((1, 1e-3), r"bytes"),
+    r"MiB": ((1, 2**-20), r"bytes"),
+    r"MB": ((1, 1e-6), r"bytes"),
+    r"GiB": ((1, 2**-30), r"bytes"),
+    r"GB": ((1, 1e-9), r"bytes"),
+    r"TB/s": ((1, 1e-12), r"^bytes$"),
+    r"W|watts": ((1,), r"watts"),
+    r"nats|bits (?:a|per) byte|tokens/s|(?:tokens|images) (?:a|per) second": ((1,), "-"),
+    r"times|×(?!\s*[\d$])": ((1,), r"_over_"),
+}
+BARE = (
+    (1, 100),
+    r"_ms$|_us$|^S\d$|_over_|share|per_x|error",
+)  # a number without a unit, of a table for example
 UNIT = "|".join(UNITS)
-LIST = re.compile(rf"{NUMBER}(?:{SPACE}±{SPACE}[\d.]+)?(?:{SPACE}(?:/|,|and|or|to|by|at|and at|and by){SPACE}{NUMBER})*{SPACE}(?P<unit>{UNIT})(?![\w])")
+LIST = re.compile(
+    rf"{NUMBER}(?:{SPACE}±{SPACE}[\d.]+)?(?:{SPACE}(?:/|,|and|or|to|by|at|and at|and by){SPACE}{NUMBER})*{SPACE}(?P<unit>{UNIT})(?![\w])"
+)
 DECIMAL = re.compile(rf"{NUMBER}(?![\w.,]*\w)")
 
 
@@ -77,9 +100,13 @@ def is_size(text):
 
 def stated(prose):
     "Return (number, kind, as written, context) of every stated number; a kind is an entry of `UNITS`."
-    prose = re.sub(r"`[^`]*`|https?://\S+|\(\.*/?[\w./-]+\.ipynb[^)]*\)|arXiv[: ][\w.]+", " ", prose) # code, links
-    prose = re.sub(r"(?i)(?:python|torch|pytorch|triton)\s[\d.]+(?:(?: to|,| and) [\d.]+)*", " ", prose) # versions
-    prose = re.sub(r"\b(?:19|20)\d\ds\b", " ", prose) # decades
+    prose = re.sub(
+        r"`[^`]*`|https?://\S+|\(\.*/?[\w./-]+\.ipynb[^)]*\)|arXiv[: ][\w.]+", " ", prose
+    )  # code, links
+    prose = re.sub(
+        r"(?i)(?:python|torch|pytorch|triton)\s[\d.]+(?:(?: to|,| and) [\d.]+)*", " ", prose
+    )  # versions
+    prose = re.sub(r"\b(?:19|20)\d\ds\b", " ", prose)  # decades
     found = {}
     for match in LIST.finditer(prose):
         unit = match["unit"]
@@ -87,37 +114,64 @@ def stated(prose):
         start, end = match.span()
         for number in re.finditer(NUMBER, match[0]):
             if digits(number[0]) > 1 and not is_size(number[0]):
-                found[start + number.start()] = (number[0], kind, f"{number[0]} {unit}", prose[max(0, start - 60):end + 20])
+                found[start + number.start()] = (
+                    number[0],
+                    kind,
+                    f"{number[0]} {unit}",
+                    prose[max(0, start - 60) : end + 20],
+                )
     for match in DECIMAL.finditer(prose):
         if "." in match[0] and digits(match[0]) > 2 and match.start() not in found:
-            found[match.start()] = (match[0], BARE, match[0], prose[max(0, match.start() - 60):match.end() + 20])
+            found[match.start()] = (
+                match[0],
+                BARE,
+                match[0],
+                prose[max(0, match.start() - 60) : match.end() + 20],
+            )
     return [found[at] for at in sorted(found)]
 
 
 def numbers_in(text):
     "Return every number of a text."
-    text = re.sub(r"</?[a-z][^<>]*>", " ", text) # tags of HTML, and not a plain "<"
-    return {value_of(number) for number in re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?", text)}
+    text = re.sub(r"</?[a-z][^<>]*>", " ", text)  # tags of HTML, and not a plain "<"
+    return {
+        value_of(number)
+        for number in re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?", text)
+    }
 
 
 def leaves(value, key=""):
     "Return (key, number) of every number in a JSON value."
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return {(key, float(value))}
-    parts = value.items() if isinstance(value, dict) else ((key, part) for part in value) if isinstance(value, (list, tuple)) else ()
+    parts = (
+        value.items()
+        if isinstance(value, dict)
+        else ((key, part) for part in value)
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return set().union(*(leaves(part, str(name)) for name, part in parts))
 
 
 @cache
 def measured():
     "Return (field, number) of the committed kernel records."
-    return frozenset().union(*(leaves(read_json(path)) for path in (ROOT / "kernels/results").glob("*.json")))
+    return frozenset().union(
+        *(leaves(read_json(path)) for path in (ROOT / "kernels/results").glob("*.json"))
+    )
 
 
 @cache
 def published():
     "Return the published numbers of the paper and of others that the ledger quotes."
-    tables = (papers.OPENWEBTEXT, papers.RECALL_INTENSIVE, papers.DOWNSTREAM_PERPLEXITY, papers.EXTRAPOLATION, papers.INDEPENDENT)
+    tables = (
+        papers.OPENWEBTEXT,
+        papers.RECALL_INTENSIVE,
+        papers.DOWNSTREAM_PERPLEXITY,
+        papers.EXTRAPOLATION,
+        papers.INDEPENDENT,
+    )
     texts = (numbers_in(f"{claim.statement} {claim.published}") for claim in claims.CLAIMS)
     return frozenset({number for table in tables for _, number in leaves(table)}.union(*texts))
 
@@ -128,9 +182,11 @@ def sources(page):
     _, code, shown = page_cells(page)
     lab, front = page.startswith("nbs/lab/"), page in ("README.md", "nbs/index.ipynb")
     found = numbers_in(str(ledger("no runs"))) if front else set()
-    if page == "README.md":             # tests/test_site.py checks these blocks
+    if page == "README.md":  # tests/test_site.py checks these blocks
         found |= numbers_in("\n".join(build.readme_blocks().values()))
-    return numbers_in(code) | numbers_in(shown) | found | published(), frozenset() if lab or page.startswith("nbs/theory/") else measured()
+    return numbers_in(code) | numbers_in(
+        shown
+    ) | found | published(), frozenset() if lab or page.startswith("nbs/theory/") else measured()
 
 
 def agrees(text, kind, page):
@@ -145,8 +201,13 @@ def agrees(text, kind, page):
 def kernel(section, shape, form):
     "Return (forward, backward) ms of the fast kernels on the H200."
     rows = read_json(ROOT / claims.Claim.times)["rows"]
-    return next((row["forward_ms"], row["backward_ms"]) for row in rows
-                if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form) and row["z"] and not row["state"])
+    return next(
+        (row["forward_ms"], row["backward_ms"])
+        for row in rows
+        if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form)
+        and row["z"]
+        and not row["state"]
+    )
 
 
 def exact_step(part, change, shape):
@@ -162,8 +223,14 @@ def small_memory(shape, form):
 
 def against_plain(section, shape, form, way):
     "Return the time of a case over the plain time at S1; way 0 is forward, 1 backward."
-    words = ("plain_forward_ms", "plain_backward_ms")[way] # of the run that measured the case, if an earlier one
-    rows = [row for row in read_json(ROOT / claims.Claim.times)["rows"] if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form)]
+    words = ("plain_forward_ms", "plain_backward_ms")[
+        way
+    ]  # of the run that measured the case, if an earlier one
+    rows = [
+        row
+        for row in read_json(ROOT / claims.Claim.times)["rows"]
+        if (row["section"], row.get("shape"), row.get("form")) == (section, shape, form)
+    ]
     return kernel(section, shape, form)[way] / rows[0].get(words, kernel("main", "S1", form)[way])
 
 
@@ -186,52 +253,94 @@ def lead_per_byte():
 
 def language_cache():
     "Return the bytes of attention's cache over those of Longhorn, at the longest context."
-    attention, longhorn = (laptop_run(mixer)["decode"]["numbers"][-1] for mixer in ("attention", "longhorn"))
+    attention, longhorn = (
+        laptop_run(mixer)["decode"]["numbers"][-1] for mixer in ("attention", "longhorn")
+    )
     return attention / longhorn
 
 
 def backward_counter(name):
     "Return a profiler counter of the diagonal backward whose lanes meet, in per cent."
-    return 100 * read_json(ROOT / "kernels/results/h200_diagonal_steps.json")["counters"]["backward_meetings"][name]
+    return (
+        100
+        * read_json(ROOT / "kernels/results/h200_diagonal_steps.json")["counters"][
+            "backward_meetings"
+        ][name]
+    )
 
 
-DERIVED = { # page -> number as written -> the formula, which has to give it
+DERIVED = {  # page -> number as written -> the formula, which has to give it
     **{page: {"0.0044 bits per byte": lead_per_byte} for page in ("README.md", "nbs/index.ipynb")},
-    "nbs/machine/memory.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9}, "nbs/machine/training.ipynb": {"5.55 nats": lambda: math.log(256)},
-    "nbs/lab/34_language.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba"), "200 times": language_cache, "270 times": lambda: 128.56e6 / laptop_run("longhorn")["parameters"]},
-    "nbs/models/20_mixer.ipynb": {"0.037 nats": lambda: lead("120M", "longhorn", "longhorn_scalar")},
-    "nbs/theory/01_objective.ipynb": {"2.42": lambda: 0.5 * 2.2**2, "−1.42": lambda: 1 - 0.5 * 2.2**2},
-    "nbs/theory/02_closed_forms.ipynb": {"-11.1": lambda: -math.log(65504)}, # the largest number of float16
+    "nbs/machine/memory.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9},
+    "nbs/machine/training.ipynb": {"5.55 nats": lambda: math.log(256)},
+    "nbs/lab/34_language.ipynb": {
+        "0.013 nats": lambda: lead("120M", "longhorn", "mamba"),
+        "200 times": language_cache,
+        "270 times": lambda: 128.56e6 / laptop_run("longhorn")["parameters"],
+    },
+    "nbs/models/20_mixer.ipynb": {
+        "0.037 nats": lambda: lead("120M", "longhorn", "longhorn_scalar")
+    },
+    "nbs/theory/01_objective.ipynb": {
+        "2.42": lambda: 0.5 * 2.2**2,
+        "−1.42": lambda: 1 - 0.5 * 2.2**2,
+    },
+    "nbs/theory/02_closed_forms.ipynb": {
+        "-11.1": lambda: -math.log(65504)
+    },  # the largest number of float16
     "nbs/scan/10_reference.ipynb": {"0.75 MiB": lambda: 8 * 1536 * 16 * 4 / 2**20},
     "nbs/scan/13_triton_diagonal.ipynb": {
-        "21 %": lambda: small_memory("S1", "diagonal"), "19 %": lambda: small_memory("S2", "diagonal")},
-    "nbs/machine/triton_diagonal_backward.ipynb": {"57 %": lambda: backward_counter("l1"), "72 %": lambda: backward_counter("issue_slots_busy")},
+        "21 %": lambda: small_memory("S1", "diagonal"),
+        "19 %": lambda: small_memory("S2", "diagonal"),
+    },
+    "nbs/machine/triton_diagonal_backward.ipynb": {
+        "57 %": lambda: backward_counter("l1"),
+        "72 %": lambda: backward_counter("issue_slots_busy"),
+    },
     "nbs/machine/triton_exact_backward.ipynb": {
-        "3.89 ms": lambda: exact_step("backward_other", "bias and skip in shared memory, parts made at every use", "S3")},
+        "3.89 ms": lambda: exact_step(
+            "backward_other", "bias and skip in shared memory, parts made at every use", "S3"
+        )
+    },
     "nbs/scan/16_speed.ipynb": {
-        "2.93 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1), "2.87 times": lambda: against_plain("N", "S1, N=64", "exact", 1),
+        "2.93 times": lambda: against_plain("N", "S1, N=64", "diagonal", 1),
+        "2.87 times": lambda: against_plain("N", "S1, N=64", "exact", 1),
         "1.13 times": lambda: against_plain("ragged", "S1, D=2044", "exact", 0),
         "1.20 times": lambda: against_plain("ragged", "S1, D=2044", "exact", 1),
-        "0.620 ms": lambda: exact_step("backward", "the version before, measured a second time", "D2044"),
-        "0.519 ms": lambda: exact_step("backward", "sums late above 16 states; small copies get first cache", "D2044"),
-        "0.518 ms": lambda: exact_step("backward_other", "small copies get first cache, others shared memory for four programs", "D2044"),
+        "0.620 ms": lambda: exact_step(
+            "backward", "the version before, measured a second time", "D2044"
+        ),
+        "0.519 ms": lambda: exact_step(
+            "backward", "sums late above 16 states; small copies get first cache", "D2044"
+        ),
+        "0.518 ms": lambda: exact_step(
+            "backward_other",
+            "small copies get first cache, others shared memory for four programs",
+            "D2044",
+        ),
         "1.38 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 0),
-        "1.35 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1)},
+        "1.35 times": lambda: against_plain("ragged", "S1, D=2047", "diagonal", 1),
+    },
 }
-GIVEN = {} # page -> number as written -> why no record of ours holds it
+GIVEN = {}  # page -> number as written -> why no record of ours holds it
 
 
 def unsourced(page):
     known = {**GIVEN.get(page, {}), **DERIVED.get(page, {})}
-    return [(written, " ".join(context.split())) for text, kind, written, context in stated(page_cells(page)[0])
-            if written not in known and not agrees(text, kind, page)]
+    return [
+        (written, " ".join(context.split()))
+        for text, kind, written, context in stated(page_cells(page)[0])
+        if written not in known and not agrees(text, kind, page)
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_stated_number_has_a_source(page):
     missing = unsourced(page)
-    assert not missing, f"{page}: print these, or give their source in tests/test_prose.py:\n" + "\n".join(
-        f"  {written!r} in '... {context} ...'" for written, context in missing)
+    assert not missing, (
+        f"{page}: print these, or give their source in tests/test_prose.py:\n"
+        + "\n".join(f"  {written!r} in '... {context} ...'" for written, context in missing)
+    )
 
 
 @pytest.mark.parametrize("page", [*GIVEN, *DERIVED])
@@ -241,16 +350,25 @@ def test_derived_numbers_are_what_their_formulas_give_and_no_exception_outlives_
     for written, formula in DERIVED.get(page, {}).items():
         number = re.match(NUMBER, written)[0].replace(",", "").replace("−", "-")
         zeros = len(number) - len(number.rstrip("0")) if "." not in number else 0
-        half = 0.5 * 10**(zeros - len(number.partition(".")[2]))
+        half = 0.5 * 10 ** (zeros - len(number.partition(".")[2]))
         assert formula() == pytest.approx(value_of(number), abs=half * (1 + 1e-9)), written
 
 
-@pytest.mark.parametrize("prose, found", [
-    ("takes 0.18 ms, or 1.5 times as long", ["0.18 ms", "1.5 times"]), ("0.17 / 0.55 and 3.3 ms", ["0.17 ms", "0.55 ms", "3.3 ms"]),
-    ("by 12 and by 15 points", ["12 points", "15 points"]), ("of $0.013$ nats", ["0.013 nats"]), ("$92.5 \\pm 0.4$ %", ["92.5"]),
-    ("92.5 ± 0.4 %", ["92.5 %"]), ("1,234 tokens per second", ["1,234 tokens per second"]), ("costs −2.61 then", ["−2.61"]),
-    ("64 × 1024 at 2 % with 128 W", []), ("`0.123 ms` in [x](../a/12_b.ipynb) of arXiv 2407.14207 on Python 3.11 to 3.13", []),
-])
+@pytest.mark.parametrize(
+    "prose, found",
+    [
+        ("takes 0.18 ms, or 1.5 times as long", ["0.18 ms", "1.5 times"]),
+        ("0.17 / 0.55 and 3.3 ms", ["0.17 ms", "0.55 ms", "3.3 ms"]),
+        ("by 12 and by 15 points", ["12 points", "15 points"]),
+        ("of $0.013$ nats", ["0.013 nats"]),
+        ("$92.5 \\pm 0.4$ %", ["92.5"]),
+        ("92.5 ± 0.4 %", ["92.5 %"]),
+        ("1,234 tokens per second", ["1,234 tokens per second"]),
+        ("costs −2.61 then", ["−2.61"]),
+        ("64 × 1024 at 2 % with 128 W", []),
+        ("`0.123 ms` in [x](../a/12_b.ipynb) of arXiv 2407.14207 on Python 3.11 to 3.13", []),
+    ],
+)
 def test_what_counts_as_stated(prose, found):
     assert [written for _, _, written, _ in stated(prose)] == found
 
@@ -259,17 +377,25 @@ def test_a_wrong_number_is_found(monkeypatch):
     page = "nbs/scan/16_speed.ipynb"
     prose, code, shown = page_cells(page)
     right = f"{kernel('main', 'S1', 's6')[1]:.3f} ms"
-    monkeypatch.setitem(globals(), "page_cells", lambda page: (prose.replace(right, "0.913 ms"), code, shown))
+    monkeypatch.setitem(
+        globals(), "page_cells", lambda page: (prose.replace(right, "0.913 ms"), code, shown)
+    )
     assert right in prose and [written for written, _ in unsourced(page)] == ["0.913 ms"]
 
 
 def test_the_mixer_of_the_contributing_guide_works():
     import textwrap, torch
     from longhorn_kit.models.mixer import MIXERS
-    code = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S)[1]
+
+    code = re.search(
+        r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S
+    )[1]
     try:
-        exec("from typing import NamedTuple\nimport torch\nfrom torch import nn\n"
-             "from longhorn_kit.models.mixer import Mixer, register_mixer\n" + textwrap.dedent(code), {})
+        exec(
+            "from typing import NamedTuple\nimport torch\nfrom torch import nn\n"
+            "from longhorn_kit.models.mixer import Mixer, register_mixer\n" + textwrap.dedent(code),
+            {},
+        )
         layer, x = MIXERS["decay"](6), torch.randn(2, 5, 6)
     finally:
         MIXERS.pop("decay", None)

@@ -8,8 +8,23 @@ import longhorn_kit
 from longhorn_kit import records
 from hypothesis import given, settings, strategies as st
 from longhorn_kit.records import (
-    append_jsonl, atomic_folder, commit_of_kit, check_folder, environment, exclusive_lock, progress, read_json, read_jsonl,
-    FullPath, read_record, to_plain, without_machine_paths, write_json, write_jsonl, write_record)
+    append_jsonl,
+    atomic_folder,
+    commit_of_kit,
+    check_folder,
+    environment,
+    exclusive_lock,
+    progress,
+    read_json,
+    read_jsonl,
+    FullPath,
+    read_record,
+    to_plain,
+    without_machine_paths,
+    write_json,
+    write_jsonl,
+    write_record,
+)
 
 
 @contextmanager
@@ -31,7 +46,9 @@ def no_space(*args, **options):
 def test_full_disk_keeps_the_previous_file_and_names_it(tmp_path, monkeypatch, step):
     path = write_json(tmp_path / "record.json", {"loss": 1})
     monkeypatch.setattr(os, step, no_space)
-    with pytest.raises(OSError, match=r"cannot write .*record\.json: No space left on device") as caught:
+    with pytest.raises(
+        OSError, match=r"cannot write .*record\.json: No space left on device"
+    ) as caught:
         write_json(path, {"loss": 2})
     assert caught.value.errno == errno.ENOSPC and "\n" not in str(caught.value)
     assert read_json(path) == {"loss": 1} and os.listdir(tmp_path) == ["record.json"]
@@ -51,13 +68,19 @@ def test_a_write_cut_off_by_the_system_changes_nothing(tmp_path):
             with atomic_folder(tmp_path / "run") as new:
                 (new / "a").write_text("whole")
                 (new / "b").write_text("x" * 5000)
-    assert read_json(path) == {"loss": 1} and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (
+        read_json(path) == {"loss": 1}
+        and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    )
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "record.json"]
 
 
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "run").write_text("mine")
-    with pytest.raises(OSError, match=r"cannot write .*run/record.json: (File exists|Not a directory); what was there before is unchanged"):
+    with pytest.raises(
+        OSError,
+        match=r"cannot write .*run/record.json: (File exists|Not a directory); what was there before is unchanged",
+    ):
         write_json(tmp_path / "run" / "record.json", {})
     assert (tmp_path / "run").read_text() == "mine"
 
@@ -71,16 +94,30 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
         with atomic_folder(tmp_path / "run") as folder:
             (folder / "file").write_text("half")
             raise KeyboardInterrupt
-    assert (tmp_path / "run" / "deep" / "file").read_text() == "new" and os.listdir(tmp_path) == ["run"]
+    assert (tmp_path / "run" / "deep" / "file").read_text() == "new" and os.listdir(tmp_path) == [
+        "run"
+    ]
 
 
 def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
-    with pytest.raises(OSError, match="cannot write .*step/metrics.jsonl: File too large; what") as caught, files_end_at(100):
+    with (
+        pytest.raises(
+            OSError, match="cannot write .*step/metrics.jsonl: File too large; what"
+        ) as caught,
+        files_end_at(100),
+    ):
         with atomic_folder(tmp_path / "step") as new:
             write_jsonl(new / "metrics.jsonl", [{"loss": 1.5}] * 100)
     assert "partial" not in str(caught.value) and os.listdir(tmp_path) == []
-    problem = records.cannot_write("out", RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert str(problem) == "cannot write out: No space left on device; what was there before is unchanged" and problem.errno == 28
+    problem = records.cannot_write(
+        "out",
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
+    )
+    assert (
+        str(problem)
+        == "cannot write out: No space left on device; what was there before is unchanged"
+        and problem.errno == 28
+    )
 
 
 def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
@@ -91,7 +128,11 @@ def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4), max_leaves=10)
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+    ),
+    max_leaves=10,
+)
 
 
 def finite(value):
@@ -111,7 +152,9 @@ def test_values_come_back_and_the_file_is_strict_json(tmp_path_factory, values):
     def strict(text):
         return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
-    assert strict(write_json(folder / "a.json", values).read_text(encoding="utf-8")) == finite(values)
+    assert strict(write_json(folder / "a.json", values).read_text(encoding="utf-8")) == finite(
+        values
+    )
     append_jsonl(folder / "a.jsonl", *values)
     assert read_jsonl(folder / "a.jsonl") == finite(values)
     write_jsonl(folder / "a.jsonl", values[:1])
@@ -119,7 +162,15 @@ def test_values_come_back_and_the_file_is_strict_json(tmp_path_factory, values):
 
 
 def test_numbers_of_torch_and_numpy_become_plain():
-    plain = to_plain({"t": torch.tensor([1.0, math.inf]), "n": np.float32(0.5), "i": np.int64(3), "p": Path("a/b"), "d": torch.float32})
+    plain = to_plain(
+        {
+            "t": torch.tensor([1.0, math.inf]),
+            "n": np.float32(0.5),
+            "i": np.int64(3),
+            "p": Path("a/b"),
+            "d": torch.float32,
+        }
+    )
     assert plain == {"t": [1.0, None], "n": 0.5, "i": 3, "p": "a/b", "d": "torch.float32"}
     json.dumps(plain, allow_nan=False)
 
@@ -143,15 +194,17 @@ def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, mon
         (new / "weights").write_text("old")
     monkeypatch.setattr(records, "exchange", lambda one, other: False)
     real, seen = os.replace, []
+
     def watched(source, target):
         real(source, target)
         if path in (Path(source), Path(target)):
             seen.append((records.standing(path) / "weights").read_text())
+
     monkeypatch.setattr(os, "replace", watched)
     with atomic_folder(path) as new:
         (new / "weights").write_text("new")
     assert seen == ["old", "new"] and os.listdir(tmp_path) == ["model"]
-    real(path, tmp_path / ".model.old") # killed between the two
+    real(path, tmp_path / ".model.old")  # killed between the two
     with pytest.raises(KeyboardInterrupt), atomic_folder(path):
         raise KeyboardInterrupt
     assert os.listdir(tmp_path) == ["model"]
@@ -160,8 +213,15 @@ def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, mon
 def test_the_next_writer_removes_what_dead_processes_left_and_nothing_else(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    dead = {f".a.json.{records.HERE}-{gone.pid}.partial", f".a.json.{records.HERE}-{os.getpid()}.partial"} # ours: of an earlier container
-    kept = {f".a.json.{records.HERE}-{os.getppid()}.partial", f".a.json.ffffff-{gone.pid}.partial", f".b.json.{records.HERE}-{gone.pid}.partial"}
+    dead = {
+        f".a.json.{records.HERE}-{gone.pid}.partial",
+        f".a.json.{records.HERE}-{os.getpid()}.partial",
+    }  # ours: of an earlier container
+    kept = {
+        f".a.json.{records.HERE}-{os.getppid()}.partial",
+        f".a.json.ffffff-{gone.pid}.partial",
+        f".b.json.{records.HERE}-{gone.pid}.partial",
+    }
     for name in dead | kept:
         (tmp_path / name).mkdir()
     write_json(tmp_path / "a.json", 1)
@@ -171,11 +231,13 @@ def test_the_next_writer_removes_what_dead_processes_left_and_nothing_else(tmp_p
 def test_a_folder_is_removed_in_one_step(tmp_path, monkeypatch):
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "checkpoint.json").write_text("{}")
-    monkeypatch.setattr(records.shutil, "rmtree", lambda path, **_: os.kill(0, 0)) # as if killed here
+    monkeypatch.setattr(
+        records.shutil, "rmtree", lambda path, **_: os.kill(0, 0)
+    )  # as if killed here
     records.discard(tmp_path / "step")
     assert [path.name for path in tmp_path.iterdir()] == [records.beside(tmp_path / "step").name]
     monkeypatch.undo()
-    write_json(tmp_path / "step", 1) # the next writer
+    write_json(tmp_path / "step", 1)  # the next writer
     assert os.listdir(tmp_path) == ["step"]
 
 
@@ -184,12 +246,24 @@ def test_a_library_that_writes_beside_its_target_leaves_nothing_outside(tmp_path
         (path.parent / ".tmpAbCdEf").write_text("of the library")
         path.write_text("weights")
         assert len(os.listdir(tmp_path)) == 1
-    assert os.listdir(tmp_path) == ["model.safetensors"] and (tmp_path / "model.safetensors").read_text() == "weights"
+    assert (
+        os.listdir(tmp_path) == ["model.safetensors"]
+        and (tmp_path / "model.safetensors").read_text() == "weights"
+    )
 
 
-@pytest.mark.parametrize("damage", [
-    lambda text: text.replace("0.5", "0.6"), lambda text: text[:-30], lambda text: "", lambda text: "[1]",
-    lambda text: text.replace("sha256", "sha512"), lambda text: text.replace("loss", "lost"), lambda text: "[" * 100000])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("0.5", "0.6"),
+        lambda text: text[:-30],
+        lambda text: "",
+        lambda text: "[1]",
+        lambda text: text.replace("sha256", "sha512"),
+        lambda text: text.replace("loss", "lost"),
+        lambda text: "[" * 100000,
+    ],
+)
 def test_a_damaged_record_is_one_sentence_with_file_and_remedy(tmp_path, damage):
     path = write_record(tmp_path / "record.json", {"loss": 0.5, "text": "a\x1b[31mb<c>"})
     assert read_record(path)["text"] == "a\ufffd[31mb<c>"
@@ -197,7 +271,10 @@ def test_a_damaged_record_is_one_sentence_with_file_and_remedy(tmp_path, damage)
     if not path.read_text().endswith(("}\n", "]")):
         with pytest.raises(ValueError, match=r"\A.*record.json is not a JSON file.*\Z"):
             read_json(path)
-    with pytest.raises(ValueError, match=r"record.json.*; restore the file, or delete it and run its command again$") as caught:
+    with pytest.raises(
+        ValueError,
+        match=r"record.json.*; restore the file, or delete it and run its command again$",
+    ) as caught:
         read_record(path)
     assert "\n" not in str(caught.value)
 
@@ -207,7 +284,11 @@ def test_a_damaged_folder_names_its_file(tmp_path):
         (new / "deep").mkdir()
         (new / "deep" / "weights").write_bytes(bytes(100))
     check_folder(tmp_path / "model", "export it again")
-    for name, content in (("deep/weights", b"1" * 100), ("deep/weights", b""), ("manifest.json", b"{}")):
+    for name, content in (
+        ("deep/weights", b"1" * 100),
+        ("deep/weights", b""),
+        ("manifest.json", b"{}"),
+    ):
         kept = (tmp_path / "model" / name).read_bytes()
         (tmp_path / "model" / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name} is damaged; export it again$"):
@@ -241,10 +322,12 @@ def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, mo
     path.mkdir()
     (path / "old").write_text("old")
     monkeypatch.setattr(records, "exchange", lambda one, other: False)
+
     def fails(source, target):
         if str(source).endswith(".partial"):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         real(source, target)
+
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match="what was there before is unchanged"):
         with atomic_folder(path) as new:
@@ -254,7 +337,9 @@ def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, mo
 
 def test_a_missing_key_names_its_file_also_after_a_copy(tmp_path):
     write_jsonl(tmp_path / "m.jsonl", [{"step": 1}, {}])
-    inner = read_json(write_json(tmp_path / "r.json", {"runs": [{"inner": {"seed": 3}}]}))["runs"][0]["inner"]
+    inner = read_json(write_json(tmp_path / "r.json", {"runs": [{"inner": {"seed": 3}}]}))["runs"][
+        0
+    ]["inner"]
     line = read_jsonl(tmp_path / "m.jsonl")[1]
     for found, says in ((inner, "r.json"), (line, "m.jsonl, line 2")):
         for kept in (found, copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
@@ -270,20 +355,52 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "work")
     home, here = str(tmp_path / "home" / "ada"), os.getcwd()
     assert without_machine_paths(f"a {home}/runs b={here}/x '{home}'") == "a ~/runs b=./x '~'"
-    assert without_machine_paths(f"{home}lovelace {here}er /x{here}") == f"{home}lovelace {here}er /x{here}"
-    again = lambda path: to_plain(to_plain(FullPath(path))) # of a run that resumes elsewhere
-    assert again(f"{home}/x") == "~/x" and re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x")) and again("/a/b/x") != again("/a/c/x")
+    assert (
+        without_machine_paths(f"{home}lovelace {here}er /x{here}")
+        == f"{home}lovelace {here}er /x{here}"
+    )
+    again = lambda path: to_plain(to_plain(FullPath(path)))  # of a run that resumes elsewhere
+    assert (
+        again(f"{home}/x") == "~/x"
+        and re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x"))
+        and again("/a/b/x") != again("/a/c/x")
+    )
     seen = json.dumps(environment())
     assert home not in seen and here not in seen
     node = platform.node()
     assert len(node) < 4 or node not in seen
 
 
-@pytest.mark.parametrize("text, short", [
-    ("/data/users/ada/private.txt", ".../private.txt"), ("--data=/data/users/ada/x", "--data=.../x"), ("hf:/data/users/ada/x", "hf:.../x"),
-    ("gpt2:/data/ada/gpt2/", "gpt2:.../gpt2"), ("file:///data/ada/x", "file://.../x"), ("cannot read /data/ada/x.txt: bad", "cannot read .../x.txt: bad"),
-    ("'/data/ada/x'", "'.../x'"), (r"C:\Users\ada\x.txt", ".../x.txt"), ("/data/ä/ß/名.txt", ".../名.txt"), ("x/\udcff/y", "x/\ufffd/y"),
-    *((same, same) for same in ("https://a/b/c", "and/or", "50/50", "~/x/y", "./x/y", "/", "/data", "<b>x</b>", "3 tokens/s", ".../x"))])
+@pytest.mark.parametrize(
+    "text, short",
+    [
+        ("/data/users/ada/private.txt", ".../private.txt"),
+        ("--data=/data/users/ada/x", "--data=.../x"),
+        ("hf:/data/users/ada/x", "hf:.../x"),
+        ("gpt2:/data/ada/gpt2/", "gpt2:.../gpt2"),
+        ("file:///data/ada/x", "file://.../x"),
+        ("cannot read /data/ada/x.txt: bad", "cannot read .../x.txt: bad"),
+        ("'/data/ada/x'", "'.../x'"),
+        (r"C:\Users\ada\x.txt", ".../x.txt"),
+        ("/data/ä/ß/名.txt", ".../名.txt"),
+        ("x/\udcff/y", "x/\ufffd/y"),
+        *(
+            (same, same)
+            for same in (
+                "https://a/b/c",
+                "and/or",
+                "50/50",
+                "~/x/y",
+                "./x/y",
+                "/",
+                "/data",
+                "<b>x</b>",
+                "3 tokens/s",
+                ".../x",
+            )
+        ),
+    ],
+)
 def test_of_other_absolute_paths_a_record_keeps_the_last_part(text, short):
     assert to_plain(to_plain({"a": [text]})) == {"a": [short]}
 
@@ -297,7 +414,10 @@ def test_a_path_with_spaces_is_cut_whole(tmp_path):
 
 def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
     assert commit_of_kit(tmp_path) is None
-    for name in (".git", "longhorn_kit"): # a repository, but not of the kit; later it looks like the kit, but git cannot read it
+    for name in (
+        ".git",
+        "longhorn_kit",
+    ):  # a repository, but not of the kit; later it looks like the kit, but git cannot read it
         (tmp_path / name).mkdir()
         assert commit_of_kit(tmp_path) is None
 
@@ -305,7 +425,10 @@ def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
 def test_commit_says_when_files_differ(tmp_path):
     def git(*words):
         identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-        subprocess.run(["git", *identity, "-C", str(tmp_path), *words], check=True, capture_output=True)
+        subprocess.run(
+            ["git", *identity, "-C", str(tmp_path), *words], check=True, capture_output=True
+        )
+
     (tmp_path / "longhorn_kit").mkdir()
     (tmp_path / "longhorn_kit" / "a.py").write_text("1")
     git("init"), git("add", "."), git("commit", "-m", "first")
@@ -314,17 +437,36 @@ def test_commit_says_when_files_differ(tmp_path):
     assert len(clean) == 12 and commit_of_kit(tmp_path) == clean + "+"
 
 
-@pytest.mark.parametrize("how, printed", [
-    (["script.py", "--out", "a b"], "python script.py --out 'a b'"), (["-m", "script", "x"], "python -m script x"),
-    (["-c", "import script", "x"], "python -c 'import script' x"),
-    (["script.py", "--data", "/data/ada/b c.txt", os.path.expanduser("~/a b"), "a|b"], "python script.py --data '.../b c.txt' ~/'a b' 'a|b'")])
+@pytest.mark.parametrize(
+    "how, printed",
+    [
+        (["script.py", "--out", "a b"], "python script.py --out 'a b'"),
+        (["-m", "script", "x"], "python -m script x"),
+        (["-c", "import script", "x"], "python -c 'import script' x"),
+        (
+            ["script.py", "--data", "/data/ada/b c.txt", os.path.expanduser("~/a b"), "a|b"],
+            "python script.py --data '.../b c.txt' ~/'a b' 'a|b'",
+        ),
+    ],
+)
 def test_a_recorded_command_can_be_run_again(tmp_path, how, printed):
-    (tmp_path / "script.py").write_text("from longhorn_kit.records import command_line\nprint(command_line())\n")
+    (tmp_path / "script.py").write_text(
+        "from longhorn_kit.records import command_line\nprint(command_line())\n"
+    )
     path = os.pathsep.join([str(Path(longhorn_kit.__file__).parents[1]), str(tmp_path)])
-    done = subprocess.run([sys.executable, *how], cwd=tmp_path, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *how],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.strip() == printed, done.stderr
 
 
 def test_words_of_foreign_data_cannot_control_the_terminal(capsys):
     records.warn("column \x1b]0;title\x07\nand\u202e \udcff of a\tfile\u2028x")
-    assert capsys.readouterr().err == "longhorn: warning: column \ufffd]0;title\ufffd and\ufffd \ufffd of a file\ufffdx\n"
+    assert (
+        capsys.readouterr().err
+        == "longhorn: warning: column \ufffd]0;title\ufffd and\ufffd \ufffd of a file\ufffdx\n"
+    )

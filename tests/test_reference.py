@@ -1,4 +1,5 @@
 """The reference scans against oracles that share no code with them."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +15,25 @@ B, T, D, N = 2, 11, 3, 4
 def tensors():
     torch.manual_seed(0)
     new = lambda *s: torch.randn(*s, dtype=torch.float64).requires_grad_()
-    return dict(q=new(B, T, N), k=new(B, T, N), x=new(B, T, D), b=new(B, T, D), b_bias=new(D), D_skip=new(D),
-                z=new(B, T, D), initial_state=new(B, D, N))
+    return dict(
+        q=new(B, T, N),
+        k=new(B, T, N),
+        x=new(B, T, D),
+        b=new(B, T, D),
+        b_bias=new(D),
+        D_skip=new(D),
+        z=new(B, T, D),
+        initial_state=new(B, D, N),
+    )
 
 
 def from_gates(a, i, q, S0):
     "Read-outs and last state of S <- a S + i, from sums of log gates: no recurrence. a, i (B,T,D,N)."
     log = a.log().cumsum(1)
     later = torch.arange(a.shape[1])
-    weight = (log[:, :, None] - log[:, None]).exp() * (later[:, None] >= later)[None, :, :, None, None]
+    weight = (log[:, :, None] - log[:, None]).exp() * (later[:, None] >= later)[
+        None, :, :, None, None
+    ]
     S = (weight * i[:, None]).sum(2) + log.exp() * S0[:, None]
     return torch.einsum("btdn,btn->btd", S, q), S[:, -1]
 
@@ -36,7 +47,10 @@ def same(ours, theirs, tensors):
     weights = [torch.randn_like(o) for o in ours]
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-    grads = [torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, out)), tensors) for out in (ours, theirs)]
+    grads = [
+        torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, out)), tensors)
+        for out in (ours, theirs)
+    ]
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
@@ -44,7 +58,11 @@ def same(ours, theirs, tensors):
 @pytest.mark.parametrize("form", ["diagonal", "decoupled"])
 def test_elementwise_forms_are_sums_over_products_of_gates(form, tensors):
     t = tensors
-    beta, k, x = torch.sigmoid(t["b"] + t["b_bias"])[..., None], t["k"][:, :, None], t["x"][..., None]
+    beta, k, x = (
+        torch.sigmoid(t["b"] + t["b_bias"])[..., None],
+        t["k"][:, :, None],
+        t["x"][..., None],
+    )
     shared = (k * k).sum(-1, keepdim=True) if form == "diagonal" else k * k
     eps = beta / (1 + beta * shared)
     y, S = from_gates(1 - eps * k * k, eps * x * k, t["q"], t["initial_state"])
@@ -68,9 +86,20 @@ def test_s6_is_a_sum_over_products_of_gates(timed, tensors):
     A = (-torch.rand((B, T, N) if timed else (D, N), dtype=torch.float64)).requires_grad_()
     delta = F.softplus(t["b"] + t["b_bias"])[..., None]
     gate = torch.exp(delta * (A[:, :, None] if timed else A))
-    y, S = from_gates(gate, delta * t["x"][..., None] * t["k"][:, :, None], t["q"], t["initial_state"])
-    ours = reference_selective_scan(t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"],
-                                    initial_state=t["initial_state"])
+    y, S = from_gates(
+        gate, delta * t["x"][..., None] * t["k"][:, :, None], t["q"], t["initial_state"]
+    )
+    ours = reference_selective_scan(
+        t["q"],
+        t["k"],
+        t["x"],
+        t["b"],
+        A,
+        t["b_bias"],
+        t["D_skip"],
+        t["z"],
+        initial_state=t["initial_state"],
+    )
     same(ours, (finish(y, t), S), [*t.values(), A])
 
 

@@ -1,4 +1,5 @@
 """The report page: well-formed, alone, escaped, described, and written whole or not at all."""
+
 import errno, re, tomllib
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,6 +14,7 @@ from longhorn_kit.records import write_record
 
 class Page(HTMLParser):
     "Collect the content of a page; fail on a tag that is closed out of order."
+
     def __init__(self, text):
         super().__init__()
         self.open, self.tags, self.text = [], [], []
@@ -22,8 +24,11 @@ class Page(HTMLParser):
         self.handle_startendtag(tag, attributes)
         self.open += [] if tag in ("meta", "br", "link", "input", "hr") else [tag]
 
-    def handle_startendtag(self, tag, attributes): self.tags.append((tag, dict(attributes)))
-    def handle_data(self, data): self.text += [] if self.open and self.open[-1] in ("style", "script") else [data]
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_data(self, data):
+        self.text += [] if self.open and self.open[-1] in ("style", "script") else [data]
 
     def handle_endtag(self, tag):
         assert self.open.pop() == tag
@@ -31,42 +36,93 @@ class Page(HTMLParser):
 
 @pytest.fixture(autouse=True)
 def fake_claims(monkeypatch):
-    reader = fakes.claim("reader", module=None, reads="fake", minutes={}, about=lambda record: record["settings"].get("data", ""))
-    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), reader, fakes.claim("other", module=None, compare=None, minutes={})])
+    reader = fakes.claim(
+        "reader",
+        module=None,
+        reads="fake",
+        minutes={},
+        about=lambda record: record["settings"].get("data", ""),
+    )
+    monkeypatch.setattr(
+        claims,
+        "CLAIMS",
+        [fakes.claim(), reader, fakes.claim("other", module=None, compare=None, minutes={})],
+    )
 
 
 @pytest.fixture
 def written(tmp_path):
     write_record(tmp_path / "nbs/fake/gpu.json", fakes.record(scale="gpu", results={"score": -1}))
     settings = {"train": {"lr": 0.003, "seeds": [0, 1]}, "data": "</pre><script>1</script>\x07"}
-    records, known = [fakes.record(settings=settings), fakes.record(scale="gpu")], ledger(tmp_path / "runs", tmp_path / "nbs")
-    return report.write_report(records, tmp_path / "deep/report.html", known).read_text(encoding="utf-8")
+    records, known = (
+        [fakes.record(settings=settings), fakes.record(scale="gpu")],
+        ledger(tmp_path / "runs", tmp_path / "nbs"),
+    )
+    return report.write_report(records, tmp_path / "deep/report.html", known).read_text(
+        encoding="utf-8"
+    )
 
 
 def test_page_is_well_formed_and_loads_nothing(written):
     page = Page(written)
-    assert page.open == [] and written.strip().startswith("<!doctype html>") and {"script", "link", "img"}.isdisjoint(tag for tag, _ in page.tags)
-    assert all(there.get(name, "#").startswith("#") for _, there in page.tags for name in ("src", "href", "srcset", "data", "poster", "action"))
+    assert (
+        page.open == []
+        and written.strip().startswith("<!doctype html>")
+        and {"script", "link", "img"}.isdisjoint(tag for tag, _ in page.tags)
+    )
+    assert all(
+        there.get(name, "#").startswith("#")
+        for _, there in page.tags
+        for name in ("src", "href", "srcset", "data", "poster", "action")
+    )
     assert "url(" not in written and "@import" not in written and '<meta name="viewport"' in written
-    assert all(f"@media ({words})" in written for words in ("prefers-color-scheme: dark", "max-width: 34rem")) and "@media print" in written
+    assert (
+        all(
+            f"@media ({words})" in written
+            for words in ("prefers-color-scheme: dark", "max-width: 34rem")
+        )
+        and "@media print" in written
+    )
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     links = [attributes["href"][1:] for tag, attributes in page.tags if tag == "a"]
-    assert len(set(ids)) == len(ids) and links == ["fake-laptop", "fake-gpu"] and set(links) <= set(ids)
+    assert (
+        len(set(ids)) == len(ids)
+        and links == ["fake-laptop", "fake-gpu"]
+        and set(links) <= set(ids)
+    )
 
 
 def test_text_of_a_run_is_escaped_and_readable(written):
     text = "".join(Page(written).text)
-    assert "<script>" not in written and written.count("<h1>") == 1 and not re.search(r"[\x00-\x08\x0b-\x1f]", written)
+    assert (
+        "<script>" not in written
+        and written.count("<h1>") == 1
+        and not re.search(r"[\x00-\x08\x0b-\x1f]", written)
+    )
     assert text.count("</pre><script>1</script>\ufffd") == 2 and "The fake claim < & holds." in text
 
 
 def test_page_says_what_was_run_what_came_out_and_how_to_repeat_it(written):
     text = " ".join(" ".join(Page(written).text).split())
-    for part in ("laptop: score", "+2.0 points", "2 × holds (1.5 s)", "score above zero", "official code", "1.0", "Computing time 3.0 s", "not run",
-                 "longhorn reproduce fake --scale laptop --fresh", "train.lr 0.003 train.seeds 0, 1 data", "device cpu commit abc torch 2.13"):
+    for part in (
+        "laptop: score",
+        "+2.0 points",
+        "2 × holds (1.5 s)",
+        "score above zero",
+        "official code",
+        "1.0",
+        "Computing time 3.0 s",
+        "not run",
+        "longhorn reproduce fake --scale laptop --fresh",
+        "train.lr 0.003 train.seeds 0, 1 data",
+        "device cpu commit abc torch 2.13",
+    ):
         assert part in text, part
     plots = re.findall(r"<figure>.*?</figure>", written, re.S)
-    assert len(plots) == 2 and all(plot.count("<svg") == 2 and "aria-label" in plot and "<figcaption>" in plot for plot in plots)
+    assert len(plots) == 2 and all(
+        plot.count("<svg") == 2 and "aria-label" in plot and "<figcaption>" in plot
+        for plot in plots
+    )
     assert "beside recorded GPU runs" in plots[0] and "−1.0" in plots[0] and "gpu None" not in text
 
 
@@ -78,8 +134,14 @@ def test_page_names_what_is_still_to_come_and_what_is_a_trial(tmp_path):
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert page.open == [] and ids == ["fake-laptop", "fake-laptop-trial"]
     words = " ".join(" ".join(page.text).split())
-    assert "still to come when this page was written: other, <b>." in words and "the same command resumes" in words
-    assert "fake, laptop scale (trial)" in words and words.count("does not count it: steps 3 -> 20.") == 1
+    assert (
+        "still to come when this page was written: other, <b>." in words
+        and "the same command resumes" in words
+    )
+    assert (
+        "fake, laptop scale (trial)" in words
+        and words.count("does not count it: steps 3 -> 20.") == 1
+    )
     text = report.write_report([fakes.record()], path).read_text(encoding="utf-8")
     assert "still to come" not in text and "trial" not in text
 
@@ -88,15 +150,24 @@ def test_page_without_records_and_a_failed_write(tmp_path, monkeypatch):
     path = report.write_report([], tmp_path / "report.html")
     text = path.read_text()
     assert Page(text).open == [] and "Nothing has been run" in text
-    monkeypatch.setattr("os.fsync", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        "os.fsync",
+        lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
+    )
     with pytest.raises(OSError, match="report.html"):
         report.write_report([fakes.record()], path)
-    assert path.read_text() == text and [file.name for file in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_text() == text and [file.name for file in tmp_path.iterdir()] == [
+        "report.html"
+    ]
 
 
 def test_durations_and_that_the_package_carries_templates_and_style():
     found = [report.duration(seconds) for seconds in (0, 9.96, 12.4, 59.6, 61, 3599.9, 90061)]
     assert found == ["0.0 s", "10.0 s", "12 s", "1 min", "1 min 1 s", "1 h", "25 h 1 min"]
     root = Path(report.__file__).parent.parent
-    globs = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["longhorn_kit"]
-    assert {"ledger.html.j2", "report.html.j2", "report.css"} <= {path.name for glob in globs for path in root.glob(glob)}
+    globs = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]["longhorn_kit"]
+    assert {"ledger.html.j2", "report.html.j2", "report.css"} <= {
+        path.name for glob in globs for path in root.glob(glob)
+    }

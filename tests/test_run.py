@@ -1,4 +1,5 @@
 """Experiments give the same record on every engine and after every accident."""
+
 import contextlib, json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,16 +32,26 @@ def starts(folder):
 def test_processes_give_the_same_record_and_nothing_is_run_twice(tmp_path, expected):
     for _ in range(2):
         record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
-        assert record["results"] == expected and record["missing"] == 0 and record["made"]["device"] == ["cpu"]
+        assert (
+            record["results"] == expected
+            and record["missing"] == 0
+            and record["made"]["device"] == ["cpu"]
+        )
         assert starts(tmp_path) == ["start\n"] * 15
-    assert read_record(tmp_path / "record.json") == record and not (tmp_path / "partial.json").exists()
+    assert (
+        read_record(tmp_path / "record.json") == record and not (tmp_path / "partial.json").exists()
+    )
 
 
-def test_a_job_that_fails_is_tried_again_noted_and_given_up(tmp_path, monkeypatch, capsys, expected):
+def test_a_job_that_fails_is_tried_again_noted_and_given_up(
+    tmp_path, monkeypatch, capsys, expected
+):
     monkeypatch.setenv("TOY_FAILS", "diagonal")
     record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
     assert record["missing"] == 3 and record["results"] == expected | {"diagonal": []}
-    assert not (tmp_path / "record.json").exists() and read_record(tmp_path / "partial.json") == record
+    assert (
+        not (tmp_path / "record.json").exists() and read_record(tmp_path / "partial.json") == record
+    )
     errors = capsys.readouterr().err
     assert errors.count("ValueError: the toy is broken") == 6 and "error-1.txt" in errors
     for note in tmp_path.glob("jobs/*/error-*.txt"):
@@ -74,7 +85,10 @@ def test_processes_that_stay_give_the_same_record(tmp_path, staying, expected):
 def test_a_process_that_stays_goes_on_after_an_error(tmp_path, staying, monkeypatch, capsys):
     monkeypatch.setenv("TOY_FAILS", "mamba")
     record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
-    assert record["missing"] == 3 and capsys.readouterr().err.count("ValueError: the toy is broken") == 6
+    assert (
+        record["missing"] == 3
+        and capsys.readouterr().err.count("ValueError: the toy is broken") == 6
+    )
     assert all("Traceback" in note.read_text() for note in tmp_path.glob("jobs/*/error-*.txt"))
 
 
@@ -89,10 +103,12 @@ def test_a_process_that_dies_is_replaced(staying, tmp_path):
         staying.close()
 
 
-def die(*_): os._exit(7)
+def die(*_):
+    os._exit(7)
 
 
-def leave_mark(_, settings, folder): (folder / "mark").touch()
+def leave_mark(_, settings, folder):
+    (folder / "mark").touch()
 
 
 def wait(job):
@@ -127,11 +143,14 @@ def test_no_job_starts_that_would_end_after_the_deadline():
     assert lab_run.ends_in_time({"model": "a", "lr": 2}, {}, now + 1), "the first job always starts"
 
 
-@pytest.mark.parametrize("options, says", [
-    ({"scale": "moon"}, "toy has no scale 'moon'; it has: laptop"),
-    ({"launcher": "ray"}, "launcher is 'ray'; expected local, slurm or dask"),
-    ({"launcher": "dask"}, "set DASK_SCHEDULER"),
-])
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"scale": "moon"}, "toy has no scale 'moon'; it has: laptop"),
+        ({"launcher": "ray"}, "launcher is 'ray'; expected local, slurm or dask"),
+        ({"launcher": "dask"}, "set DASK_SCHEDULER"),
+    ],
+)
 def test_what_cannot_be_run_is_one_sentence(tmp_path, monkeypatch, options, says):
     monkeypatch.delenv("DASK_SCHEDULER", raising=False)
     with pytest.raises(ValueError, match=says):
@@ -140,7 +159,7 @@ def test_what_cannot_be_run_is_one_sentence(tmp_path, monkeypatch, options, says
 
 def test_a_missing_cluster_library_names_its_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ImportError, match="submitit needs the extra \"cluster\""):
+    with pytest.raises(ImportError, match='submitit needs the extra "cluster"'):
         lab_run.cluster_library("submitit")
 
 
@@ -159,27 +178,39 @@ def test_results_are_found_by_settings_whatever_their_order_and_kind(tmp_path):
     assert results.job_folder({"a": 1}) != results.job_folder({"a": 2})
 
 
-DRIVER = ("import sys, toy; from longhorn_kit.lab.run import run\n"
-          "if __name__ == '__main__': run(toy.EXPERIMENT, folder=sys.argv[1], launcher=sys.argv[2], workers=2, "
-          "options={'cluster': 'local'} if sys.argv[2] == 'slurm' else None, pause=0.3)")
+DRIVER = (
+    "import sys, toy; from longhorn_kit.lab.run import run\n"
+    "if __name__ == '__main__': run(toy.EXPERIMENT, folder=sys.argv[1], launcher=sys.argv[2], workers=2, "
+    "options={'cluster': 'local'} if sys.argv[2] == 'slurm' else None, pause=0.3)"
+)
 
 
 PATH = {"PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
 
 
 def driver(folder, launcher="local", **variables):
-    return subprocess.Popen([sys.executable, "-c", DRIVER, str(folder), launcher], env=os.environ | PATH | variables, start_new_session=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(folder), launcher],
+        env=os.environ | PATH | variables,
+        start_new_session=True,
+    )
 
 
 def processes_in(folder):
     "Return the processes that name a folder in their command line, and their children."
     import psutil
+
     def tree(parent):
         try:
             return [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess: # it has just ended
+        except psutil.NoSuchProcess:  # it has just ended
             return []
-    found = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or [])]
+
+    found = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if str(folder) in " ".join(p.info["cmdline"] or [])
+    ]
     return list({p.pid: p for parent in found for p in tree(parent)}.values())
 
 
@@ -187,12 +218,16 @@ def processes_in(folder):
 def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path, number):
     process = driver(tmp_path)
     end = time.monotonic() + 180
-    while len(helpers := processes_in(tmp_path)) < 5 and time.monotonic() < end: # driver, two servers, two jobs
+    while (
+        len(helpers := processes_in(tmp_path)) < 5 and time.monotonic() < end
+    ):  # driver, two servers, two jobs
         time.sleep(0.05)
     process.send_signal(number)
     process.wait(180)
     end = time.monotonic() + 60
-    while any(p.is_running() and p.status() != "zombie" for p in helpers) and time.monotonic() < end:
+    while (
+        any(p.is_running() and p.status() != "zombie" for p in helpers) and time.monotonic() < end
+    ):
         time.sleep(0.1)
     assert len(helpers) >= 5 and not any(p.is_running() and p.status() != "zombie" for p in helpers)
 
@@ -201,15 +236,36 @@ def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path, number):
 def dask_cluster(tmp_path):
     "A scheduler and two workers of one thread each; the workers are restarted by their nannies."
     import socket
+
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
-    begin = [sys.executable, "-m", "distributed.cli.dask_scheduler"], [sys.executable, "-m", "distributed.cli.dask_worker"]
-    quiet = dict(env=os.environ | PATH, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    begin = (
+        [sys.executable, "-m", "distributed.cli.dask_scheduler"],
+        [sys.executable, "-m", "distributed.cli.dask_worker"],
+    )
+    quiet = dict(
+        env=os.environ | PATH,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     scheduler = subprocess.Popen([*begin[0], "--host", address, "--no-dashboard"], **quiet)
     folder = str(tmp_path / "dask")
-    worker = subprocess.Popen([*begin[1], address, "--nworkers", "2", "--nthreads", "1", "--no-dashboard",
-                               "--local-directory", folder], **quiet)
+    worker = subprocess.Popen(
+        [
+            *begin[1],
+            address,
+            "--nworkers",
+            "2",
+            "--nthreads",
+            "1",
+            "--no-dashboard",
+            "--local-directory",
+            folder,
+        ],
+        **quiet,
+    )
     yield {"DASK_SCHEDULER": address}, worker.pid
     for process in (worker, scheduler):
         os.killpg(process.pid, signal.SIGKILL)
@@ -218,7 +274,9 @@ def dask_cluster(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("launcher", ["local", "slurm", "dask"])
-def test_killed_twenty_times_at_random_the_record_is_the_same(tmp_path, expected, launcher, request):
+def test_killed_twenty_times_at_random_the_record_is_the_same(
+    tmp_path, expected, launcher, request
+):
     variables, nanny = request.getfixturevalue("dask_cluster") if launcher == "dask" else ({}, None)
     chance, kills, process = random.Random(launcher), 0, None
     end = time.monotonic() + 1500
@@ -232,7 +290,7 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(tmp_path, expected
             try:
                 victim.kill()
                 kills += 1
-            except Exception: # it has just ended
+            except Exception:  # it has just ended
                 pass
     process.wait(180)
     record = read_record(tmp_path / "record.json")
@@ -243,24 +301,48 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(tmp_path, expected
 @pytest.mark.slow
 def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
     from nbdev.export import nb_export
+
     root = TESTS.parent
     guide = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", guide[guide.index("## Add an experiment"):guide.index("## Add a kernel")], re.S)
+    blocks = re.findall(
+        r"```python\n(.*?)```",
+        guide[guide.index("## Add an experiment") : guide.index("## Add a kernel")],
+        re.S,
+    )
     experiment, claim = (textwrap.dedent(block) for block in blocks)
     cells = ["#| default_exp lab.parity", f"#| export\n{experiment}", f"#| export\n{claim}"]
-    code = [dict(cell_type="code", metadata={}, source=text, outputs=[], execution_count=None, id=str(i)) for i, text in enumerate(cells)]
-    shutil.copytree(root / "longhorn_kit", tmp_path / "longhorn_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    code = [
+        dict(
+            cell_type="code", metadata={}, source=text, outputs=[], execution_count=None, id=str(i)
+        )
+        for i, text in enumerate(cells)
+    ]
+    shutil.copytree(
+        root / "longhorn_kit",
+        tmp_path / "longhorn_kit",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     shutil.copy(root / "settings.ini", tmp_path)
     (tmp_path / "nbs").mkdir()
     page = tmp_path / "nbs" / "41_parity.ipynb"
     page.write_text(json.dumps({"cells": code, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     nb_export(page, tmp_path / "longhorn_kit")
-    commands = "import sys; from longhorn_kit.cli import main; sys.exit(main(sys.argv[1:]) or main(['claims']))" # in one process
+    commands = "import sys; from longhorn_kit.cli import main; sys.exit(main(sys.argv[1:]) or main(['claims']))"  # in one process
     words = ["reproduce", "parity", "--steps", "20", "--workers", "0"]
-    done = subprocess.run([sys.executable, "-c", commands, *words], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)},
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", commands, *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and "parity: exact above diagonal" in done.stdout, done.stderr
-    assert read_record(tmp_path / "runs" / "parity" / "laptop.trial" / "record.json")["settings"]["steps"] == 20
+    assert (
+        read_record(tmp_path / "runs" / "parity" / "laptop.trial" / "record.json")["settings"][
+            "steps"
+        ]
+        == 20
+    )
     assert "The exact form learns parity" in done.stdout
 
 
@@ -271,16 +353,32 @@ def job(model, lr, seconds=None, **more):
 
 def test_a_job_is_expected_to_take_the_time_of_the_finished_ones_most_like_it():
     known = {}
-    for row in (job("a", 1, 10.0, size=1), job("a", 2, 20.0, size=1), job("b", 1, 50.0, size=1), job("b", 1, 70.0, size=2)):
+    for row in (
+        job("a", 1, 10.0, size=1),
+        job("a", 2, 20.0, size=1),
+        job("b", 1, 50.0, size=1),
+        job("b", 1, 70.0, size=2),
+    ):
         known.setdefault(lab_run.kind_of(row["settings"]), []).append(row["seconds"])
     likely = lambda **settings: lab_run.likely_seconds(lab_run.kind_of(settings), known)
-    assert likely(model="a", size=1, lr=9, seed=5) == 15 # neither rate nor seed changes the time
-    assert likely(model="b", size=2) == 70 and likely(model="a", size=2) == 15 # the model counts more than the rest
-    assert likely(model="c", size=2) == 70 and likely(model="c", size=3) == 37.5 # the mean of all
+    assert likely(model="a", size=1, lr=9, seed=5) == 15  # neither rate nor seed changes the time
+    assert (
+        likely(model="b", size=2) == 70 and likely(model="a", size=2) == 15
+    )  # the model counts more than the rest
+    assert likely(model="c", size=2) == 70 and likely(model="c", size=3) == 37.5  # the mean of all
 
 
-@pytest.mark.parametrize("running, waiting, workers, left", [
-    ([], [], 2, 0), ([3.0], [], 2, 3), ([], [4.0, 3.0, 2.0], 1, 9), ([], [4.0, 3.0, 2.0], 2, 5), ([5.0, 1.0], [1.0, 1.0], 2, 5), ([], [4.0, 3.0], 64, 4)])
+@pytest.mark.parametrize(
+    "running, waiting, workers, left",
+    [
+        ([], [], 2, 0),
+        ([3.0], [], 2, 3),
+        ([], [4.0, 3.0, 2.0], 1, 9),
+        ([], [4.0, 3.0, 2.0], 2, 5),
+        ([5.0, 1.0], [1.0, 1.0], 2, 5),
+        ([], [4.0, 3.0], 64, 4),
+    ],
+)
 def test_the_time_left_is_that_of_the_last_worker(running, waiting, workers, left):
     assert lab_run.time_left(running, waiting, workers) == left
 
@@ -289,46 +387,74 @@ def test_an_estimate_counts_what_a_running_job_has_done(monkeypatch):
     monkeypatch.setattr(lab_run.time, "monotonic", lambda: 104.0)
     done = [job("a", 1, 10.0)]
     found = lab_run.estimate(done, [(job("a", 2), 100.0), (job("b", 1), 60.0)], [job("a", 3)], 2)
-    assert (found.left, found.whole, found.workers) == (10, 20, 2) # 6 s of the first, the second is late, 10 s of the third
+    assert (found.left, found.whole, found.workers) == (
+        10,
+        20,
+        2,
+    )  # 6 s of the first, the second is late, 10 s of the third
     assert lab_run.estimate(done, [], [], 64).whole == 10
 
 
-@pytest.mark.parametrize("seconds, words", [(0, "less than a minute"), (44, "less than a minute"), (46, "about 1 min"), (239, "about 4 min"),
-                                            (7000, "about 117 min"), (9000, "about 2 h")])
+@pytest.mark.parametrize(
+    "seconds, words",
+    [
+        (0, "less than a minute"),
+        (44, "less than a minute"),
+        (46, "about 1 min"),
+        (239, "about 4 min"),
+        (7000, "about 117 min"),
+        (9000, "about 2 h"),
+    ],
+)
 def test_estimates_are_round(seconds, words):
     assert lab_run.roughly(seconds) == words
 
 
 def test_jobs_that_wait_for_results_are_counted_from_the_start(tmp_path, monkeypatch):
     totals, estimates = [], []
+
     class Bar(contextlib.nullcontext):
         n = 0
-        def __enter__(self): return self
-        def set_postfix_str(self, text, refresh): assert text.endswith(" left") == (self.n < 14)
+
+        def __enter__(self):
+            return self
+
+        def set_postfix_str(self, text, refresh):
+            assert text.endswith(" left") == (self.n < 14)
+
         def update(self, more):
             self.n += more
             totals.append((self.n, self.total))
+
     monkeypatch.setattr(lab_run, "progress", lambda **_: Bar())
     run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)
     assert totals == [(n, 15) for n in range(16)]
     lefts = [found.left for found in estimates]
     assert len(lefts) == 15 and lefts[0] > 0 and lefts[-1] == 0 and estimates[0].workers == 1
-    assert run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)["missing"] == 0
-    assert len(estimates) == 15 # a finished run is not estimated
+    assert (
+        run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)[
+            "missing"
+        ]
+        == 0
+    )
+    assert len(estimates) == 15  # a finished run is not estimated
 
 
 def test_a_resumed_run_is_estimated_before_its_first_job(tmp_path):
     estimates = []
     run(toy.EXPERIMENT, folder=tmp_path, workers=0, models=("exact",), **QUICK)
     run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)
-    assert len(estimates) == 11 # five of 15 jobs were done
+    assert len(estimates) == 11  # five of 15 jobs were done
 
 
 def test_a_free_gpu_gets_the_next_job(monkeypatch):
     class Job:
         def __init__(self, context, function, arguments, variables):
             self.gpu, self.ended = variables["CUDA_VISIBLE_DEVICES"], False
-        def done(self): return self.ended
+
+        def done(self):
+            return self.ended
+
     monkeypatch.setattr(lab_run, "LocalJob", Job)
     engine = lab_run.Processes(2, ["3", "5"], "json")
     long, short = engine.submit(print), engine.submit(print)

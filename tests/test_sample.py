@@ -1,7 +1,12 @@
 """The sample of the long tests that CI runs."""
+
 from conftest import one_case_per_test
 
-CASES = {"kills": [f"kills[{n}]" for n in range(40)], "layouts": ["layouts[ddp]", "layouts[fsdp]"], "fuzz": ["fuzz"]}
+CASES = {
+    "kills": [f"kills[{n}]" for n in range(40)],
+    "layouts": ["layouts[ddp]", "layouts[fsdp]"],
+    "fuzz": ["fuzz"],
+}
 
 
 def test_a_sample_has_one_case_of_every_test():
@@ -11,5 +16,8 @@ def test_a_sample_has_one_case_of_every_test():
 
 def test_the_seed_alone_decides():
     turned = {test: names[::-1] for test, names in reversed(CASES.items())}
-    samples = [one_case_per_test(cases, seed) for cases, seed in ((CASES, "1"), (turned, "1"), (CASES, "2"))]
+    samples = [
+        one_case_per_test(cases, seed)
+        for cases, seed in ((CASES, "1"), (turned, "1"), (CASES, "2"))
+    ]
     assert samples[0] == samples[1] != samples[2]

@@ -1,4 +1,5 @@
 """The short convolution: both backends against a sum written out in float64; a part in the interpreter, all of it on a GPU."""
+
 from itertools import cycle
 
 import pytest
@@ -24,8 +25,12 @@ def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=Tru
     gen = torch.Generator().manual_seed(seed)
     new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
     n = B if sequences is None else sequences
-    a = dict(x=new(B, T, D).to(dtype), weight=new(D, W), bias=new(D) if bias else None,
-             initial_state=new(n, D, W - 1).to(dtype) if state else None)
+    a = dict(
+        x=new(B, T, D).to(dtype),
+        weight=new(D, W),
+        bias=new(D) if bias else None,
+        initial_state=new(n, D, W - 1).to(dtype) if state else None,
+    )
     return a, new(B, T, D).to(dtype), new(n, D, W - 1).to(dtype)
 
 
@@ -49,25 +54,39 @@ def oracle(a, dy, dfinal, activation="silu", bounds=None):
     def run(x, weight, bias, initial_state):
         if bounds is None:
             return summed(x, weight, bias, initial_state, activation)
-        cuts = [(x[:, lo:hi], None if initial_state is None else initial_state[i : i + 1])
-                for i, (lo, hi) in enumerate(zip(bounds, bounds[1:]))]
+        cuts = [
+            (x[:, lo:hi], None if initial_state is None else initial_state[i : i + 1])
+            for i, (lo, hi) in enumerate(zip(bounds, bounds[1:]))
+        ]
         parts = [summed(cut, weight, bias, past, activation) for cut, past in cuts]
         return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
+
     return results(run, leaves(a, torch.float64), dy.double(), dfinal.double())
 
 
 def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
-    cu = torch.tensor(bounds, dtype=torch.int32, device=DEVICE) if isinstance(bounds, list) else bounds
-    run = lambda **t: causal_conv1d(**t, cu_seqlens=cu, output_final_state=True, backend=backend, **options)
+    cu = (
+        torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+        if isinstance(bounds, list)
+        else bounds
+    )
+    run = lambda **t: causal_conv1d(
+        **t, cu_seqlens=cu, output_final_state=True, backend=backend, **options
+    )
     return results(run, leaves(a), dy, dfinal)
 
 
-def assert_right(B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made):
+def assert_right(
+    B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made
+):
     a, dy, dfinal = inputs(B, T, D, W, None if bounds is None else len(bounds) - 1, dtype, **made)
-    got, want = ours(a, dy, dfinal, backend, bounds, activation=activation), oracle(a, dy, dfinal, activation, bounds)
+    got, want = (
+        ours(a, dy, dfinal, backend, bounds, activation=activation),
+        oracle(a, dy, dfinal, activation, bounds),
+    )
     bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
     assert got.keys() == want.keys() and not bad, bad
-    assert got["y"].is_contiguous() and got["final"].is_contiguous() # can be viewed in any shape
+    assert got["y"].is_contiguous() and got["final"].is_contiguous()  # can be viewed in any shape
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -75,7 +94,10 @@ def assert_right(B, T, D, W, backend="triton", bounds=None, activation="silu", d
 def test_sixteen_bits_are_rounded_once(activation, dtype):
     "Outputs are as far from float64 as one rounding; gradients of float32 taps have no 16-bit rounding at all."
     a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
-    got, want = ours(a, dy, dfinal, "torch", activation=activation), oracle(a, dy, dfinal, activation)
+    got, want = (
+        ours(a, dy, dfinal, "torch", activation=activation),
+        oracle(a, dy, dfinal, activation),
+    )
     for name in ("y", "x", "initial_state"):
         assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
     assert error(got["weight"], want["weight"]) < 3e-6 and error(got["bias"], want["bias"]) < 3e-6
@@ -85,7 +107,7 @@ def test_sixteen_bits_are_rounded_once(activation, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_keep_wide_states_and_round_once(backend):
     a, *_ = inputs(64, 1, 8, 4, dtype=torch.bfloat16)
-    x, state = a["x"][:, 0], a["initial_state"].float() + 1e-3 # no bfloat16 numbers
+    x, state = a["x"][:, 0], a["initial_state"].float() + 1e-3  # no bfloat16 numbers
     with torch.no_grad():
         y, after = causal_conv1d_step(x, state, a["weight"], a["bias"], backend=backend)
     want, _ = summed(*(t.double() for t in (a["x"], a["weight"], a["bias"], state)))
@@ -106,12 +128,36 @@ def test_empty_inputs_give_gradients_of_zeros(B, T, backend):
 @pytest.fixture
 def small(monkeypatch):
     "Plans so small that short inputs need many programs."
-    monkeypatch.setattr(triton_conv, "conv_plan", lambda B, T, D, way="forward", *_: ConvPlan(4, 2, 4, 2 if way == "backward" else 1))
+    monkeypatch.setattr(
+        triton_conv,
+        "conv_plan",
+        lambda B, T, D, way="forward", *_: ConvPlan(4, 2, 4, 2 if way == "backward" else 1),
+    )
 
 
-CASES = [(shape, {}) for shape in ((2, 11, 5, 4), (1, 2, 3, 8), (1, 1, 3, 2), (1, 7, 2, 1), (1, 9, 1, 3), (1, 0, 3, 4), (0, 4, 3, 4), (2, 3, 0, 4))]
-CASES += [((1, 9, 3, 4), options) for options in (dict(activation=None), dict(bias=False), dict(state=False), dict(dtype=torch.bfloat16))]
-CASES += [((1, 21, 3, 4), dict(bounds=[0, 0, 2, 14, 15, 21]))] # shorter than the window, and empty
+CASES = [
+    (shape, {})
+    for shape in (
+        (2, 11, 5, 4),
+        (1, 2, 3, 8),
+        (1, 1, 3, 2),
+        (1, 7, 2, 1),
+        (1, 9, 1, 3),
+        (1, 0, 3, 4),
+        (0, 4, 3, 4),
+        (2, 3, 0, 4),
+    )
+]
+CASES += [
+    ((1, 9, 3, 4), options)
+    for options in (
+        dict(activation=None),
+        dict(bias=False),
+        dict(state=False),
+        dict(dtype=torch.bfloat16),
+    )
+]
+CASES += [((1, 21, 3, 4), dict(bounds=[0, 0, 2, 14, 15, 21]))]  # shorter than the window, and empty
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,7 +178,9 @@ def assert_packed_as_alone(backend, bounds, D, dtype=torch.float32, names=("y", 
         cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
         alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1], backend)
         for name in names:
-            assert torch.equal(alone[name], packed[name][:, lo:hi] if name in "xy" else packed[name][i : i + 1]), (i, name)
+            assert torch.equal(
+                alone[name], packed[name][:, lo:hi] if name in "xy" else packed[name][i : i + 1]
+            ), (i, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -148,7 +196,14 @@ def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
     whole = causal_conv1d(**a, output_final_state=True, backend=backend)
     parts, past = [], a["initial_state"]
     for piece in a["x"].split(lengths, 1):
-        y, past = causal_conv1d(piece, a["weight"], a["bias"], initial_state=past, output_final_state=True, backend=backend)
+        y, past = causal_conv1d(
+            piece,
+            a["weight"],
+            a["bias"],
+            initial_state=past,
+            output_final_state=True,
+            backend=backend,
+        )
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole[0])
     assert torch.equal(past, whole[1])
@@ -156,7 +211,11 @@ def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
 
 def test_strides_do_not_matter(small):
     a, dy, dfinal = inputs(1, 5, 6, 4)
-    wide = {**a, "x": torch.cat([a["x"], a["x"]], -1)[..., :6], "weight": a["weight"].t().contiguous().t()}
+    wide = {
+        **a,
+        "x": torch.cat([a["x"], a["x"]], -1)[..., :6],
+        "weight": a["weight"].t().contiguous().t(),
+    }
     last = {**a, "x": a["x"].transpose(1, 2).contiguous().transpose(1, 2)}
     plain = ours(a, dy, dfinal)
     for variant in (wide, last):
@@ -174,7 +233,10 @@ def test_bounds_may_have_any_stride(backend, small):
 
 def test_conv1d_weights_are_taken_as_they_are():
     a, *_ = inputs(1, 5, 3, 4)
-    assert torch.equal(causal_conv1d(a["x"], a["weight"][:, None], a["bias"]), causal_conv1d(a["x"], a["weight"], a["bias"]))
+    assert torch.equal(
+        causal_conv1d(a["x"], a["weight"][:, None], a["bias"]),
+        causal_conv1d(a["x"], a["weight"], a["bias"]),
+    )
 
 
 def test_bits_do_not_depend_on_the_plan():
@@ -196,7 +258,7 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
     assert all(error(got[n], want[n]) < 1e-6 for n in want)
 
 
-@pytest.mark.filterwarnings("ignore:overflow")      # NumPy's word for what the GPU does in silence
+@pytest.mark.filterwarnings("ignore:overflow")  # NumPy's word for what the GPU does in silence
 def test_extremes_stay_finite(small):
     a, dy, dfinal = inputs(1, 8, 3, 4)
     a["x"][0, 1:4] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
@@ -210,7 +272,11 @@ def test_one_output_without_the_other():
         y = causal_conv1d(**r, backend=backend)
         _, final = causal_conv1d(**r, output_final_state=True, backend=backend)
         g = torch.autograd.grad(final, (r["x"], r["initial_state"]), dfinal)
-        assert torch.equal(g[0][:, 2:], dfinal.transpose(1, 2)) and not g[0][:, :2].any() and not g[1].any()
+        assert (
+            torch.equal(g[0][:, 2:], dfinal.transpose(1, 2))
+            and not g[0][:, :2].any()
+            and not g[1].any()
+        )
         assert y.shape == (1, 5, 3)
 
 
@@ -220,15 +286,32 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
     r = leaves(a)
     names = [n for n, t in r.items() if t is not None]
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
-    (y, again), last = causal_conv1d(**r, cu_seqlens=cu, output_final_state=True, backend=backend, twice=True)
-    assert y.data_ptr() == again.data_ptr() and torch.equal(y, causal_conv1d(**r, cu_seqlens=cu, backend=backend))
-    for first, second, third in ((dy, dy.cos(), None), (dy, dy.cos(), dfinal), (None, dy, None), (dy, None, None)):
+    (y, again), last = causal_conv1d(
+        **r, cu_seqlens=cu, output_final_state=True, backend=backend, twice=True
+    )
+    assert y.data_ptr() == again.data_ptr() and torch.equal(
+        y, causal_conv1d(**r, cu_seqlens=cu, backend=backend)
+    )
+    for first, second, third in (
+        (dy, dy.cos(), None),
+        (dy, dy.cos(), dfinal),
+        (None, dy, None),
+        (dy, None, None),
+    ):
         read = [(t, g) for t, g in ((y, first), (again, second), (last, third)) if g is not None]
-        got = torch.autograd.grad([t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True)
+        got = torch.autograd.grad(
+            [t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True
+        )
         total = sum(g.double() for g in (first, second) if g is not None)
-        want = oracle(a, total, torch.zeros_like(dfinal) if third is None else dfinal, bounds=bounds)
+        want = oracle(
+            a, total, torch.zeros_like(dfinal) if third is None else dfinal, bounds=bounds
+        )
         # PyTorch rounds taps, outputs, their activation, and three gradients on their way back, by half of eps each
-        limit = bound(dtype, 6 / 2) if backend == "torch" and dtype == torch.bfloat16 else TOLERANCE[dtype]
+        limit = (
+            bound(dtype, 6 / 2)
+            if backend == "torch" and dtype == torch.bfloat16
+            else TOLERANCE[dtype]
+        )
         assert all(error(g, want[n]) < limit for n, g in zip(names, got))
 
 
@@ -255,17 +338,32 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
     cu = None if twice else torch.tensor([0, 3, 7], device=DEVICE)
     a = a if twice else {**a, "x": a["x"][:1]}
     ran = []
-    monkeypatch.setattr(triton_conv, "conv_forward", lambda *args, inner=conv_forward: (ran.append("forward"), inner(*args))[1])
-    monkeypatch.setattr(triton_conv, "conv_backward", lambda *args, inner=conv_backward, **o: (ran.append("backward"), inner(*args, **o))[1])
+    monkeypatch.setattr(
+        triton_conv,
+        "conv_forward",
+        lambda *args, inner=conv_forward: (ran.append("forward"), inner(*args))[1],
+    )
+    monkeypatch.setattr(
+        triton_conv,
+        "conv_backward",
+        lambda *args, inner=conv_backward, **o: (ran.append("backward"), inner(*args, **o))[1],
+    )
 
     def run():
         r = leaves(a)
-        y, last = causal_conv1d(**r, cu_seqlens=cu, output_final_state=True, backend="triton", twice=twice)
+        y, last = causal_conv1d(
+            **r, cu_seqlens=cu, output_final_state=True, backend="triton", twice=twice
+        )
         y, *again = y if twice else (y,)
         outputs = [y, *again, last]
-        return y.grad_fn.name(), [*outputs, *torch.autograd.grad(outputs, list(r.values()), [t.cos() for t in outputs])]
+        return y.grad_fn.name(), [
+            *outputs,
+            *torch.autograd.grad(outputs, list(r.values()), [t.cos() for t in outputs]),
+        ]
 
-    names, results = zip(*[run() for _ in range(2)]) # the second starts kernels that the first compiled
+    names, results = zip(
+        *[run() for _ in range(2)]
+    )  # the second starts kernels that the first compiled
     monkeypatch.setattr(triton_conv, "in_eager", lambda *_: False)
     operation, want = run()
     assert ran == ["forward", "backward"] * 3 and (twice or "longhorn_kit_short_conv" in operation)
@@ -277,20 +375,26 @@ def test_compiles_without_graph_breaks(small):
     a, dy, _ = inputs(1, 4, 2, 3)
     r = leaves(a)
     once = lambda x, w, c, h: causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
+
     def twice(x, w, c, h):
         y, again = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
         return y.sin().sum() + again.cos().sum()
+
     args = list(r.values())
     for run in (once, twice):
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(torch.autograd.grad(compiled(*args), args), torch.autograd.grad(run(*args), args))
+        torch.testing.assert_close(
+            torch.autograd.grad(compiled(*args), args), torch.autograd.grad(run(*args), args)
+        )
 
 
 def test_second_derivative_by_torch_and_refused_by_triton(small):
     a, *_ = inputs(1, 3, 2, 3)
     for backend in BACKENDS:
         r = leaves(a)
-        g, = torch.autograd.grad(causal_conv1d(**r, backend=backend).square().sum(), r["x"], create_graph=True)
+        (g,) = torch.autograd.grad(
+            causal_conv1d(**r, backend=backend).square().sum(), r["x"], create_graph=True
+        )
         if backend == "torch":
             assert torch.autograd.grad(g.sum(), r["weight"])[0].abs().sum() > 0
         else:
@@ -302,19 +406,27 @@ def test_autocast_and_mixed_types():
     a, *_ = inputs(1, 5, 3, 4)
     low = a["x"].bfloat16()
     for backend in BACKENDS:
-        y, final = causal_conv1d(low, a["weight"], a["bias"], output_final_state=True, backend=backend)
+        y, final = causal_conv1d(
+            low, a["weight"], a["bias"], output_final_state=True, backend=backend
+        )
         assert y.dtype == final.dtype == torch.bfloat16
-        torch.testing.assert_close(y.float(), causal_conv1d(low.float(), a["weight"], a["bias"]), atol=0.05, rtol=0.05)
+        torch.testing.assert_close(
+            y.float(), causal_conv1d(low.float(), a["weight"], a["bias"]), atol=0.05, rtol=0.05
+        )
         expected = causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend)
         with torch.autocast(DEVICE, torch.bfloat16):
-            torch.testing.assert_close(causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend), expected)
+            torch.testing.assert_close(
+                causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend), expected
+            )
 
 
 def test_forward_mode_takes_pytorch():
     a, *_ = inputs(1, 5, 3, 4)
     through = lambda x: causal_conv1d(x, a["weight"], a["bias"])
     _, ours = torch.func.jvp(through, (a["x"],), (a["x"],))
-    _, expected = torch.func.jvp(lambda x: causal_conv1d(x, a["weight"], a["bias"], backend="torch"), (a["x"],), (a["x"],))
+    _, expected = torch.func.jvp(
+        lambda x: causal_conv1d(x, a["weight"], a["bias"], backend="torch"), (a["x"],), (a["x"],)
+    )
     assert expected.abs().max() > 0.1
     torch.testing.assert_close(ours, expected)
 
@@ -322,32 +434,86 @@ def test_forward_mode_takes_pytorch():
 X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: causal_conv1d(X, WEIGHT.T), r"weight has shape \(4, 3\); expected \(3, W\) or \(3, 1, W\) to match x"),
-    (lambda: causal_conv1d(X[0], WEIGHT), r"x has shape \(5, 3\); expected \(B, T, D\)"),
-    (lambda: causal_conv1d(X, WEIGHT, torch.zeros(4, device=DEVICE)), r"bias has shape \(4,\); expected \(3,\)"),
-    (lambda: causal_conv1d(X, WEIGHT, activation="relu"), "activation is 'relu'; expected one of 'silu', 'swish', None"),
-    (lambda: causal_conv1d(X, WEIGHT, backend="cuda"), "backend is 'cuda'; expected one of 'auto', 'triton', 'torch'"),
-    (lambda: causal_conv1d(X, WEIGHT, initial_state=torch.zeros(2, 3, 4, device=DEVICE)), r"initial_state has shape \(2, 3, 4\); expected \(2, 3, 3\)"),
-    (lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"), "cannot run this: they take float32, bfloat16 and float16"),
-    (lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"), "filters may have up to 8 taps; weight has 9"),
-    (lambda: causal_conv1d(X, WEIGHT, cu_seqlens=torch.tensor([0, 5])), r"with cu_seqlens the batch size is 1"),
-    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])), "cu_seqlens decreases from 3 to 2; expected bounds that never decrease"),
-    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])), "cu_seqlens ends at 6; expected 5, the length of x"),
-    (lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0.0, 5.0])), "expected an int32 or int64 tensor"),
-    (lambda: causal_conv1d_step(X[:, 0], X[..., :2], WEIGHT), r"state has shape \(2, 5, 2\); expected \(2, 3, 3\) to match x_t and weight"),
-    (lambda: causal_conv1d_step(X[0, 0], X, WEIGHT), r"x_t has shape \(3,\); expected \(B, D\)")])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda: causal_conv1d(X, WEIGHT.T),
+            r"weight has shape \(4, 3\); expected \(3, W\) or \(3, 1, W\) to match x",
+        ),
+        (lambda: causal_conv1d(X[0], WEIGHT), r"x has shape \(5, 3\); expected \(B, T, D\)"),
+        (
+            lambda: causal_conv1d(X, WEIGHT, torch.zeros(4, device=DEVICE)),
+            r"bias has shape \(4,\); expected \(3,\)",
+        ),
+        (
+            lambda: causal_conv1d(X, WEIGHT, activation="relu"),
+            "activation is 'relu'; expected one of 'silu', 'swish', None",
+        ),
+        (
+            lambda: causal_conv1d(X, WEIGHT, backend="cuda"),
+            "backend is 'cuda'; expected one of 'auto', 'triton', 'torch'",
+        ),
+        (
+            lambda: causal_conv1d(X, WEIGHT, initial_state=torch.zeros(2, 3, 4, device=DEVICE)),
+            r"initial_state has shape \(2, 3, 4\); expected \(2, 3, 3\)",
+        ),
+        (
+            lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"),
+            "cannot run this: they take float32, bfloat16 and float16",
+        ),
+        (
+            lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"),
+            "filters may have up to 8 taps; weight has 9",
+        ),
+        (
+            lambda: causal_conv1d(X, WEIGHT, cu_seqlens=torch.tensor([0, 5])),
+            r"with cu_seqlens the batch size is 1",
+        ),
+        (
+            lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 3, 2, 5])),
+            "cu_seqlens decreases from 3 to 2; expected bounds that never decrease",
+        ),
+        (
+            lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0, 6])),
+            "cu_seqlens ends at 6; expected 5, the length of x",
+        ),
+        (
+            lambda: causal_conv1d(X[:1], WEIGHT, cu_seqlens=torch.tensor([0.0, 5.0])),
+            "expected an int32 or int64 tensor",
+        ),
+        (
+            lambda: causal_conv1d_step(X[:, 0], X[..., :2], WEIGHT),
+            r"state has shape \(2, 5, 2\); expected \(2, 3, 3\) to match x_t and weight",
+        ),
+        (
+            lambda: causal_conv1d_step(X[0, 0], X, WEIGHT),
+            r"x_t has shape \(3,\); expected \(B, D\)",
+        ),
+    ],
+)
 def test_mistakes_are_told_in_one_line(call, message):
     with pytest.raises(ValueError, match=message) as problem:
         call()
     assert "\n" not in str(problem.value)
 
 
-SHAPES = [(2, 67, 40, 4), (1, 1300, 129, 3), (3, 33, 31, 2), (2, 500, 96, 8), (1, 4097, 64, 5), (2, 41, 1030, 4), (1, 17, 1, 1), (4, 1, 256, 4)]
+SHAPES = [
+    (2, 67, 40, 4),
+    (1, 1300, 129, 3),
+    (3, 33, 31, 2),
+    (2, 500, 96, 8),
+    (1, 4097, 64, 5),
+    (2, 41, 1030, 4),
+    (1, 17, 1, 1),
+    (4, 1, 256, 4),
+]
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES, cycle((torch.bfloat16, torch.float32, torch.float16)))])
+@pytest.mark.parametrize(
+    "shape, dtype", [*zip(SHAPES, cycle((torch.bfloat16, torch.float32, torch.float16)))]
+)
 def test_gpu_parity(shape, dtype):
     assert_right(*shape, dtype=dtype)
     assert_right(*shape, dtype=dtype, state=False, bias=False, activation=None)

@@ -2,6 +2,7 @@
 
 The pages are prepared (and those tests run) without the extra `docs`; building and crawling the whole site needs it.
 """
+
 import ast
 import base64
 import importlib.metadata
@@ -27,23 +28,42 @@ from colours import contrast  # noqa: E402
 from sweep import slow_case  # noqa: E402
 
 NOTEBOOKS = [p.relative_to(build.NOTEBOOKS).with_suffix("") for p in build.notebooks()]
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning") # of Sphinx's extensions
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning"
+)  # of Sphinx's extensions
 
 
 def text_of(name):
     "The sources of all cells of a page."
-    return "\n".join(cell["source"] for cell in build.read(build.NOTEBOOKS / f"{name}.ipynb")["cells"])
+    return "\n".join(
+        cell["source"] for cell in build.read(build.NOTEBOOKS / f"{name}.ipynb")["cells"]
+    )
 
 
 class Page:
     "Read from a page what the tests ask for: its anchors, links, loaded files, pictures and text outside of <script>."
+
     def __init__(self, path):
         soup = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
-        self.ids = {tag["id"] for tag in soup.find_all(id=True)} | {tag.get("name") for tag in soup.find_all("a")}
-        self.links, self.pictures = [tag["href"] for tag in soup.find_all("a", href=True)], soup.find_all("img")
-        self.loaded = [tag["src"] for tag in soup.find_all(("script", "img", "iframe", "video", "source", "audio"), src=True)]
-        self.loaded += [tag["href"] for tag in soup.find_all("link") if not {"index", "search", "next", "prev", "canonical"} & {*tag.get("rel", ())}]
-        self.text = soup.get_text() # of <script> and <style> it gives nothing
+        self.ids = {tag["id"] for tag in soup.find_all(id=True)} | {
+            tag.get("name") for tag in soup.find_all("a")
+        }
+        self.links, self.pictures = (
+            [tag["href"] for tag in soup.find_all("a", href=True)],
+            soup.find_all("img"),
+        )
+        self.loaded = [
+            tag["src"]
+            for tag in soup.find_all(
+                ("script", "img", "iframe", "video", "source", "audio"), src=True
+            )
+        ]
+        self.loaded += [
+            tag["href"]
+            for tag in soup.find_all("link")
+            if not {"index", "search", "next", "prev", "canonical"} & {*tag.get("rel", ())}
+        ]
+        self.text = soup.get_text()  # of <script> and <style> it gives nothing
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +72,52 @@ def prepared(tmp_path_factory):
     return folder, build.write_pages(folder)
 
 
-SOME = ("index", "theory/00_notation", "theory/01_objective", "theory/02_closed_forms", "scan/15_op")
+SOME = (
+    "index",
+    "theory/00_notation",
+    "theory/01_objective",
+    "theory/02_closed_forms",
+    "scan/15_op",
+)
 
 
 def build_some(site, work):
     "Build only the pages of SOME; links from them to other pages have no target, and Sphinx does not warn of those."
     from sphinx.cmd.build import main as sphinx
+
     build.write_pages(work)
     for path in (work / "pages").rglob("*.*"):
         if path.relative_to(work / "pages").with_suffix("").as_posix() not in SOME:
             path.unlink()
     absent = "suppress_warnings=toc.not_readable,myst.xref_missing"
-    return sphinx(["-q", "-W", "--keep-going", "-b", "html", "-c", str(build.HERE), "-D", absent, str(work / "pages"), str(site)])
+    return sphinx(
+        [
+            "-q",
+            "-W",
+            "--keep-going",
+            "-b",
+            "html",
+            "-c",
+            str(build.HERE),
+            "-D",
+            absent,
+            str(work / "pages"),
+            str(site),
+        ]
+    )
 
 
-@pytest.fixture(scope="module", params=["some pages", pytest.param("all pages", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["some pages", pytest.param("all pages", marks=pytest.mark.slow)]
+)
 def site(request, tmp_path_factory):
     "The folder of a built site."
     pytest.importorskip("myst_nb", reason="needs the extra 'docs'")
     folder = tmp_path_factory.mktemp("site") / request.param.replace(" ", "-")
     make = build_some if request.param == "some pages" else build.build
-    assert make(folder / "site", folder / "work") == 0, "Sphinx reports errors or warnings; `make docs` shows them"
+    assert make(folder / "site", folder / "work") == 0, (
+        "Sphinx reports errors or warnings; `make docs` shows them"
+    )
     return folder / "site"
 
 
@@ -93,9 +138,14 @@ def test_every_exported_public_function_has_an_entry(prepared):
     for path in build.notebooks():
         module = build.module_of(build.read(path))
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text() if module else "")
-        wanted = {f"{module}.{node.name}" for node in tree.body
-                  if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")}
-        assert wanted <= {*names["definitions"]} & {*names["lines"]}, f"{path.name}: {wanted - {*names['definitions']}}"
+        wanted = {
+            f"{module}.{node.name}"
+            for node in tree.body
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
+        }
+        assert wanted <= {*names["definitions"]} & {*names["lines"]}, (
+            f"{path.name}: {wanted - {*names['definitions']}}"
+        )
 
 
 def test_public_interface_is_found_and_shown_unfolded():
@@ -103,44 +153,74 @@ def test_public_interface_is_found_and_shown_unfolded():
     assert {"longhorn_kit.scan.op.longhorn_scan", "longhorn_kit.models.lm.SequenceLM"} <= found
     path = build.NOTEBOOKS / "scan" / "15_op.ipynb"
     shown = "".join(cell["source"] for cell in build.page(build.read(path), path, found)["cells"])
-    card = shown[shown.index("longhorn_scan("):]
-    assert card.index('<details class="api" open>') < card.index("</details>") and '<details class="api">' in shown
+    card = shown[shown.index("longhorn_scan(") :]
+    assert (
+        card.index('<details class="api" open>') < card.index("</details>")
+        and '<details class="api">' in shown
+    )
 
 
 def test_two_entries_of_one_word_can_be_linked_to():
-    source = build.with_anchors("- **checkpoint** (of a scan): kept\n- **checkpoint** (of a run): all\n- **key** $k$: a vector")
-    assert [f'id="term-{name}"' in source for name in ("checkpoint-of-a-scan", "checkpoint-of-a-run", "key")] == [True] * 3
+    source = build.with_anchors(
+        "- **checkpoint** (of a scan): kept\n- **checkpoint** (of a run): all\n- **key** $k$: a vector"
+    )
+    assert [
+        f'id="term-{name}"' in source
+        for name in ("checkpoint-of-a-scan", "checkpoint-of-a-run", "key")
+    ] == [True] * 3
 
 
-def test_links_out_of_a_notebook_lead_to_the_repository_or_name_the_file_or_are_refused(monkeypatch):
-    cell = {"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# T\n\n[gone](nowhere/99.ipynb)"}
+def test_links_out_of_a_notebook_lead_to_the_repository_or_name_the_file_or_are_refused(
+    monkeypatch,
+):
+    cell = {
+        "cell_type": "markdown",
+        "id": "a",
+        "metadata": {},
+        "source": "# T\n\n[gone](nowhere/99.ipynb)",
+    }
     with pytest.raises(ValueError, match="nowhere/99.ipynb leads nowhere"):
         build.page({"cells": [cell]}, build.NOTEBOOKS / "index.ipynb")
-    for address, shown in (("https://r", f"[bench](https://r/blob/{build.COMMIT}/kernels/bench.py)"),
-                           ("", "bench (`kernels/bench.py`)")):
+    for address, shown in (
+        ("https://r", f"[bench](https://r/blob/{build.COMMIT}/kernels/bench.py)"),
+        ("", "bench (`kernels/bench.py`)"),
+    ):
         monkeypatch.setattr(build, "REPOSITORY", address)
-        assert build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set()) == shown
+        assert (
+            build.local_links(
+                "[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set()
+            )
+            == shown
+        )
 
 
 @pytest.mark.parametrize("published", [slow_case(False), True])
 def test_the_address_is_one_setting_and_shows_only_once_published(published, tmp_path, monkeypatch):
     settings = (ROOT / "settings.ini").read_text()
     settings = re.sub(r"^published = .*", f"published = {published}", settings, flags=re.M)
-    (tmp_path / "settings.ini").write_text(re.sub(r"^user = .*", "user = someone", settings, flags=re.M))
+    (tmp_path / "settings.ini").write_text(
+        re.sub(r"^user = .*", "user = someone", settings, flags=re.M)
+    )
     monkeypatch.setattr(build, "REPOSITORY", build.repository(tmp_path / "settings.ini"))
     build.write_pages(tmp_path)
     build.write_colab(tmp_path / "pages/colab") if published else None
-    shown = {path: path.read_text() for path in (tmp_path / "pages").rglob("*.ipynb")} | build.addressed()
+    shown = {
+        path: path.read_text() for path in (tmp_path / "pages").rglob("*.ipynb")
+    } | build.addressed()
     own = r"(?:github\.com|/github)/([\w-]+)/longhorn-kit"
     found = {name: set(re.findall(own, text)) for name, text in shown.items()}
     assert len(found) > len(NOTEBOOKS) * (1 + published)
     assert all(users == ({"someone"} if published else set()) for users in found.values())
-    assert not [path for path, text in shown.items() if re.search(r'(href=\\"|\]\()/', text)], "no address before the path"
+    assert not [path for path, text in shown.items() if re.search(r'(href=\\"|\]\()/', text)], (
+        "no address before the path"
+    )
     others = [*ROOT.glob("*.md"), *ROOT.glob("kernels/**/*.md"), *build.notebooks()]
-    assert not [p for p in others if p.name != "README.md" and re.search(own, p.read_text())], "beside the setting"
+    assert not [p for p in others if p.name != "README.md" and re.search(own, p.read_text())], (
+        "beside the setting"
+    )
 
 
-FUNCTION = '''
+FUNCTION = """
 def read(
     q, k,     # (B,T,N) queries and keys
     x=None,   # (B,T,D) values | none
@@ -149,32 +229,56 @@ def read(
               # form
 ) -> int:     # how *many*
     "Read `q`, see `<k>`."
-'''
+"""
 
 
 def test_parameters_and_their_comments_are_read_from_the_source():
     (entry,) = api.exported(FUNCTION, "longhorn_kit.scan.op")
     assert entry.signature == "(q, k, x=None, *others, form='a|b')"
     assert [(row[0], row[3]) for row in entry.rows] == [
-        ("q", "(B,T,N) queries and keys"), ("k", "(B,T,N) queries and keys"), ("x", "(B,T,D) values | none"),
-        ("*others", ""), ("form", "which form")]
+        ("q", "(B,T,N) queries and keys"),
+        ("k", "(B,T,N) queries and keys"),
+        ("x", "(B,T,D) values | none"),
+        ("*others", ""),
+        ("form", "which form"),
+    ]
     assert entry.returns == ("int", "how *many*")
     table = api.table(entry)
-    assert "| `q`, `k` | (B,T,N) queries and keys |" in table and r"values \| none" in table and r"how \*many\*" in table
+    assert (
+        "| `q`, `k` | (B,T,N) queries and keys |" in table
+        and r"values \| none" in table
+        and r"how \*many\*" in table
+    )
     assert len({line.replace(r"\|", "").count("|") for line in table.splitlines()}) == 1
     source = 'class A(B):\n    def __init__(self, n=3): pass\n    def f(self, x, y=1):\n        "F."\n    @staticmethod\n    def g(x):\n        "G."'
-    (entry,) = api.exported(source, "m") # a method loses self and keeps its defaults
+    (entry,) = api.exported(source, "m")  # a method loses self and keeps its defaults
     assert [entry.signature, *(m.signature for m in entry.members)] == ["(n=3)", "(x, y=1)", "(x)"]
 
 
-@pytest.mark.parametrize("line, notes, result", [
-    ("def f(mixer, bf16, most): # most: largest error", ["", "", "largest error"], ""),
-    ("def f(x, w, s): # x (B,T) input; w, s: of a job", ["(B,T) input", "of a job", "of a job"], ""),
-    ("def f(b, bias=None): # (B,T) logits, or (B,1), (D,) added", ["(B,T) logits, or (B,1)", "(D,) added"], ""),
-    ("def f(model, tokens: Tensor, s): # (B,T), settings -> (n,)", ["", "(B,T)", "settings"], "(n,)"),
-    ("def f(task, seeds): # (B,K)", ["", ""], "(B,K)"),
-    ("def f(config, group): # -> model, its walk", ["", ""], "model, its walk"),
-    ("def f(a, b, c): # as in `fit`", ["as in `fit`"] * 3, "")])
+@pytest.mark.parametrize(
+    "line, notes, result",
+    [
+        ("def f(mixer, bf16, most): # most: largest error", ["", "", "largest error"], ""),
+        (
+            "def f(x, w, s): # x (B,T) input; w, s: of a job",
+            ["(B,T) input", "of a job", "of a job"],
+            "",
+        ),
+        (
+            "def f(b, bias=None): # (B,T) logits, or (B,1), (D,) added",
+            ["(B,T) logits, or (B,1)", "(D,) added"],
+            "",
+        ),
+        (
+            "def f(model, tokens: Tensor, s): # (B,T), settings -> (n,)",
+            ["", "(B,T)", "settings"],
+            "(n,)",
+        ),
+        ("def f(task, seeds): # (B,K)", ["", ""], "(B,K)"),
+        ("def f(config, group): # -> model, its walk", ["", ""], "model, its walk"),
+        ("def f(a, b, c): # as in `fit`", ["as in `fit`"] * 3, ""),
+    ],
+)
 def test_the_comment_of_a_line_goes_to_those_it_speaks_of(line, notes, result):
     (entry,) = api.exported(f"{line}\n    'F.'", "m")
     assert [row[3] for row in entry.rows] == notes and entry.returns[1] == result
@@ -186,21 +290,39 @@ def test_notebooks_for_colab_install_the_kit_first(tmp_path, monkeypatch):
     for name in NOTEBOOKS:
         book = json.loads((tmp_path / f"{name}.ipynb").read_text())
         first = next(cell for cell in book["cells"] if cell["cell_type"] == "code")
-        assert "longhorn-kit[colab]" in first["source"] and f"nbs/{name.parent}".rstrip("/.") in first["source"]
-        assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"]) and book["nbformat"] == 4
+        assert (
+            "longhorn-kit[colab]" in first["source"]
+            and f"nbs/{name.parent}".rstrip("/.") in first["source"]
+        )
+        assert (
+            len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+            and book["nbformat"] == 4
+        )
 
 
 def test_every_pin_is_tested_and_takes_every_python_that_the_kit_takes():
     from packaging.specifiers import SpecifierSet
+
     lines = (ROOT / "constraints.txt").read_text().splitlines()
-    colab = re.search(r"^colab = \[(.*?)^\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[1]
+    colab = re.search(r"^colab = \[(.*?)^\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[
+        1
+    ]
     assert (found := re.findall(r'"([\w-]+==[^";]+)"', colab)) and set(found) <= set(lines)
     pins = dict(line.split("==") for line in lines if "==" in line)
     installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
-    needs = {name: d.metadata["Requires-Python"] or "" for name, d in installed.items() if pins.get(name) == d.version}
+    needs = {
+        name: d.metadata["Requires-Python"] or ""
+        for name, d in installed.items()
+        if pins.get(name) == d.version
+    }
     assert len(needs) > 100
-    assert not {name: need for name, need in needs.items()
-                if not all(version in SpecifierSet(need) for version in ("3.11.0", "3.12.0", "3.13.0", "3.14.0"))}
+    assert not {
+        name: need
+        for name, need in needs.items()
+        if not all(
+            version in SpecifierSet(need) for version in ("3.11.0", "3.12.0", "3.13.0", "3.14.0")
+        )
+    }
 
 
 def test_readme_shows_what_the_index_notebook_and_the_ledger_say_and_files_have_the_address_of_the_setting():
@@ -208,65 +330,112 @@ def test_readme_shows_what_the_index_notebook_and_the_ledger_say_and_files_have_
         assert (ROOT / name).read_text() == text, f"{name}: run `make readme`"
     text = (ROOT / "README.md").read_text()
     for mark, block in build.readme_blocks().items():
-        assert f"<!-- {mark}: make readme -->\n{block}\n<!-- end {mark} -->" in text, "run `make readme`"
-    assert "(docs/static/film.svg)" in text and (ROOT / "docs/static/film.svg").stat().st_size < 60_000
+        assert f"<!-- {mark}: make readme -->\n{block}\n<!-- end {mark} -->" in text, (
+            "run `make readme`"
+        )
+    assert (
+        "(docs/static/film.svg)" in text and (ROOT / "docs/static/film.svg").stat().st_size < 60_000
+    )
 
 
 def test_the_film_of_the_front_page_moves_and_can_be_read_on_a_dark_page():
     film = ElementTree.parse(ROOT / "docs/static/film.svg").getroot()
     words = [element for element in film.iter() if element.tag.endswith("}text")]
     names = {"".join(element.itertext()) for element in words}
-    assert {*"ABCDE", "exact", "diagonal", "answers", "state"} <= names and "background:#fff" in film.get("style")
-    assert "@keyframes" in "".join(film.itertext()) and "prefers-reduced-motion" in "".join(film.itertext())
+    assert {
+        *"ABCDE",
+        "exact",
+        "diagonal",
+        "answers",
+        "state",
+    } <= names and "background:#fff" in film.get("style")
+    assert "@keyframes" in "".join(film.itertext()) and "prefers-reduced-motion" in "".join(
+        film.itertext()
+    )
     colours = {element.get("fill", film.get("fill")) for element in words}
     assert all(contrast(colour, "#ffffff") >= 4.5 for colour in colours), colours
 
 
 def test_front_page_is_what_the_ledger_says_now():
-    from longhorn_kit.lab.front import FRONT, findings, findings_html, findings_picture, reproduced, speed, users
+    from longhorn_kit.lab.front import (
+        FRONT,
+        findings,
+        findings_html,
+        findings_picture,
+        reproduced,
+        speed,
+        users,
+    )
+
     found = findings()
     assert 9 < len(found) <= 16 and len(found) <= len(FRONT)
     for name, svg in build.front_files().items():
-        assert (ROOT / "docs/static" / name).read_text(encoding="utf-8") == svg + "\n", "run `make readme`"
-    assert build.index_shows("index-009", "text/html") == findings_picture(found), "run `make readme`"
+        assert (ROOT / "docs/static" / name).read_text(encoding="utf-8") == svg + "\n", (
+            "run `make readme`"
+        )
+    assert build.index_shows("index-009", "text/html") == findings_picture(found), (
+        "run `make readme`"
+    )
     assert findings_html(found) in build.index_shows("index-010t", "text/html"), "run `make readme`"
     tables = {"index-012": users(), "index-reproduced": reproduced(), "index-speed-c": speed()}
-    assert {name: build.index_shows(name, "text/markdown") for name in tables} == tables, "run `make readme`"
+    assert {name: build.index_shows(name, "text/markdown") for name in tables} == tables, (
+        "run `make readme`"
+    )
 
 
 def test_the_site_has_the_pictures_of_the_kit_as_elements(prepared):
     for name in ("index", "lab/39_ledger", "lab/36_one_pass"):
         text = (prepared[0] / "pages" / f"{name}.ipynb").read_text()
-        shown = ["".join(output.get("data", {}).get("text/html", "")) for cell in json.loads(text)["cells"]
-                 for output in cell.get("outputs", [])]
-        assert any('<svg xmlns' in html and 'class="lk-narrow"' in html for html in shown), name
+        shown = [
+            "".join(output.get("data", {}).get("text/html", ""))
+            for cell in json.loads(text)["cells"]
+            for output in cell.get("outputs", [])
+        ]
+        assert any("<svg xmlns" in html and 'class="lk-narrow"' in html for html in shown), name
         assert not any("data:image/svg+xml" in html for html in shown), name
 
 
 def test_front_pages_are_sparing_with_numbers():
     readme = (ROOT / "README.md").read_text()
-    index = "\n".join(c["source"] for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"] if c["cell_type"] == "markdown")
+    index = "\n".join(
+        c["source"]
+        for c in build.read(build.NOTEBOOKS / "index.ipynb")["cells"]
+        if c["cell_type"] == "markdown"
+    )
     number = r"(?<![\w.])[-+−]?\d+(?:\.\d+)?(?![\w.]*\w)"
     for text in (readme, index):
         for row in re.findall(r"^\|.*\|$", text, re.M):
             assert all(len(re.findall(number, cell)) <= 3 for cell in row.split("|")), row
-    prose = re.sub(r"```.*?```|<details>.*?</details>|<!--.*?-->|<[^>]+>|\]\([^)]*\)|^\|.*$", "", readme, flags=re.S | re.M)
+    prose = re.sub(
+        r"```.*?```|<details>.*?</details>|<!--.*?-->|<[^>]+>|\]\([^)]*\)|^\|.*$",
+        "",
+        readme,
+        flags=re.S | re.M,
+    )
     allowed = ("Python 3.11 to 3.14", "Apache-2.0", "ICLR 2025", "bfloat16, state size 16")
     for sentence in re.split(r"(?<=[.:!?])\s", prose):
-        assert len(re.findall(number, sentence)) <= 1 or any(words in " ".join(sentence.split()) for words in allowed), sentence
+        assert len(re.findall(number, sentence)) <= 1 or any(
+            words in " ".join(sentence.split()) for words in allowed
+        ), sentence
 
 
 def test_the_python_of_the_readme_works():
     text, scope = (ROOT / "README.md").read_text(), {}
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     exec(code, scope)
-    assert scope["y"].shape == (2, 100, 128) and scope["state"].shape == (2, 64, 16) and len(code.strip().splitlines()) == 6
+    assert (
+        scope["y"].shape == (2, 100, 128)
+        and scope["state"].shape == (2, 64, 16)
+        and len(code.strip().splitlines()) == 6
+    )
 
 
 def server_root():
     "The folder that JupyterLab serves under `make lab`, by the command of the Makefile and the server's own rules."
     app = pytest.importorskip("jupyter_server.serverapp").ServerApp()
-    command = re.search(r"^lab:.*\n\t@\$\(BIN\)/jupyter lab (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
+    command = re.search(
+        r"^lab:.*\n\t@\$\(BIN\)/jupyter lab (.*)$", (ROOT / "Makefile").read_text(), re.M
+    )[1]
     app.parse_command_line(shlex.split(command))
     return Path(app.root_dir).resolve()
 
@@ -276,16 +445,24 @@ PAGES = [*build.notebooks(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 def markdown_of(path):
     "The text of a page outside of code, and what its outputs show as HTML."
-    cells = build.read(path)["cells"] if path.suffix == ".ipynb" else [{"cell_type": "markdown", "source": path.read_text(encoding="utf-8")}]
+    cells = (
+        build.read(path)["cells"]
+        if path.suffix == ".ipynb"
+        else [{"cell_type": "markdown", "source": path.read_text(encoding="utf-8")}]
+    )
     shown = [c["source"] for c in cells if c["cell_type"] == "markdown"]
-    shown += ["".join(o.get("data", {}).get("text/html", "")) for c in cells for o in c.get("outputs", ())]
+    shown += [
+        "".join(o.get("data", {}).get("text/html", "")) for c in cells for o in c.get("outputs", ())
+    ]
     return re.sub(r"```.*?```|`[^`\n]+`", "", "\n".join(shown), flags=re.S)
 
 
 def headings(path):
     "The anchors of a page: JupyterLab's form of a heading and GitHub's."
     found = re.findall(r"^#+ +(.*?) *$", markdown_of(path), re.M)
-    return {h.replace(" ", "-") for h in found} | {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in found}
+    return {h.replace(" ", "-") for h in found} | {
+        re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in found
+    }
 
 
 def test_every_link_and_image_works_under_make_lab_and_on_github(monkeypatch):
@@ -293,27 +470,43 @@ def test_every_link_and_image_works_under_make_lab_and_on_github(monkeypatch):
     root, dead, count = server_root(), [], 0
     for path in PAGES:
         text = markdown_of(path)
-        targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(r'<(?:a|img|iframe|source|video)\b[^>]*?\s(?:href|src|srcset)="([^"]+)"', text)
+        targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(
+            r'<(?:a|img|iframe|source|video)\b[^>]*?\s(?:href|src|srcset)="([^"]+)"', text
+        )
         for target in targets:
             file, _, anchor = unquote(target).partition("#")
             if re.match(r"[a-z]+:", target):
                 continue
             there = (path.parent / file).resolve() if file else path
             count += 1
-            if not there.exists() or not there.is_relative_to(root) or anchor and anchor not in headings(there):
+            if (
+                not there.exists()
+                or not there.is_relative_to(root)
+                or anchor
+                and anchor not in headings(there)
+            ):
                 dead.append(f"{path.relative_to(ROOT)}: {target}")
     assert not dead and count > 500, "\n".join(dead)
 
 
-DRAWS = re.compile(r"\bplt\.|\b(?:ax|axes|fig)\b[.\[]|\.(?:set|imshow|bar|axis|set_title)\(|\b(?:label_ends|plot_\w+|draw_\w+)\(")
+DRAWS = re.compile(
+    r"\bplt\.|\b(?:ax|axes|fig)\b[.\[]|\.(?:set|imshow|bar|axis|set_title)\(|\b(?:label_ends|plot_\w+|draw_\w+)\("
+)
 TEACHES = re.compile(r"\bassert\b|\bprint\(|\bshow_\w+\(|^(?:def|class) ", re.M)
 
 
 def only_draws(cell):
     "Is a figure all that a cell of six lines or more is for?"
-    code = [line for line in cell["source"].splitlines() if line.strip() and not line.startswith("#")]
+    code = [
+        line for line in cell["source"].splitlines() if line.strip() and not line.startswith("#")
+    ]
     drawing = [line for line in code if DRAWS.search(line)]
-    return len(code) >= 6 and 2 * len(drawing) > len(code) and not TEACHES.search(cell["source"]) and bool(figures.pictures(cell))
+    return (
+        len(code) >= 6
+        and 2 * len(drawing) > len(code)
+        and not TEACHES.search(cell["source"])
+        and bool(figures.pictures(cell))
+    )
 
 
 def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(prepared):
@@ -321,29 +514,50 @@ def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(pre
     for path in build.notebooks():
         for cell in (cell for cell in build.read(path)["cells"] if cell["cell_type"] == "code"):
             hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
-            assert "code-fold" not in build.directives(cell), "JupyterLab does not know it: set `jupyter.source_hidden` in the cell's metadata"
-            wanted = "solution" in cell["metadata"].get("tags", ()) or only_draws(cell) and path.stem != "plots"
-            assert hidden or not wanted, f"{path.stem}: collapse this cell in JupyterLab and save\n{cell['source']}"
+            assert "code-fold" not in build.directives(cell), (
+                "JupyterLab does not know it: set `jupyter.source_hidden` in the cell's metadata"
+            )
+            wanted = (
+                "solution" in cell["metadata"].get("tags", ())
+                or only_draws(cell)
+                and path.stem != "plots"
+            )
+            assert hidden or not wanted, (
+                f"{path.stem}: collapse this cell in JupyterLab and save\n{cell['source']}"
+            )
             folded += [(path, cell["id"])] * hidden
-        made = json.loads((prepared[0] / "pages" / path.relative_to(build.NOTEBOOKS)).read_text())["cells"]
-        sites += sum(c["metadata"].get("mystnb", {}).get("code_prompt_show") in ("Code", "Solution") for c in made)
+        made = json.loads((prepared[0] / "pages" / path.relative_to(build.NOTEBOOKS)).read_text())[
+            "cells"
+        ]
+        sites += sum(
+            c["metadata"].get("mystnb", {}).get("code_prompt_show") in ("Code", "Solution")
+            for c in made
+        )
     assert len(folded) == sites > 150
 
 
 def test_the_idea_is_drawn_for_phones_and_for_wider_screens_and_has_one_caption(prepared):
     made = json.loads((prepared[0] / "pages/index.ipynb").read_text())["cells"]
     shown = [options for c in made if "image" in (options := c["metadata"].get("mystnb", {}))]
-    assert [options["image"].get("classes") for options in shown] == ["phone", "desk"] and ["figure" in options for options in shown] == [False, True]
+    assert [options["image"].get("classes") for options in shown] == ["phone", "desk"] and [
+        "figure" in options for options in shown
+    ] == [False, True]
 
 
 def test_figures_have_twice_the_pixels_and_few_bytes():
     from PIL import Image
+
     for path in build.notebooks():
         for output in figures.pictures(*build.read(path)["cells"]):
             data = base64.b64decode("".join(output["data"]["image/png"]))
             image, size = Image.open(io.BytesIO(data)), output["metadata"].get("image/png", {})
-            remedy = f"{path.stem}: call `use_style` and run `make outputs NB={path.relative_to(ROOT)}`"
-            assert abs(image.width - 2 * size.get("width", 0)) <= 1 and abs(image.height - 2 * size["height"]) <= 1, remedy
+            remedy = (
+                f"{path.stem}: call `use_style` and run `make outputs NB={path.relative_to(ROOT)}`"
+            )
+            assert (
+                abs(image.width - 2 * size.get("width", 0)) <= 1
+                and abs(image.height - 2 * size["height"]) <= 1
+            ), remedy
             assert figures.pack(data) == data, remedy
         assert path.stat().st_size < 1e6, path.stem
 
@@ -351,29 +565,44 @@ def test_figures_have_twice_the_pixels_and_few_bytes():
 def test_a_packed_figure_looks_the_same():
     import numpy as np
     from PIL import Image
+
     rows, columns = np.mgrid[:200, :300]
-    pixels = np.stack([rows, columns // 3, 255 - rows, 255 - columns // 2], -1).astype("u1") # thousands of blends
-    pixels[:, :150] = np.array([[10, 20, 30, 0], [178, 24, 43, 255]], "u1")[np.arange(200) // 100][:, None]
+    pixels = np.stack([rows, columns // 3, 255 - rows, 255 - columns // 2], -1).astype(
+        "u1"
+    )  # thousands of blends
+    pixels[:, :150] = np.array([[10, 20, 30, 0], [178, 24, 43, 255]], "u1")[np.arange(200) // 100][
+        :, None
+    ]
     Image.fromarray(pixels).save(file := io.BytesIO(), "png")
     packed = np.array(Image.open(io.BytesIO(figures.pack(file.getvalue()))).convert("RGBA"))
-    assert (packed[:, :150] == pixels[:, :150]).all() and abs(packed.astype(int) - pixels).mean() < 6
+    assert (packed[:, :150] == pixels[:, :150]).all() and abs(
+        packed.astype(int) - pixels
+    ).mean() < 6
 
 
 def test_every_cited_paper_is_on_the_page_of_references():
     cited, listed = set(), set()
     for path in build.notebooks():
         for cell in build.read(path)["cells"]:
-            found = set(re.findall(r"(?:arXiv[: ]|arxiv\.org/abs/|[\"'])(\d{4}\.\d{4,5})\b", cell["source"]))
+            found = set(
+                re.findall(r"(?:arXiv[: ]|arxiv\.org/abs/|[\"'])(\d{4}\.\d{4,5})\b", cell["source"])
+            )
             (listed if path.stem == "references" else cited).update(found)
     assert cited <= listed, f"not on the page of references: {sorted(cited - listed)}"
 
 
 def test_map_names_every_notebook_and_its_minutes():
     text = text_of("map")
-    missing = [str(name) for name in NOTEBOOKS if f"({name.as_posix()}.ipynb)" not in text and name.stem not in ("index", "map")]
+    missing = [
+        str(name)
+        for name in NOTEBOOKS
+        if f"({name.as_posix()}.ipynb)" not in text and name.stem not in ("index", "map")
+    ]
     assert not missing, f"not in nbs/map.ipynb: {missing}"
     for path, minutes in re.findall(r"\]\(([^)]+)\) \|.*\| (\d+) \|", text):
-        assert f"{minutes} minutes" in build.read(build.NOTEBOOKS / path)["cells"][1]["source"], f"{path}: run `make readme`"
+        assert f"{minutes} minutes" in build.read(build.NOTEBOOKS / path)["cells"][1]["source"], (
+            f"{path}: run `make readme`"
+        )
 
 
 STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
@@ -381,14 +610,18 @@ STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
 
 @pytest.mark.parametrize("path", build.notebooks(), ids=lambda path: path.stem)
 def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
-    text, stub = "", None # text since the last solution, and the stub that has none yet
+    text, stub = "", None  # text since the last solution, and the stub that has none yet
     for cell in build.read(path)["cells"]:
-        folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and "solution" in cell["metadata"].get("tags", ())
+        folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and "solution" in cell[
+            "metadata"
+        ].get("tags", ())
         if cell["cell_type"] == "markdown":
             text += cell["source"]
         elif STUB.match(cell["source"]):
             assert stub is None, f"no folded solution of\n{stub}"
-            assert re.search(r"\((easy|medium|hard), \d+ minutes\)", text), f"how hard, how long?\n{cell['source']}"
+            assert re.search(r"\((easy|medium|hard), \d+ minutes\)", text), (
+                f"how hard, how long?\n{cell['source']}"
+            )
             stub = cell["source"]
         elif folded:
             assert stub, f"a solution of what?\n{cell['source']}"
@@ -416,18 +649,44 @@ def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site,
     assert size < 60e6, f"the site has {size / 1e6:.0f} MB"
 
 
-@pytest.mark.parametrize("site, words, name", [
-    ("some pages", "longhorn scan packed sequences form", "longhorn_kit.scan.op.longhorn_scan"),
-    pytest.param("all pages", "longhorn scan packed sequences form", "longhorn_kit.scan.op.longhorn_scan", marks=pytest.mark.slow),
-    pytest.param("all pages", "learning rate warm cosine", "longhorn_kit.lab.recipe.lr_at", marks=pytest.mark.slow),
-    pytest.param("all pages", "compile block", "longhorn_kit.lab.recipe.compile_blocks", marks=pytest.mark.slow),
-    pytest.param("all pages", "exact update step", "longhorn_kit.theory.closed_forms.exact_step", marks=pytest.mark.slow),
-], indirect=["site"])
+@pytest.mark.parametrize(
+    "site, words, name",
+    [
+        ("some pages", "longhorn scan packed sequences form", "longhorn_kit.scan.op.longhorn_scan"),
+        pytest.param(
+            "all pages",
+            "longhorn scan packed sequences form",
+            "longhorn_kit.scan.op.longhorn_scan",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "all pages",
+            "learning rate warm cosine",
+            "longhorn_kit.lab.recipe.lr_at",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "all pages",
+            "compile block",
+            "longhorn_kit.lab.recipe.compile_blocks",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "all pages",
+            "exact update step",
+            "longhorn_kit.theory.closed_forms.exact_step",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    indirect=["site"],
+)
 def test_the_search_finds_a_function_by_name_and_by_what_it_does(site, words, name):
     stemmer = pytest.importorskip("sphinx.search.en").SearchEnglish({})
-    index = json.loads((site / "searchindex.js").read_text()[len("Search.setIndex("):-1])
+    index = json.loads((site / "searchindex.js").read_text()[len("Search.setIndex(") : -1])
     listed = lambda found: set(found if isinstance(found, list) else [found])
-    pages_of = lambda stem: listed(index["terms"].get(stem, [])) | listed(index["titleterms"].get(stem, []))
+    pages_of = lambda stem: (
+        listed(index["terms"].get(stem, [])) | listed(index["titleterms"].get(stem, []))
+    )
     by_words = set.intersection(*(pages_of(stemmer.stem(word)) for word in words.split()))
     module, function = name.rsplit(".", 1)
     by_name = {row[0] for row in index["objects"][module] if row[4] == function}
@@ -436,7 +695,9 @@ def test_the_search_finds_a_function_by_name_and_by_what_it_does(site, words, na
 
 def leads_to_a_page_left_out(site, page, href):
     "Does a link lead to a notebook that a site of some pages has no page for?"
-    target = re.match(r"#?(.*)\.(?:ipynb|html)", href) # Sphinx leaves a link to no page as #NOTEBOOK.ipynb
+    target = re.match(
+        r"#?(.*)\.(?:ipynb|html)", href
+    )  # Sphinx leaves a link to no page as #NOTEBOOK.ipynb
     if not target or built(site) is not SOME:
         return False
     name = posixpath.normpath(posixpath.join(posixpath.dirname(page), target[1]))
@@ -459,22 +720,42 @@ def test_every_local_link_and_anchor_has_a_target(site, pages):
     assert not broken
 
 
-def test_no_page_shows_markup_or_loads_from_the_network_or_links_an_unpublished_repository_and_figures_say_what_they_are(site, pages):
-    own = [link for page in pages.values() for link in page.links if re.search(r"github.*/longhorn-kit/|^/", link)]
-    assert bool(own) == bool(build.REPOSITORY) and all(build.REPOSITORY.partition(".com")[2] in link for link in own)
+def test_no_page_shows_markup_or_loads_from_the_network_or_links_an_unpublished_repository_and_figures_say_what_they_are(
+    site, pages
+):
+    own = [
+        link
+        for page in pages.values()
+        for link in page.links
+        if re.search(r"github.*/longhorn-kit/|^/", link)
+    ]
+    assert bool(own) == bool(build.REPOSITORY) and all(
+        build.REPOSITORY.partition(".com")[2] in link for link in own
+    )
     for name, page in pages.items():
         assert not [url for url in page.loaded if re.match(r"(https?:)?//", url)], name
         assert not [mark for mark in ("#|", ":::", "{py:") if mark in page.text], name
-        assert all(picture.get("alt") for picture in page.pictures if "_images" in picture.get("src", "")), name
+        assert all(
+            picture.get("alt") for picture in page.pictures if "_images" in picture.get("src", "")
+        ), name
     for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import)\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
 
 
-def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equations_are_linked(prepared, site, pages):
+def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equations_are_linked(
+    prepared, site, pages
+):
     for full_name, doc in prepared[1]["definitions"].items():
         assert doc not in built(site) or full_name in pages[f"{doc}.html"].ids, full_name
-    elsewhere = {link for name, page in pages.items() if name not in ("scan/15_op.html", "api.html") for link in page.links}
-    assert any(link.endswith("scan/15_op.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere)
+    elsewhere = {
+        link
+        for name, page in pages.items()
+        if name not in ("scan/15_op.html", "api.html")
+        for link in page.links
+    }
+    assert any(
+        link.endswith("scan/15_op.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere
+    )
     assert "#equation-1" in {link for page in pages.values() for link in page.links}
 
 
@@ -490,12 +771,26 @@ def browser(tmp_path_factory):
 @pytest.mark.release
 @pytest.mark.parametrize("site", ["all pages"], indirect=True)
 @pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["index", "map", "search", "theory/01_objective", "scan/15_op", "models/20_mixer", "lab/32_recall",
-                                  "lab/39_ledger", "machine/plots"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "index",
+        "map",
+        "search",
+        "theory/01_objective",
+        "scan/15_op",
+        "models/20_mixer",
+        "lab/32_recall",
+        "lab/39_ledger",
+        "machine/plots",
+    ],
+)
 def test_axe_finds_nothing_serious(browser, site, name, theme):
     for width in (390, 1200):
         browser.open(site / f"{name}.html", width, theme)
-        assert [found for found in browser.findings() if found[1] in ("serious", "critical")] == [], width
+        assert [
+            found for found in browser.findings() if found[1] in ("serious", "critical")
+        ] == [], width
 
 
 FOCUS = """(() => {
@@ -513,19 +808,24 @@ def test_pages_work_by_keyboard(browser, site, width):
     def tab():
         browser.press("Tab")
         return browser.run(FOCUS)
+
     browser.open(site / "machine/plots.html", width)
     assert (first := tab())["name"].strip() == "Skip to content" and first["seen"]
-    if width == 390: # the search is in a drawer
+    if width == 390:  # the search is in a drawer
         assert tab()["name"] == "Pages"
         browser.press("Enter")
     steps = [tab() for _ in range(6)]
-    assert "sidebar-search" in [step["kind"] for step in steps] and all(step["seen"] for step in steps)
+    assert "sidebar-search" in [step["kind"] for step in steps] and all(
+        step["seen"] for step in steps
+    )
     browser.press("Escape")
     browser.open(site / "machine/plots.html", width)
     tab()
     browser.press("Enter")
     steps = [tab() for _ in range(20)]
-    assert {step.get("place") for step in steps} == {"ARTICLE"} and all(step["seen"] for step in steps)
+    assert {step.get("place") for step in steps} == {"ARTICLE"} and all(
+        step["seen"] for step in steps
+    )
     assert {"SUMMARY", "PRE", "A"} <= {step["tag"] for step in steps}
     browser.run("document.querySelector('article summary').focus()")
     browser.press("Enter")

@@ -1,4 +1,5 @@
 """The counts behind the floors agree with real tensors, with the compiled kernels, and with each other."""
+
 import json
 import pathlib
 
@@ -6,7 +7,15 @@ import pytest
 import torch
 
 from longhorn_kit.scan.op import longhorn_scan
-from longhorn_kit.scan.speed import code_floors, row_floors, scan_bytes, scan_floors, scan_operations, scan_products, scan_specials
+from longhorn_kit.scan.speed import (
+    code_floors,
+    row_floors,
+    scan_bytes,
+    scan_floors,
+    scan_operations,
+    scan_products,
+    scan_specials,
+)
 
 RESULTS = pathlib.Path(__file__).parent.parent / "kernels" / "results"
 RATES = dict(bytes=4e12, operations=30e12, specials=4e12, products=400e12)
@@ -16,59 +25,118 @@ RATES = dict(bytes=4e12, operations=30e12, specials=4e12, products=400e12)
 def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
     B, T, D, N = 2, 8, 6, 4
     new = lambda *s: torch.randn(s).to(dtype).requires_grad_()
-    q, k, x, b, z = new(B, T, N), new(B, T, N), new(B, T, D), new(B, T, D), new(B, T, D) if gated else None
+    q, k, x, b, z = (
+        new(B, T, N),
+        new(B, T, N),
+        new(B, T, D),
+        new(B, T, D),
+        new(B, T, D) if gated else None,
+    )
     given = [t for t in (q, k, x, b, z) if t is not None]
     out = longhorn_scan(q, k, x, b, z=z)
     grads = torch.autograd.grad(out, given, torch.ones_like(out))
     size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
     sizes = dict(z=gated, itemsize=x.element_size(), kept=0.0)
     assert scan_bytes(B, T, D, N, **sizes) == size([*given, out])
-    assert scan_bytes(B, T, D, N, "backward", **sizes) == size([*given, out, *grads])      # dout is as large as out
-    states = 4 * B * D * N * T // 4                                                        # one fp32 state every 4 steps
+    assert scan_bytes(B, T, D, N, "backward", **sizes) == size(
+        [*given, out, *grads]
+    )  # dout is as large as out
+    states = 4 * B * D * N * T // 4  # one fp32 state every 4 steps
     assert scan_bytes(B, T, D, N, **sizes | dict(kept=4 * N / 4)) == size([*given, out]) + states
 
 
 def test_the_diagonal_count_is_that_of_its_compiled_kernel():
     rows = json.loads((RESULTS / "sm_90.json").read_text())["rows"]
-    found = {r["kernel"]: r["instructions_per_step"] for r in rows if r["case"] == "fast diagonal" and r["instructions_per_step"]}
+    found = {
+        r["kernel"]: r["instructions_per_step"]
+        for r in rows
+        if r["case"] == "fast diagonal" and r["instructions_per_step"]
+    }
     for kernel, way in (("_diagonal_fwd_kernel", "forward"), ("_diagonal_bwd_kernel", "backward")):
-        counted = found[kernel]["fp32"] + found[kernel]["other"]          # conversions are not fp32 instructions
+        counted = (
+            found[kernel]["fp32"] + found[kernel]["other"]
+        )  # conversions are not fp32 instructions
         assert 0.8 < scan_operations("diagonal", 16, way) / counted < 1.25
     assert scan_specials("diagonal", 16) == found["_diagonal_fwd_kernel"]["special"]
 
 
 def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part():
-    assert scan_operations("exact", 16, chunk=16) < scan_operations("exact", 16) < scan_operations("diagonal", 16)
-    assert scan_products("exact", 16, chunk=16) > 0 == scan_products("exact", 16) == scan_products("diagonal", 16, chunk=16)
+    assert (
+        scan_operations("exact", 16, chunk=16)
+        < scan_operations("exact", 16)
+        < scan_operations("diagonal", 16)
+    )
+    assert (
+        scan_products("exact", 16, chunk=16)
+        > 0
+        == scan_products("exact", 16)
+        == scan_products("diagonal", 16, chunk=16)
+    )
     floors = scan_floors("s6", 8, 2048, 2048, 16, "forward", RATES)
     assert max(floors, key=floors.get) == "specials"
 
 
 def test_floors_of_the_code_add_up_over_kernels():
     "A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four schedulers."
-    cycle = 1e3 * 32 / RATES["operations"]                  # milliseconds of one scheduler's slot, all schedulers together
-    counts = [dict(total=60, wavefronts=7), dict(total=40)] # the second is of a record without wavefronts
-    assert code_floors(1, 32, 32, counts, RATES) == pytest.approx(dict(issue=32 * 100 * cycle, wavefronts=32 * 4 * 7 * cycle))
+    cycle = (
+        1e3 * 32 / RATES["operations"]
+    )  # milliseconds of one scheduler's slot, all schedulers together
+    counts = [
+        dict(total=60, wavefronts=7),
+        dict(total=40),
+    ]  # the second is of a record without wavefronts
+    assert code_floors(1, 32, 32, counts, RATES) == pytest.approx(
+        dict(issue=32 * 100 * cycle, wavefronts=32 * 4 * 7 * cycle)
+    )
 
 
 def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
-    plain = dict(B=8, T=2048, D=2048, N=16, form="diagonal", kernels="diagonal", shape="S1", z=True, state=False, checkpoint="fast",
-                 dtype="bfloat16", kept_bytes_per_x=4.0)
-    count = lambda case, way, n: dict(case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0))
-    compiled = dict(rows=[count("fast diagonal", "backward", n) for n in (100, 300, None)] + [
-        count("fast diagonal", "forward", 7), count("fast diagonal S2", "backward", 7), count("fast exact", "backward", 7)])
+    plain = dict(
+        B=8,
+        T=2048,
+        D=2048,
+        N=16,
+        form="diagonal",
+        kernels="diagonal",
+        shape="S1",
+        z=True,
+        state=False,
+        checkpoint="fast",
+        dtype="bfloat16",
+        kept_bytes_per_x=4.0,
+    )
+    count = lambda case, way, n: dict(
+        case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0)
+    )
+    compiled = dict(
+        rows=[count("fast diagonal", "backward", n) for n in (100, 300, None)]
+        + [
+            count("fast diagonal", "forward", 7),
+            count("fast diagonal S2", "backward", 7),
+            count("fast exact", "backward", 7),
+        ]
+    )
     size = 8, 2048, 2048
     floors = row_floors(plain, "backward", RATES, compiled)
     assert floors["issue"] == code_floors(*size, [dict(total=400)], RATES)["issue"]
     assert floors["bytes"] == 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
-    for other in (dict(kernels="portable"), dict(z=False), dict(dtype="float32"), dict(shape="S1, T=2041"), dict(N=64)):
+    for other in (
+        dict(kernels="portable"),
+        dict(z=False),
+        dict(dtype="float32"),
+        dict(shape="S1, T=2041"),
+        dict(N=64),
+    ):
         assert "issue" not in row_floors(plain | other, "backward", RATES, compiled)
     assert "issue" not in row_floors(plain, "backward", RATES)
 
 
 def test_a_ragged_width_is_planned_like_the_next_whole_block():
     from longhorn_kit.scan.triton_diagonal import diagonal_plan
+
     for direction in ("forward", "backward"):
         for D in (256, 2048, 4096, 16384):
-            ragged, whole = (diagonal_plan(8, 4096, width, 16, direction=direction) for width in (D - 8, D))
+            ragged, whole = (
+                diagonal_plan(8, 4096, width, 16, direction=direction) for width in (D - 8, D)
+            )
             assert (ragged.segmented, ragged.LS, ragged.BD) == (whole.segmented, whole.LS, whole.BD)

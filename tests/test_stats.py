@@ -1,13 +1,36 @@
 """The rules for comparisons, against least squares, SciPy's own tests and closed testing, and by their words."""
+
 import dataclasses, itertools, math, pytest
 import numpy as np
 from hypothesis import given, strategies as st
 from scipy import stats as reference
 
-from longhorn_kit.lab.stats import (FLATTEST, LEVEL, LOOKS, PLAN_SD, SEARCH, WORDS, Comparison, Contrast, Fit, fit_mean, fit_rates, fit_share,
-                                    holm, is_open, judge, judge_looks, measure, show, spreads, verdict_table)
+from longhorn_kit.lab.stats import (
+    FLATTEST,
+    LEVEL,
+    LOOKS,
+    PLAN_SD,
+    SEARCH,
+    WORDS,
+    Comparison,
+    Contrast,
+    Fit,
+    fit_mean,
+    fit_rates,
+    fit_share,
+    holm,
+    is_open,
+    judge,
+    judge_looks,
+    measure,
+    show,
+    spreads,
+    verdict_table,
+)
 
-VALUES = st.lists(st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=3, max_size=9).filter(lambda v: len(set(v)) > 1)
+VALUES = st.lists(
+    st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=3, max_size=9
+).filter(lambda v: len(set(v)) > 1)
 
 
 @given(VALUES, st.sampled_from([0.0, 0.5]))
@@ -35,11 +58,22 @@ def test_corrected_p_values_keep_their_order_and_never_shrink(values):
     assert corrected[order[0]] == min(1, len(values) * values[order[0]])
 
 
-@pytest.mark.parametrize("values, options, word", [
-    ((2.0, 2.1, 2.2), {}, "holds"), ((-2.0, -2.1, -2.2), {}, "does not hold"), ((2.0, -1.0, 3.0), {}, "undecided"),
-    ((2.0, 2.1), {}, "undecided"), ((2.0,), {}, "cannot be judged"), ((), {}, "not run"),
-    ((2.0, 2.1, 2.2), dict(doubt="edge"), "cannot be judged"), ((-0.1, -0.2, -0.1), dict(margin=0.5), "holds"),
-    ((-0.7, -0.71, -0.7), dict(margin=0.5), "does not hold"), ((0.0, 0.0, 0.0), {}, "undecided"), ((1.0, 1.0, 1.0), {}, "holds")])
+@pytest.mark.parametrize(
+    "values, options, word",
+    [
+        ((2.0, 2.1, 2.2), {}, "holds"),
+        ((-2.0, -2.1, -2.2), {}, "does not hold"),
+        ((2.0, -1.0, 3.0), {}, "undecided"),
+        ((2.0, 2.1), {}, "undecided"),
+        ((2.0,), {}, "cannot be judged"),
+        ((), {}, "not run"),
+        ((2.0, 2.1, 2.2), dict(doubt="edge"), "cannot be judged"),
+        ((-0.1, -0.2, -0.1), dict(margin=0.5), "holds"),
+        ((-0.7, -0.71, -0.7), dict(margin=0.5), "does not hold"),
+        ((0.0, 0.0, 0.0), {}, "undecided"),
+        ((1.0, 1.0, 1.0), {}, "holds"),
+    ],
+)
 def test_words(values, options, word):
     found = judge([Comparison("x", values, searched=0, **options)])[0]
     assert found.verdict == word and found.n == len(values) and word in WORDS
@@ -48,8 +82,13 @@ def test_words(values, options, word):
 
 def test_a_claim_with_many_questions_is_harder():
     clear = Comparison("x", (2.0, 3.1, 2.4), searched=0)
-    one, many = judge([clear])[0], judge([clear] + [Comparison("y", (-1.0, 2.0, 0.5), searched=0)] * 9)[0]
-    assert (one.verdict, many.verdict) == ("holds", "undecided") and many.p == pytest.approx(10 * one.p)
+    one, many = (
+        judge([clear])[0],
+        judge([clear] + [Comparison("y", (-1.0, 2.0, 0.5), searched=0)] * 9)[0],
+    )
+    assert (one.verdict, many.verdict) == ("holds", "undecided") and many.p == pytest.approx(
+        10 * one.p
+    )
     assert (one.low, one.high) == (many.low, many.high) and "10 comparisons" in many.why
     unjudged = judge([clear] + [Comparison("y", (1.0,))] * 9)[0]
     assert unjudged.p == one.p < LEVEL, "comparisons without a verdict cost nothing"
@@ -58,17 +97,37 @@ def test_a_claim_with_many_questions_is_harder():
 @pytest.mark.parametrize("asked", [1, 4])
 def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(asked):
     rng, repeats = np.random.default_rng(0), 1000
-    decided = [any(found.verdict != "undecided" for found in judge([Comparison("x", tuple(row), searched=0) for row in rng.standard_normal((asked, 5))]))
-               for _ in range(repeats)]
+    decided = [
+        any(
+            found.verdict != "undecided"
+            for found in judge(
+                [Comparison("x", tuple(row), searched=0) for row in rng.standard_normal((asked, 5))]
+            )
+        )
+        for _ in range(repeats)
+    ]
     assert 0.03 < sum(decided) / repeats < 0.07
 
 
 def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
-    ahead, even = Comparison("a above b", (1.0, 1.1, 0.9), searched=0), Comparison("a above c", (1.0, -1.0, 0.1), searched=0)
+    ahead, even = (
+        Comparison("a above b", (1.0, 1.1, 0.9), searched=0),
+        Comparison("a above c", (1.0, -1.0, 0.1), searched=0),
+    )
     title, header, rows = verdict_table(list(zip([ahead, even], judge([ahead, even]))))
-    assert (title, header) == ("Verdicts", ["comparison", "difference [95 % interval]", "n", "verdict"])
-    assert [row[0] for row in rows] == ["a above b", "a above c"] and [row[2] for row in rows] == [3, 3]
-    assert rows[0][3].startswith("holds") and rows[1][3].startswith("undecided") and rows[0][1].startswith("+1.0")
+    assert (title, header) == (
+        "Verdicts",
+        ["comparison", "difference [95 % interval]", "n", "verdict"],
+    )
+    assert [row[0] for row in rows] == ["a above b", "a above c"] and [row[2] for row in rows] == [
+        3,
+        3,
+    ]
+    assert (
+        rows[0][3].startswith("holds")
+        and rows[1][3].startswith("undecided")
+        and rows[0][1].startswith("+1.0")
+    )
     known = dataclasses.replace(ahead, published=0.5)
     _, header, rows = verdict_table(list(zip([known, even], judge([known, even]))), "Points")
     assert header[-1] == "paper" and rows[0][4] == show(0.5, known.unit) and rows[1][4] == ""
@@ -86,51 +145,85 @@ def by_least_squares(x, y, flattest):
     position = -coefficients[1] / 2 / max(coefficients[0], flattest)
     position = min(max(position, 0.75 * min(x)), 0.75 * max(x))
     at = np.array([position**2, position, 1])
-    weight = np.linalg.lstsq(A.T, at, rcond=None)[0] # the estimate is this combination of the losses
+    weight = np.linalg.lstsq(A.T, at, rcond=None)[
+        0
+    ]  # the estimate is this combination of the losses
     return np.polyval(coefficients, position), (weight**2).sum(), squares[0], len(x) - 3
 
 
 @given(LOSSES, LOSSES, LOSSES, st.sampled_from([0.5, 1.0]), st.integers(-2, 9))
 def test_the_fit_is_that_of_least_squares(low, middle, high, step, best):
-    search = [(best - 1, loss) for loss in low] + [(best, loss) for loss in middle[:2]] + [(best + step, loss) for loss in high]
-    search += [(best + 2, -100.0), (best - 1.5, -100.0)] # too far away to count
+    search = (
+        [(best - 1, loss) for loss in low]
+        + [(best, loss) for loss in middle[:2]]
+        + [(best + step, loss) for loss in high]
+    )
+    search += [(best + 2, -100.0), (best - 1.5, -100.0)]  # too far away to count
     judged = middle[2:]
     fit = fit_rates(search, judged, best, sd=1.0)
     x = [-1.0] * len(low) + [0.0] * len(middle) + [step] * len(high)
-    value, weight, squares, df = by_least_squares(np.array(x), np.array(low + middle + high), FLATTEST)
-    assert (fit.value, fit.weight, fit.squares) == pytest.approx((value, weight, squares), rel=1e-9, abs=1e-9)
+    value, weight, squares, df = by_least_squares(
+        np.array(x), np.array(low + middle + high), FLATTEST
+    )
+    assert (fit.value, fit.weight, fit.squares) == pytest.approx(
+        (value, weight, squares), rel=1e-9, abs=1e-9
+    )
     assert (fit.df, fit.values, fit.exploded, fit.why) == (df, tuple(judged), 0, "")
 
 
-@pytest.mark.parametrize("minimum, expected", [(0.0, 0.0), (0.4, 0.0), (-0.6, 0.0), (0.75, 0.0), (1.5, 2 * 0.75**2), (-2.0, 2 * 1.25**2)])
-def test_without_noise_the_estimate_is_the_minimum_up_to_three_quarters_of_a_step(minimum, expected):
+@pytest.mark.parametrize(
+    "minimum, expected",
+    [(0.0, 0.0), (0.4, 0.0), (-0.6, 0.0), (0.75, 0.0), (1.5, 2 * 0.75**2), (-2.0, 2 * 1.25**2)],
+)
+def test_without_noise_the_estimate_is_the_minimum_up_to_three_quarters_of_a_step(
+    minimum, expected
+):
     search = [(position, 2 * (position - minimum) ** 2) for position in (-1, 0, 1)]
     fit = fit_rates(search, [2 * minimum**2] * 2, 0, sd=1.0)
-    assert fit.value == pytest.approx(expected, abs=1e-12) and fit.squares == pytest.approx(0, abs=1e-20)
+    assert fit.value == pytest.approx(expected, abs=1e-12) and fit.squares == pytest.approx(
+        0, abs=1e-20
+    )
 
 
 def test_a_line_and_a_hill_are_read_with_the_least_curvature():
     line = fit_rates([(-1, 0.06), (0, 0.0), (1, -0.06)], [0.0], 0, sd=1.0)
-    assert line.value == pytest.approx(-0.06 * 0.06 / (2 * 0.15)) # slope -0.06, curvature 0.15: 0.2 steps away
+    assert line.value == pytest.approx(
+        -0.06 * 0.06 / (2 * 0.15)
+    )  # slope -0.06, curvature 0.15: 0.2 steps away
     hill = fit_rates([(-1, -0.9), (0, 0.0), (1, -1.1)], [0.0], 0, sd=1.0)
-    assert hill.value == pytest.approx(-0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2) # its own curvature is -1
+    assert hill.value == pytest.approx(
+        -0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2
+    )  # its own curvature is -1
 
 
 @pytest.mark.parametrize("side", [-1, 1])
 def test_a_neighbour_at_half_a_step_limits_the_minimum(side):
-    search = [(3 - side, 5.0), (3, 2.0), (3 + side / 2, 1.25)] # 2 - 2x + x² on the positive side: the minimum is at 1
+    search = [
+        (3 - side, 5.0),
+        (3, 2.0),
+        (3 + side / 2, 1.25),
+    ]  # 2 - 2x + x² on the positive side: the minimum is at 1
     fit = fit_rates(search, [2.0], 3, sd=1.0)
     assert fit.value == pytest.approx(2 - 2 * 0.375 + 0.375**2)
 
 
-@pytest.mark.parametrize("neighbours", [[(1, 0.5)] * 3, [(1, 0.5)] * 3 + [(-1, 60.0)], [(-1, math.nan), (1, math.nan)], []])
+@pytest.mark.parametrize(
+    "neighbours",
+    [[(1, 0.5)] * 3, [(1, 0.5)] * 3 + [(-1, 60.0)], [(-1, math.nan), (1, math.nan)], []],
+)
 def test_with_fewer_than_three_rates_the_estimate_is_the_mean_at_the_best_one(neighbours):
     at_best = [0.1, -0.4, 0.3]
     judged = [0.2, 0.6, -0.1, 0.0]
     fit = fit_rates([*((0, loss) for loss in at_best), *neighbours], judged, 0, sd=1.0)
     values = np.array(at_best + judged)
-    assert fit.value == pytest.approx(values.mean()) and fit.weight == pytest.approx(1 / 7 + 0.1 / 3)
-    assert fit.squares == pytest.approx(6 * values.var(ddof=1)) and fit.df == 6 and fit.values == tuple(judged)
+    assert fit.value == pytest.approx(values.mean()) and fit.weight == pytest.approx(
+        1 / 7 + 0.1 / 3
+    )
+    assert (
+        fit.squares == pytest.approx(6 * values.var(ddof=1))
+        and fit.df == 6
+        and fit.values == tuple(judged)
+    )
     assert fit.exploded == sum(not loss < 50 for _, loss in neighbours)
 
 
@@ -138,26 +231,47 @@ def test_with_fewer_than_three_rates_the_estimate_is_the_mean_at_the_best_one(ne
 def test_an_exploded_run_at_a_neighbour_is_left_out_and_counted(loss, exploded):
     calm = [(-1, 1.0)] * 3 + [(0, 0.5), (0, -0.5), (0, 0.0)] + [(1, 1.0)] * 2
     fit = fit_rates([*calm, (1, loss)], [0.0], 0, sd=1.0)
-    assert fit.exploded == exploded and fit.why == "" and fit.df == 3 + 3 + 2 + 1 + (not exploded) - 3
+    assert (
+        fit.exploded == exploded and fit.why == "" and fit.df == 3 + 3 + 2 + 1 + (not exploded) - 3
+    )
     assert not exploded or fit == dataclasses.replace(fit_rates(calm, [0.0], 0, sd=1.0), exploded=1)
 
 
-@pytest.mark.parametrize("judged, why", [
-    ([0.0, 14.9], ""), ([0.0, 15.2], "1 of 4 runs exploded"), ([10.0, 17.0], ""), # the mean of the lower three is 3.3
- ([0.1, math.nan], "1 of 4 runs exploded"),
-    ([40.0, 41.0, 42.0], "3 of 5 runs exploded"), ([math.inf] * 2, "2 of 4 runs exploded")])
+@pytest.mark.parametrize(
+    "judged, why",
+    [
+        ([0.0, 14.9], ""),
+        ([0.0, 15.2], "1 of 4 runs exploded"),
+        ([10.0, 17.0], ""),  # the mean of the lower three is 3.3
+        ([0.1, math.nan], "1 of 4 runs exploded"),
+        ([40.0, 41.0, 42.0], "3 of 5 runs exploded"),
+        ([math.inf] * 2, "2 of 4 runs exploded"),
+    ],
+)
 def test_an_exploded_run_at_the_best_rate_leaves_no_verdict(judged, why):
     fit = fit_rates([(-1, 1.0), (0, 0.1), (0, -0.1), (1, 1.0)], judged, 0, sd=1.0)
     assert fit.why == why and math.isnan(fit.value) == bool(why) and len(fit.values) == len(judged)
 
 
-@pytest.mark.parametrize("search, judged, exploded, why", [
-    ([(-1, 1.0), (0, 0.0), (1, 14.0)], [0.1, 0.3], 0, ""), ([(-1, 16.0), (0, 0.0), (1, 2.0)], [0.1, 0.3], 1, ""),
-    ([(-1, 0.06), (0, 0.0), (1, -0.06)], [0.0], 0, ""), ([(-1, 1.0), (0, 0.0), (1, 1.0)], [0.0, 20.0], 0, "1 of 3 runs exploded")])
+@pytest.mark.parametrize(
+    "search, judged, exploded, why",
+    [
+        ([(-1, 1.0), (0, 0.0), (1, 14.0)], [0.1, 0.3], 0, ""),
+        ([(-1, 16.0), (0, 0.0), (1, 2.0)], [0.1, 0.3], 1, ""),
+        ([(-1, 0.06), (0, 0.0), (1, -0.06)], [0.0], 0, ""),
+        ([(-1, 1.0), (0, 0.0), (1, 1.0)], [0.0, 20.0], 0, "1 of 3 runs exploded"),
+    ],
+)
 def test_every_limit_is_in_planned_standard_deviations(search, judged, exploded, why):
     unit = fit_rates(search, judged, 0, sd=1.0)
-    scaled = fit_rates([(position, PLAN_SD * loss) for position, loss in search], [PLAN_SD * loss for loss in judged], 0)
-    assert (scaled.value, scaled.weight) == pytest.approx((PLAN_SD * unit.value, unit.weight), nan_ok=True)
+    scaled = fit_rates(
+        [(position, PLAN_SD * loss) for position, loss in search],
+        [PLAN_SD * loss for loss in judged],
+        0,
+    )
+    assert (scaled.value, scaled.weight) == pytest.approx(
+        (PLAN_SD * unit.value, unit.weight), nan_ok=True
+    )
     assert (unit.exploded, unit.why) == (scaled.exploded, scaled.why) == (exploded, why)
 
 
@@ -171,13 +285,17 @@ def test_an_end_of_the_grid_and_a_missing_rate_leave_no_verdict():
 def test_a_mean_has_the_standard_error_of_the_mean(values):
     fit = fit_mean(values)
     assert fit.value == pytest.approx(np.mean(values)) and fit.values == tuple(values)
-    assert math.sqrt(fit.squares / fit.df * fit.weight) == pytest.approx(reference.sem(values), abs=1e-7)
+    assert math.sqrt(fit.squares / fit.df * fit.weight) == pytest.approx(
+        reference.sem(values), abs=1e-7
+    )
 
 
 def test_a_mean_uses_the_residuals_at_the_best_rate_but_no_run_twice():
     best = Fit(0.7, 0.1, 8.0, 10, (0.5, 0.9))
     assert fit_mean([1.0, 3.0], best) == Fit(2.0, 0.5, 2.0 + 8.0, 11, (1.0, 3.0))
-    assert fit_mean([0.5, 0.9], best) == dataclasses.replace(fit_mean([0.5, 0.9]), squares=8.0, df=10)
+    assert fit_mean([0.5, 0.9], best) == dataclasses.replace(
+        fit_mean([0.5, 0.9]), squares=8.0, df=10
+    )
     assert fit_mean([1.0, math.nan], best).why == "1 of 2 runs exploded"
 
 
@@ -186,48 +304,87 @@ def fit_of(variance, df, why=""):
 
 
 def test_variances_are_pooled_and_shrunk():
-    variances = spreads({"a": fit_of(1.0, 10), "b": fit_of(2.0, 12), "c": fit_of(1.5, 8), "lost": fit_of(99.0, 9, "1 of 9 runs exploded")})
+    variances = spreads(
+        {
+            "a": fit_of(1.0, 10),
+            "b": fit_of(2.0, 12),
+            "c": fit_of(1.5, 8),
+            "lost": fit_of(99.0, 9, "1 of 9 runs exploded"),
+        }
+    )
     pooled = (10 * 1 + 12 * 2 + 8 * 1.5) / 30
     assert variances.keys() == {"a", "b", "c"}
-    assert variances["a"] == pytest.approx(((6 * pooled + 10) / 16, 16)) and variances["b"] == pytest.approx(((6 * pooled + 24) / 18, 18))
+    assert variances["a"] == pytest.approx(((6 * pooled + 10) / 16, 16)) and variances[
+        "b"
+    ] == pytest.approx(((6 * pooled + 24) / 18, 18))
 
 
 def test_the_prior_has_no_more_weight_than_the_other_models():
     assert spreads({"alone": fit_of(2.0, 5)}) == {"alone": (2.0, 5)}
-    assert spreads({"a": fit_of(2.0, 5), "b": fit_of(4.0, 2)})["a"] == pytest.approx(((2 * 18 / 7 + 10) / 7, 7))
+    assert spreads({"a": fit_of(2.0, 5), "b": fit_of(4.0, 2)})["a"] == pytest.approx(
+        ((2 * 18 / 7 + 10) / 7, 7)
+    )
     assert spreads({"one run": fit_of(0.0, 0)}) == {"one run": (math.inf, 1)}
 
 
 @pytest.mark.parametrize("df, others", [(3, 9), (10, 30), (22, 44)])
 def test_a_variance_beyond_the_f_test_stays_out_of_the_pool(df, others):
     limit = reference.f.isf(0.001, df, others)
-    below, above = (spreads({"wide": fit_of(limit * share, df), "x": fit_of(1.0, others - 2), "y": fit_of(1.0, 2)}) for share in (0.999, 1.001))
+    below, above = (
+        spreads(
+            {"wide": fit_of(limit * share, df), "x": fit_of(1.0, others - 2), "y": fit_of(1.0, 2)}
+        )
+        for share in (0.999, 1.001)
+    )
     assert below["wide"][1] == df + 6 and below["x"][0] > 1
     assert above["wide"] == pytest.approx((limit * 1.001, df)) and above["x"][0] == pytest.approx(1)
 
 
 def test_at_most_one_model_stays_out_of_the_pool():
-    variances = spreads({"widest": fit_of(500.0, 20), "wide": fit_of(100.0, 20), "a": fit_of(1.0, 20), "b": fit_of(1.0, 20), "c": fit_of(1.0, 20)})
-    assert variances["widest"] == (500.0, 20) and variances["wide"][1] == 26 and variances["a"][0] > 1
+    variances = spreads(
+        {
+            "widest": fit_of(500.0, 20),
+            "wide": fit_of(100.0, 20),
+            "a": fit_of(1.0, 20),
+            "b": fit_of(1.0, 20),
+            "c": fit_of(1.0, 20),
+        }
+    )
+    assert (
+        variances["widest"] == (500.0, 20) and variances["wide"][1] == 26 and variances["a"][0] > 1
+    )
 
 
-APART_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"} # each model has its own variance
+APART_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has its own variance
 BELOW = (("A", -1), ("B", 1))
 
 
 @given(VALUES, VALUES)
 def test_two_models_of_separate_groups_are_compared_by_welchs_test(a, b):
     contrast = Contrast("A below B", BELOW, margin=0.0)
-    judgement = judge_looks([contrast], [{"A": fit_mean(a), "B": fit_mean(b)}], APART_GROUPS, level=0.03)[0]
+    judgement = judge_looks(
+        [contrast], [{"A": fit_mean(a), "B": fit_mean(b)}], APART_GROUPS, level=0.03
+    )[0]
     expected = reference.ttest_ind(b, a, equal_var=False)
     interval = expected.confidence_interval(0.97)
     assert judgement.p == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
-    assert (judgement.low, judgement.high) == pytest.approx((interval.low, interval.high), rel=1e-6, abs=1e-9)
-    assert (judgement.difference, judgement.n, judgement.level) == (pytest.approx(np.mean(b) - np.mean(a)), min(len(a), len(b)), 0.03)
+    assert (judgement.low, judgement.high) == pytest.approx(
+        (interval.low, interval.high), rel=1e-6, abs=1e-9
+    )
+    assert (judgement.difference, judgement.n, judgement.level) == (
+        pytest.approx(np.mean(b) - np.mean(a)),
+        min(len(a), len(b)),
+        0.03,
+    )
 
 
 def test_an_interaction_adds_four_variances():
-    values = {"A": (1.0, 2.0, 4.0), "B": (5.0, 5.5, 7.0), "C": (0.0, 0.5, 3.0), "D": (9.0, 9.5, 9.7)}
+    values = {
+        "A": (1.0, 2.0, 4.0),
+        "B": (5.0, 5.5, 7.0),
+        "C": (0.0, 0.5, 3.0),
+        "D": (9.0, 9.5, 9.7),
+    }
     weights = (("A", -1), ("B", 1), ("C", 1), ("D", -1))
     fits = {name: fit_mean(runs) for name, runs in values.items()}
     judgement = judge_looks([Contrast("interaction", weights)], [fits], APART_GROUPS)[0]
@@ -235,11 +392,17 @@ def test_an_interaction_adds_four_variances():
     df = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
     difference = sum(weight * np.mean(values[name]) for name, weight in weights)
     reach = reference.t.isf(0.01, df) * math.sqrt(sum(parts))
-    assert (judgement.difference, judgement.low, judgement.high) == pytest.approx((difference, difference - reach, difference + reach))
+    assert (judgement.difference, judgement.low, judgement.high) == pytest.approx(
+        (difference, difference - reach, difference + reach)
+    )
     assert "rank test" not in judgement.beside
-    doubled = judge_looks([Contrast("twice", (("A", -2), ("B", 2)), margin=0)], [fits], APART_GROUPS)[0]
+    doubled = judge_looks(
+        [Contrast("twice", (("A", -2), ("B", 2)), margin=0)], [fits], APART_GROUPS
+    )[0]
     once = judge_looks([Contrast("once", BELOW, margin=0)], [fits], APART_GROUPS)[0]
-    assert (doubled.difference, doubled.low, doubled.p) == pytest.approx((2 * once.difference, 2 * once.low, once.p))
+    assert (doubled.difference, doubled.low, doubled.p) == pytest.approx(
+        (2 * once.difference, 2 * once.low, once.p)
+    )
 
 
 def normal_fit(difference, weight=0.5):
@@ -254,14 +417,23 @@ def compare_normal(differences, margin=0.0, kind="better"):
     "Judge comparisons with `BASE` that have normal p-values: one list of differences per look, in standard errors; None is missing."
     names = [str(i) for i in range(len(differences[0]))]
     contrasts = [Contrast(name, ((name, -1), ("base", 1)), kind, margin=margin) for name in names]
-    looks = [{"base": BASE} | {name: normal_fit(d) for name, d in zip(names, look) if d is not None} for look in differences]
+    looks = [
+        {"base": BASE} | {name: normal_fit(d) for name, d in zip(names, look) if d is not None}
+        for look in differences
+    ]
     return judge_looks(contrasts, looks, dict.fromkeys([*names, "base"], "group"), level=0.02)
 
 
 def closed_test(p_values, level):
     "Return which hypotheses fall if every set of them that contains one is rejected by Bonferroni's test: Holm's procedure."
-    sets = [subset for size in range(1, len(p_values) + 1) for subset in itertools.combinations(range(len(p_values)), size)]
-    rejected = {subset for subset in sets if min(p_values[i] for i in subset) <= level / len(subset)}
+    sets = [
+        subset
+        for size in range(1, len(p_values) + 1)
+        for subset in itertools.combinations(range(len(p_values)), size)
+    ]
+    rejected = {
+        subset for subset in sets if min(p_values[i] for i in subset) <= level / len(subset)
+    }
     return [all(subset in rejected for subset in sets if i in subset) for i in range(len(p_values))]
 
 
@@ -269,26 +441,46 @@ def closed_test(p_values, level):
 def test_a_side_is_the_closed_test_and_its_bar_excludes_zero(differences):
     judged = compare_normal([differences])
     p_values = [2 * reference.norm.sf(abs(d)) for d in differences]
-    expected = [("ahead" if d > 0 else "behind") if falls else "" for d, falls in zip(differences, closed_test(p_values, 0.02))]
+    expected = [
+        ("ahead" if d > 0 else "behind") if falls else ""
+        for d, falls in zip(differences, closed_test(p_values, 0.02))
+    ]
     assert [judgement.side for judgement in judged] == expected
-    assert all((judgement.low > 0 or judgement.high < 0) == bool(judgement.side) and (judgement.p <= 0.02) == bool(judgement.side) for judgement in judged)
+    assert all(
+        (judgement.low > 0 or judgement.high < 0) == bool(judgement.side)
+        and (judgement.p <= 0.02) == bool(judgement.side)
+        for judgement in judged
+    )
 
 
 def test_the_level_of_a_bar_follows_the_step_of_the_correction():
-    judged = compare_normal([[0.1, 3.5, -2.9, 2.4, 0.2]]) # p 0.92, 0.0005, 0.0037, 0.016, 0.84; steps 0.02/5, 0.02/4, 0.02/3
+    judged = compare_normal(
+        [[0.1, 3.5, -2.9, 2.4, 0.2]]
+    )  # p 0.92, 0.0005, 0.0037, 0.016, 0.84; steps 0.02/5, 0.02/4, 0.02/3
     assert [judgement.side for judgement in judged] == ["", "ahead", "behind", "", ""]
-    assert [judgement.level for judgement in judged] == pytest.approx([0.02 / 3, 0.02 / 5, 0.02 / 4, 0.02 / 3, 0.02 / 3])
+    assert [judgement.level for judgement in judged] == pytest.approx(
+        [0.02 / 3, 0.02 / 5, 0.02 / 4, 0.02 / 3, 0.02 / 3]
+    )
     reach = reference.norm.isf(0.02 / 3 / 2)
     assert (judged[0].low, judged[0].high) == pytest.approx((0.1 - reach, 0.1 + reach), rel=1e-5)
     assert judged[3].p == pytest.approx(3 * 2 * reference.norm.sf(2.4), rel=1e-5)
 
 
 def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
-    first, second = [3.0, 2.4, 1.0], [0.5, 2.4, 1.0] # at the second look the first has lost its lead
+    first, second = (
+        [3.0, 2.4, 1.0],
+        [0.5, 2.4, 1.0],
+    )  # at the second look the first has lost its lead
     judged = compare_normal([first, second])
-    assert [(judgement.side, judgement.look) for judgement in judged] == [("ahead", 4), ("", 0), ("", 0)]
+    assert [(judgement.side, judgement.look) for judgement in judged] == [
+        ("ahead", 4),
+        ("", 0),
+        ("", 0),
+    ]
     assert judged[0] == compare_normal([first])[0] and judged[1].level == 0.02 / 2
-    better = compare_normal([first, [0.5, 2.6, 1.0]]) # p 0.0093: significant among two, not among three
+    better = compare_normal(
+        [first, [0.5, 2.6, 1.0]]
+    )  # p 0.0093: significant among two, not among three
     assert (better[1].side, better[1].look, better[1].level) == ("ahead", 8, 0.02 / 2)
     assert compare_normal([[0.5, 2.6, 1.0]])[1].side == ""
 
@@ -296,45 +488,88 @@ def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
 @pytest.mark.parametrize("missing", [None, "exploded", "equal"])
 def test_a_comparison_without_a_side_still_counts(missing):
     names = ["x", "y"]
-    contrasts = [Contrast("x", (("x", -1), ("base", 1)), margin=3.0 if missing == "equal" else 0.0), Contrast("y", (("y", -1), ("base", 1)), margin=0.0)]
+    contrasts = [
+        Contrast("x", (("x", -1), ("base", 1)), margin=3.0 if missing == "equal" else 0.0),
+        Contrast("y", (("y", -1), ("base", 1)), margin=0.0),
+    ]
     fits = {"base": BASE, "x": normal_fit(0.0), "y": normal_fit(1.0)}
-    last = {"base": BASE, "x": normal_fit(0.0), "y": normal_fit(2.45)} # p 0.014: significant alone, not among two
+    last = {
+        "base": BASE,
+        "x": normal_fit(0.0),
+        "y": normal_fit(2.45),
+    }  # p 0.014: significant alone, not among two
     if missing is None:
         del fits["x"], last["x"]
     if missing == "exploded":
         fits["x"] = last["x"] = Fit(math.nan, math.nan, 0.0, 0, why="1 of 7 runs exploded")
     x, y = judge_looks(contrasts, [fits, last], dict.fromkeys([*names, "base"], "group"))
-    assert y.side == "" and y.level == 0.02 / 2 and y.p == pytest.approx(2 * 2 * reference.norm.sf(2.45), rel=1e-5)
-    assert (x.verdict, x.why) == {None: ("not run", ""), "exploded": ("cannot be judged", "x: 1 of 7 runs exploded"), "equal": ("undecided", "")}[missing]
+    assert (
+        y.side == ""
+        and y.level == 0.02 / 2
+        and y.p == pytest.approx(2 * 2 * reference.norm.sf(2.45), rel=1e-5)
+    )
+    assert (x.verdict, x.why) == {
+        None: ("not run", ""),
+        "exploded": ("cannot be judged", "x: 1 of 7 runs exploded"),
+        "equal": ("undecided", ""),
+    }[missing]
     alone = judge_looks(contrasts[1:], [fits, last], dict.fromkeys([*names, "base"], "group"))[0]
     assert alone.side == "ahead"
 
 
-@pytest.mark.parametrize("kind, difference, verdict, side, still_open", [
-    ("better", 4.0, "holds", "ahead", False), ("better", -4.0, "does not hold", "behind", False), ("better", 0.1, "undecided", "equal within the margin", False),
-    ("better", 1.5, "undecided", "", True), ("as good", 4.0, "holds", "ahead", False), ("as good", -4.0, "does not hold", "behind", False),
-    ("as good", 0.1, "holds", "equal within the margin", False), ("as good", -1.5, "undecided", "", True)])
+@pytest.mark.parametrize(
+    "kind, difference, verdict, side, still_open",
+    [
+        ("better", 4.0, "holds", "ahead", False),
+        ("better", -4.0, "does not hold", "behind", False),
+        ("better", 0.1, "undecided", "equal within the margin", False),
+        ("better", 1.5, "undecided", "", True),
+        ("as good", 4.0, "holds", "ahead", False),
+        ("as good", -4.0, "does not hold", "behind", False),
+        ("as good", 0.1, "holds", "equal within the margin", False),
+        ("as good", -1.5, "undecided", "", True),
+    ],
+)
 def test_the_word_follows_from_kind_and_side(kind, difference, verdict, side, still_open):
     judgement = compare_normal([[difference]], margin=3.0, kind=kind)[0]
-    assert (judgement.verdict, judgement.side, judgement.look, is_open(judgement)) == (verdict, side, 4 if side else 0, still_open)
+    assert (judgement.verdict, judgement.side, judgement.look, is_open(judgement)) == (
+        verdict,
+        side,
+        4 if side else 0,
+        still_open,
+    )
     assert judgement.verdict in WORDS
 
 
 def test_equal_is_read_from_the_uncorrected_interval_of_96_per_cent():
-    reach = reference.norm.isf(0.02) # one-sided
-    for difference, side in ((reach, "equal within the margin"), (-reach, "equal within the margin")):
-        inside = compare_normal([[difference - 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach)[0]
-        outside = compare_normal([[difference + 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach)[0]
-        assert (inside.side, outside.side) == (side, "") and max(-inside.low, inside.high) > 2 * reach # its bar is corrected
-    assert compare_normal([[3.0]], margin=9.0)[0].side == "ahead" # also within the margin
+    reach = reference.norm.isf(0.02)  # one-sided
+    for difference, side in (
+        (reach, "equal within the margin"),
+        (-reach, "equal within the margin"),
+    ):
+        inside = compare_normal(
+            [[difference - 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach
+        )[0]
+        outside = compare_normal(
+            [[difference + 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach
+        )[0]
+        assert (inside.side, outside.side) == (side, "") and max(
+            -inside.low, inside.high
+        ) > 2 * reach  # its bar is corrected
+    assert compare_normal([[3.0]], margin=9.0)[0].side == "ahead"  # also within the margin
     assert "96% interval" in compare_normal([[0.0]], margin=9.0)[0].beside
 
 
 def test_better_and_as_good_on_one_pair_are_one_question():
     fits = {"A": normal_fit(2.4), "B": BASE}
-    contrasts = [Contrast("better", BELOW, margin=0.0), Contrast("as good", BELOW, "as good", margin=0.0)]
+    contrasts = [
+        Contrast("better", BELOW, margin=0.0),
+        Contrast("as good", BELOW, "as good", margin=0.0),
+    ]
     judged = judge_looks(contrasts, [fits], dict.fromkeys("AB", "group"))
-    assert [judgement.verdict for judgement in judged] == ["holds", "holds"] and judged[0].level == judged[1].level == 0.02
+    assert [judgement.verdict for judgement in judged] == ["holds", "holds"] and judged[
+        0
+    ].level == judged[1].level == 0.02
 
 
 A_RUNS, B_RUNS = (1.0, 1.2, 1.1, 0.9), (2.0, 2.1, 1.05, 2.3)
@@ -342,44 +577,87 @@ A_RUNS, B_RUNS = (1.0, 1.2, 1.1, 0.9), (2.0, 2.1, 1.05, 2.3)
 
 def test_runs_are_compared_beside_the_verdict():
     fits = {"A": fit_mean(A_RUNS), "B": fit_mean(B_RUNS)}
-    judgement = judge_looks([Contrast("A below B", BELOW, published=0.0044)], [fits], APART_GROUPS)[0]
+    judgement = judge_looks([Contrast("A below B", BELOW, published=0.0044)], [fits], APART_GROUPS)[
+        0
+    ]
     p = reference.mannwhitneyu(A_RUNS, B_RUNS, method="exact").pvalue
-    assert judgement.beside == f"rank test p = {p:.2g}; a fresh run of A beats one of B: 88% of pairs; the bar contains the published +0.0044" # 14 of 16 pairs
-    turned = judge_looks([Contrast("B below A", (("B", -1), ("A", 1)), published=9.0)], [fits], APART_GROUPS)[0]
-    assert "fresh run of B beats one of A: 12%" in turned.beside and "the bar excludes the published +9.0000" in turned.beside
+    assert (
+        judgement.beside
+        == f"rank test p = {p:.2g}; a fresh run of A beats one of B: 88% of pairs; the bar contains the published +0.0044"
+    )  # 14 of 16 pairs
+    turned = judge_looks(
+        [Contrast("B below A", (("B", -1), ("A", 1)), published=9.0)], [fits], APART_GROUPS
+    )[0]
+    assert (
+        "fresh run of B beats one of A: 12%" in turned.beside
+        and "the bar excludes the published +9.0000" in turned.beside
+    )
 
 
 def test_the_rank_test_is_exact():
-    fits = {"A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)), "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5))} # 2 of 252 orders are so extreme
-    assert f"rank test p = {2 / 252:.2g};" in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
+    fits = {
+        "A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)),
+        "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5)),
+    }  # 2 of 252 orders are so extreme
+    assert (
+        f"rank test p = {2 / 252:.2g};"
+        in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
+    )
 
 
 def test_later_data_stand_beside_a_verdict():
     clear = {"A": fit_mean([1.0, 1.1, 0.9, 1.0]), "B": fit_mean([2.0, 2.1, 1.9, 2.05])}
     more = {"A": fit_mean([1.0, 1.1, 0.9, 1.0] * 2), "B": fit_mean([2.0, 2.1, 1.9, 1.0] * 2)}
     contrast = Contrast("A below B", BELOW)
-    first, both = (judge_looks([contrast], looks, APART_GROUPS)[0] for looks in ([clear], [clear, more]))
-    assert first.side == "ahead" and first.look == 4 and dataclasses.replace(both, beside=first.beside) == first
+    first, both = (
+        judge_looks([contrast], looks, APART_GROUPS)[0] for looks in ([clear], [clear, more])
+    )
+    assert (
+        first.side == "ahead"
+        and first.look == 4
+        and dataclasses.replace(both, beside=first.beside) == first
+    )
     later = judge_looks([contrast], [more], APART_GROUPS)[0]
-    assert both.beside == first.beside + f"; all 8 seeds: {later.difference:+.4f} [{later.low:+.4f}, {later.high:+.4f}]"
-    stopped = judge_looks([contrast], [clear, clear], APART_GROUPS)[0] # no further seeds: nothing to add
+    assert (
+        both.beside
+        == first.beside
+        + f"; all 8 seeds: {later.difference:+.4f} [{later.low:+.4f}, {later.high:+.4f}]"
+    )
+    stopped = judge_looks([contrast], [clear, clear], APART_GROUPS)[
+        0
+    ]  # no further seeds: nothing to add
     assert stopped == first
     lost = judge_looks([contrast], [clear, {**more, "B": fit_mean([math.nan])}], APART_GROUPS)[0]
     assert lost.verdict == "holds" and lost.beside.endswith("later: B: 1 of 1 runs exploded")
 
 
 def test_an_open_comparison_shows_its_last_look():
-    looks = [{"A": fit_mean([1.0, 3.0, 2.0, 2.5][:2] * n), "B": fit_mean([2.0, 3.5, 1.0, 2.2] * n)} for n in (1, 2)]
+    looks = [
+        {"A": fit_mean([1.0, 3.0, 2.0, 2.5][:2] * n), "B": fit_mean([2.0, 3.5, 1.0, 2.2] * n)}
+        for n in (1, 2)
+    ]
     judgement = judge_looks([Contrast("A below B", BELOW)], looks, APART_GROUPS)[0]
-    assert is_open(judgement) and judgement.n == 4 and judgement == judge_looks([Contrast("A below B", BELOW)], looks[1:], APART_GROUPS)[0]
-    kept = judge_looks([Contrast("A below B", BELOW)], [looks[0], {"A": looks[1]["A"]}], APART_GROUPS)[0]
-    assert (kept.n, kept.difference) == (2, judge_looks([Contrast("A below B", BELOW)], looks[:1], APART_GROUPS)[0].difference)
+    assert (
+        is_open(judgement)
+        and judgement.n == 4
+        and judgement == judge_looks([Contrast("A below B", BELOW)], looks[1:], APART_GROUPS)[0]
+    )
+    kept = judge_looks(
+        [Contrast("A below B", BELOW)], [looks[0], {"A": looks[1]["A"]}], APART_GROUPS
+    )[0]
+    assert (kept.n, kept.difference) == (
+        2,
+        judge_looks([Contrast("A below B", BELOW)], looks[:1], APART_GROUPS)[0].difference,
+    )
 
 
 def test_exploded_neighbours_are_named_beside_the_verdict():
     search = [(-1, 1.0), (0, 0.0), (1, 80.0)]
     fits = {"A": fit_rates(search, [0.1, 0.3, -0.2, 0.0], 0, sd=1.0), "B": fit_mean(B_RUNS)}
-    assert "exploded runs of A left out: 1" in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
+    assert (
+        "exploded runs of A left out: 1"
+        in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
+    )
 
 
 def test_equal_models_get_a_wrong_verdict_in_about_five_per_cent_of_claims_over_three_looks():
@@ -393,26 +671,49 @@ def test_equal_models_get_a_wrong_verdict_in_about_five_per_cent_of_claims_over_
         for n in LOOKS:
             fits = {name: fit_mean(values[:n]) for name, values in zip(names, runs)}
             looks.append({name: dataclasses.replace(fit, values=()) for name, fit in fits.items()})
-        wrong += any(judgement.side in ("ahead", "behind") for judgement in judge_looks(contrasts, looks, dict.fromkeys(names, "group")))
+        wrong += any(
+            judgement.side in ("ahead", "behind")
+            for judgement in judge_looks(contrasts, looks, dict.fromkeys(names, "group"))
+        )
     assert 0.025 < wrong / 1000 < 0.08
 
 
-@pytest.mark.parametrize("wins, runs", [((7, 1), (8, 8)), ((4, 4), (4, 8)), ((0, 5), (8, 8)), ((16, 2), (16, 16))])
+@pytest.mark.parametrize(
+    "wins, runs", [((7, 1), (8, 8)), ((4, 4), (4, 8)), ((0, 5), (8, 8)), ((16, 2), (16, 16))]
+)
 def test_shares_are_compared_by_fishers_test(wins, runs):
-    shares = {name: fit_share([i < win for i in range(n)]) for name, win, n in zip("AB", wins, runs)}
+    shares = {
+        name: fit_share([i < win for i in range(n)]) for name, win, n in zip("AB", wins, runs)
+    }
     contrast = Contrast("A learns more often", (("A", 1), ("B", -1)), unit="share", margin=0.1)
     judgement = judge_looks([contrast], [shares], APART_GROUPS)[0]
     table = [[win, n - win] for win, n in zip(wins, runs)]
-    assert judgement.p == pytest.approx(reference.fisher_exact(table).pvalue) and judgement.n == min(runs)
-    assert judgement.difference == pytest.approx(wins[0] / runs[0] - wins[1] / runs[1]) and judgement.low < judgement.difference < judgement.high
+    assert judgement.p == pytest.approx(
+        reference.fisher_exact(table).pvalue
+    ) and judgement.n == min(runs)
+    assert (
+        judgement.difference == pytest.approx(wins[0] / runs[0] - wins[1] / runs[1])
+        and judgement.low < judgement.difference < judgement.high
+    )
     assert bool(judgement.side) == (judgement.p <= 0.02) and "rank test" not in judgement.beside
-    turned = judge_looks([Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1)], [shares], APART_GROUPS)[0]
-    assert (turned.low, turned.high, turned.p) == pytest.approx((-judgement.high, -judgement.low, judgement.p))
+    turned = judge_looks(
+        [Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1)],
+        [shares],
+        APART_GROUPS,
+    )[0]
+    assert (turned.low, turned.high, turned.p) == pytest.approx(
+        (-judgement.high, -judgement.low, judgement.p)
+    )
 
 
 def test_the_interval_of_two_shares_is_newcombes():
-    shares = {"A": fit_share([True] * 56 + [False] * 14), "B": fit_share([True] * 48 + [False] * 32)} # example of Newcombe (1998)
-    judgement = judge_looks([Contrast("A", (("A", 1), ("B", -1)), unit="share")], [shares], APART_GROUPS, level=0.05)[0]
+    shares = {
+        "A": fit_share([True] * 56 + [False] * 14),
+        "B": fit_share([True] * 48 + [False] * 32),
+    }  # example of Newcombe (1998)
+    judgement = judge_looks(
+        [Contrast("A", (("A", 1), ("B", -1)), unit="share")], [shares], APART_GROUPS, level=0.05
+    )[0]
     assert (judgement.low, judgement.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
@@ -426,8 +727,14 @@ def test_impossible_plans_are_refused():
     with pytest.raises(ValueError, match="'B' has no group"):
         judge_looks([contrast], [fits], {"A": "group"})
     with pytest.raises(ValueError, match="a pair of shares has the weights 1 and -1"):
-        judge_looks([Contrast("A", (("A", 2), ("B", -2)))], [{name: fit_share([True, False]) for name in "AB"}], APART_GROUPS)
-    assert [judgement.verdict for judgement in judge_looks([contrast], [], APART_GROUPS)] == ["not run"]
+        judge_looks(
+            [Contrast("A", (("A", 2), ("B", -2)))],
+            [{name: fit_share([True, False]) for name in "AB"}],
+            APART_GROUPS,
+        )
+    assert [judgement.verdict for judgement in judge_looks([contrast], [], APART_GROUPS)] == [
+        "not run"
+    ]
 
 
 def test_a_table_of_contrasts_has_bars_and_what_stands_beside():
@@ -436,6 +743,14 @@ def test_a_table_of_contrasts_has_bars_and_what_stands_beside():
     judgement = judge_looks([contrast], [fits], APART_GROUPS)[0]
     _, header, rows = verdict_table([(contrast, judgement)])
     assert header == ["comparison", "difference [bar]", "n", "verdict", "beside"]
-    assert rows[0][2] == 4 and rows[0][3].endswith(": equal within the margin") and rows[0][4] == judgement.beside
+    assert (
+        rows[0][2] == 4
+        and rows[0][3].endswith(": equal within the margin")
+        and rows[0][4] == judgement.beside
+    )
     lost = judge_looks([contrast], [{**fits, "B": fit_mean([math.nan])}], APART_GROUPS)[0]
-    assert verdict_table([(contrast, lost)])[2][0][1:] == ["", 0, "cannot be judged: B: 1 of 1 runs exploded"]
+    assert verdict_table([(contrast, lost)])[2][0][1:] == [
+        "",
+        0,
+        "cannot be judged: B: 1 of 1 runs exploded",
+    ]

@@ -1,4 +1,5 @@
 """Trackers show what metrics.jsonl has: TensorBoard's own reader for its files, stand-ins for the packages with a server."""
+
 import dataclasses, sys
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from longhorn_kit.extras import pip_command
 from longhorn_kit.records import read_json, read_jsonl
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
-COMMANDS = {"train-lm": "--preset laptop --d-model 16 --n-layer 1 --context 32 --batch-size 4 --steps 4 --eval-every 2 --data text.txt",
-            "train-vision": "--preset digits --epochs 1 --batch-size 256"}
+COMMANDS = {
+    "train-lm": "--preset laptop --d-model 16 --n-layer 1 --context 32 --batch-size 4 --steps 4 --eval-every 2 --data text.txt",
+    "train-vision": "--preset digits --epochs 1 --batch-size 256",
+}
 STAND_IN = """
 calls = []
 class Run:
@@ -28,6 +31,7 @@ def init(**options):
 def events(folder):
     "What TensorBoard shows of a run, as lines of metrics."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     reader, lines = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0}).Reload(), {}
     for name in reader.Tags()["scalars"]:
         for event in reader.Scalars(name):
@@ -39,8 +43,13 @@ def events(folder):
 
 def as_shown(folder):
     "The lines of metrics.jsonl in TensorBoard's precision and characters."
-    return [{name.replace(" ", "_"): value if name == "step" else float(np.float32(value)) for name, value in line.items()}
-            for line in read_jsonl(folder / "metrics.jsonl")]
+    return [
+        {
+            name.replace(" ", "_"): value if name == "step" else float(np.float32(value))
+            for name, value in line.items()
+        }
+        for line in read_jsonl(folder / "metrics.jsonl")
+    ]
 
 
 def tracked(name, **changes):
@@ -52,7 +61,9 @@ def test_tensorboard_shows_the_metrics_of_a_run_that_was_stopped_and_resumed(tmp
     "At step 38, with lines up to step 36 and a checkpoint at 30; tracked from the first or only from the second start on."
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(38, failing(MemoryError("stopped"))), tracked(first))
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 36 and (first == "none" or events(tmp_path) == as_shown(tmp_path))
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 36 and (
+        first == "none" or events(tmp_path) == as_shown(tmp_path)
+    )
     assert run(tmp_path, config=tracked("tensorboard"))["resumed_from"] == 30
     assert events(tmp_path) == as_shown(tmp_path) and len(events(tmp_path)) == CONFIG.steps
 
@@ -61,10 +72,21 @@ def test_tensorboard_shows_the_metrics_of_a_run_that_was_stopped_and_resumed(tmp
 def test_the_commands_write_what_tensorboard_reads(tmp_path, monkeypatch, command):
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(2000)))
-    assert cli.main([command, *COMMANDS[command].split(), "--cpu", "--track", "tensorboard", "--out", "run"]) == 0
+    (tmp_path / "text.txt").write_text(
+        "".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(2000))
+    )
+    assert (
+        cli.main(
+            [command, *COMMANDS[command].split(), "--cpu", "--track", "tensorboard", "--out", "run"]
+        )
+        == 0
+    )
     lines = events(tmp_path / "run")
-    assert lines == as_shown(tmp_path / "run") and len(lines) >= 4 and lines[-1].keys() & {"val_loss", "top1"}
+    assert (
+        lines == as_shown(tmp_path / "run")
+        and len(lines) >= 4
+        and lines[-1].keys() & {"val_loss", "top1"}
+    )
 
 
 @pytest.fixture
@@ -84,14 +106,28 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
     folder = tmp_path / "run"
     with pytest.raises(MemoryError):
         run(folder, Interrupting(38, failing(MemoryError("stopped"))), tracked(name))
-    with pytest.raises(MemoryError): # before it comes as far again
+    with pytest.raises(MemoryError):  # before it comes as far again
         run(folder, Interrupting(33, failing(MemoryError("stopped"))), tracked(name))
     run(folder, config=tracked(name))
-    starts, seen = [call for call in calls(name) if "project" in call], [call for call in calls(name) if "step" in call]
+    starts, seen = (
+        [call for call in calls(name) if "project" in call],
+        [call for call in calls(name) if "step" in call],
+    )
     about, key = starts[0], read_json(folder / "config.json")["id"]
-    assert len(starts) == 3 and about == starts[1] == starts[2] and (about["project"], about["name"], about["resume"]) == ("longhorn", f"run-{key}", "allow")
-    assert about.get("id", key) == key and about["config"]["lr"] == CONFIG.lr and calls(name).count("finished") == 3
-    drop = lambda lines: [{key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines]
+    assert (
+        len(starts) == 3
+        and about == starts[1] == starts[2]
+        and (about["project"], about["name"], about["resume"])
+        == ("longhorn", f"run-{key}", "allow")
+    )
+    assert (
+        about.get("id", key) == key
+        and about["config"]["lr"] == CONFIG.lr
+        and calls(name).count("finished") == 3
+    )
+    drop = lambda lines: [
+        {key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines
+    ]
     assert drop(seen) == drop(read_jsonl(folder / "metrics.jsonl")) and len(seen) == CONFIG.steps
 
 
@@ -106,6 +142,11 @@ def test_a_tracker_that_does_not_start_is_one_sentence(tmp_path, calls, name):
 def test_a_missing_package_is_refused_first(tmp_path, monkeypatch, capsys, command, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
-    assert cli.main([command, *COMMANDS[command].split(), "--track", name, "--out", "run"]) == 1 and not list(tmp_path.iterdir())
+    assert cli.main(
+        [command, *COMMANDS[command].split(), "--track", name, "--out", "run"]
+    ) == 1 and not list(tmp_path.iterdir())
     command = pip_command("track") if name == "tensorboard" else f"pip install {name}"
-    assert capsys.readouterr().err == f"longhorn: error: track is '{name}', and its package is missing: {command}\n"
+    assert (
+        capsys.readouterr().err
+        == f"longhorn: error: track is '{name}', and its package is missing: {command}\n"
+    )

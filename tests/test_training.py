@@ -12,23 +12,36 @@ from longhorn_kit.lab import training
 from longhorn_kit.lab.checkpoint import checkpoints, tidy
 from longhorn_kit.lab.data import Sampler
 from longhorn_kit.lab.processes import TrainingDiverged
-from longhorn_kit.lab.recipe import LossOnly, TrainConfig, evaluate, held_out_windows, learning_rate, parameter_groups
+from longhorn_kit.lab.recipe import (
+    LossOnly,
+    TrainConfig,
+    evaluate,
+    held_out_windows,
+    learning_rate,
+    parameter_groups,
+)
 from longhorn_kit.models.memory import chunked_cross_entropy
 from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 
-CONFIG = TrainConfig(steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10)
+CONFIG = TrainConfig(
+    steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10
+)
 TOKENS = np.random.default_rng(0).integers(0, 32, 2000).astype(np.uint8)
-VAL = np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)  # 203 predictions: the last window is short
+VAL = (
+    np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)
+)  # 203 predictions: the last window is short
 
 
 class Tiny(nn.Module):
     "Small model with dropout, which reveals a random state that was not restored."
+
     def __init__(self, seed=0, d=16, dropout=0.2):
         super().__init__()
         torch.manual_seed(seed)
         self.embed, self.dropout = nn.Embedding(32, d), nn.Dropout(dropout)
         self.hidden, self.head = nn.Linear(d, d), nn.Linear(d, 32)
+
     def forward(self, tokens, targets):
         logits = self.head(torch.tanh(self.hidden(self.dropout(self.embed(tokens)))))
         return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -36,9 +49,11 @@ class Tiny(nn.Module):
 
 class Interrupting(Sampler):
     "Sampler that calls `what` before its n-th batch."
+
     def __init__(self, at, what, **options):
         super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
         self.at, self.what = at, what
+
     def next_batch(self):
         if self.drawn // self.batch_size + 1 == self.at:
             self.what()
@@ -50,18 +65,24 @@ def run(folder=None, tokens=TOKENS, config=CONFIG, seed=0, **options):
 
 
 def curve(lines):
-    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in lines]
+    return [
+        {name: value for name, value in line.items() if name != "tokens_per_second"}
+        for line in lines
+    ]
 
 
 def failing(error):
     def what(*_, **options):
         raise error
+
     return what
 
 
 def losses(model, tokens=TOKENS, val=None, folder=None, end=None, **changes):
     "Train, and return the loss of every step."
-    result = train(model, tokens, val, dataclasses.replace(CONFIG, **changes), folder, quiet=True, end=end)
+    result = train(
+        model, tokens, val, dataclasses.replace(CONFIG, **changes), folder, quiet=True, end=end
+    )
     return [line["loss"] for line in result["history"]]
 
 
@@ -90,7 +111,9 @@ def train_slowly(folder):
 
 
 def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
-    process = multiprocessing.get_context("fork").Process(target=train_slowly, args=(tmp_path / "run",))
+    process = multiprocessing.get_context("fork").Process(
+        target=train_slowly, args=(tmp_path / "run",)
+    )
     process.start()
     try:
         deadline = time.monotonic() + 120
@@ -102,50 +125,79 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
         process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < CONFIG.steps
-    torch.manual_seed(99)  # a resumed run starts with another random state and other initial weights
+    torch.manual_seed(
+        99
+    )  # a resumed run starts with another random state and other initial weights
     result = run(tmp_path / "run", seed=7)
     assert result["resumed_from"] in (20, 30, 40)
-    assert curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    assert (
+        curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
+    )
     attempts = read_json(tmp_path / "run" / "config.json")["attempts"]
     assert [attempt["from_step"] for attempt in attempts] == [0, result["resumed_from"]]
 
 
-@pytest.mark.parametrize("at, saved, changes", [
-    (1, 0, {}), (10, 0, {}), (11, 10, {}), (60, 50, {}), (26, 25, dict(save_every=0, save_seconds=0.0)),
-    (43, 40, dict(async_save=True)), (43, 40, dict(checkpoint_blocks=True))])  # settings that change no bit
+@pytest.mark.parametrize(
+    "at, saved, changes",
+    [
+        (1, 0, {}),
+        (10, 0, {}),
+        (11, 10, {}),
+        (60, 50, {}),
+        (26, 25, dict(save_every=0, save_seconds=0.0)),
+        (43, 40, dict(async_save=True)),
+        (43, 40, dict(checkpoint_blocks=True)),
+    ],
+)  # settings that change no bit
 def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, changes):
     config = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(at, failing(MemoryError("killed"))), config)
     assert [path.name for path in checkpoints(tmp_path)][-1:] == [f"step-{saved:08d}"] * bool(saved)
-    result = run(tmp_path, config=config, seed=3 if saved else 0)  # the initial weights matter before a checkpoint
+    result = run(
+        tmp_path, config=config, seed=3 if saved else 0
+    )  # the initial weights matter before a checkpoint
     assert result["resumed_from"] == (saved or None) and curve(result["history"]) == whole
 
 
 def test_a_copy_of_a_model_that_recomputes_its_blocks_runs_its_own():
     from longhorn_kit.lab.recipe import checkpoint_blocks
+
     model, tokens = language_model(), torch.arange(8)[None]
     checkpoint_blocks(model)
     copy = pickle.loads(pickle.dumps(model))
     for p in copy.parameters():
         p.data.zero_()
     copy(tokens).sum().backward()
-    assert not copy(tokens).any() and model(tokens).any() and all(p.grad is None for p in model.parameters())
+    assert (
+        not copy(tokens).any()
+        and model(tokens).any()
+        and all(p.grad is None for p in model.parameters())
+    )
 
 
-@pytest.mark.parametrize("signals, at, saved, says", [
-    (("SIGINT",), 23, 23, "stopped by SIGINT after step 23; .*same call resumes"),
-    (("SIGINT", "SIGINT"), 13, 10, None),  # the second stops at once
-    (("SIGTERM", "SIGTERM"), 13, 13, "stopped by SIGTERM after step 13")])  # one from the cluster, one from the launcher
-def test_signals_leave_a_checkpoint_and_say_how_to_resume(tmp_path, whole, signals, at, saved, says):
+@pytest.mark.parametrize(
+    "signals, at, saved, says",
+    [
+        (("SIGINT",), 23, 23, "stopped by SIGINT after step 23; .*same call resumes"),
+        (("SIGINT", "SIGINT"), 13, 10, None),  # the second stops at once
+        (("SIGTERM", "SIGTERM"), 13, 13, "stopped by SIGTERM after step 13"),
+    ],
+)  # one from the cluster, one from the launcher
+def test_signals_leave_a_checkpoint_and_say_how_to_resume(
+    tmp_path, whole, signals, at, saved, says
+):
     def send():
         for name in signals:
             os.kill(os.getpid(), getattr(signal, name))
+
     with pytest.raises(KeyboardInterrupt, match=says):
         run(tmp_path, Interrupting(at, send))
     assert checkpoints(tmp_path)[-1].name == f"step-{saved:08d}"
     if says:
-        assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(range(1, saved + 1))
+        assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(
+            range(1, saved + 1)
+        )
     result = run(tmp_path)
     assert result["resumed_from"] == saved and curve(result["history"]) == whole
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -167,8 +219,12 @@ def test_a_finished_run_is_not_run_again_and_has_its_last_checkpoints(tmp_path, 
 
 def damages(folder):
     "Return ways to damage a checkpoint: (file, function of its bytes or None)."
-    cut, bit = lambda b: b[:len(b) // 2], lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
-    return [(path.name, damage) for path in sorted(folder.iterdir()) for damage in (cut, bit, lambda b: b"[]", None)]
+    cut, bit = lambda b: b[: len(b) // 2], lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
+    return [
+        (path.name, damage)
+        for path in sorted(folder.iterdir())
+        for damage in (cut, bit, lambda b: b"[]", None)
+    ]
 
 
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, whole):
@@ -185,18 +241,28 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, whole)
         result = run(folder, seed=4)
         assert result["resumed_from"] == 50 and curve(result["history"]) == whole
         warning = capsys.readouterr().err
-        if damage or file != "checkpoint.json": # without this file there is no checkpoint
-            assert warning.count("\n") == 1 and "damaged" in warning and "going back" in warning and file in warning
+        if damage or file != "checkpoint.json":  # without this file there is no checkpoint
+            assert (
+                warning.count("\n") == 1
+                and "damaged" in warning
+                and "going back" in warning
+                and file in warning
+            )
 
 
 def test_when_all_checkpoints_are_lost_nothing_is_overwritten(tmp_path, whole):
     run(tmp_path)
     before = (tmp_path / "metrics.jsonl").read_bytes()
-    (tmp_path / "metrics.jsonl").unlink() # a checkpoint contains the metrics too
-    assert curve(run(tmp_path)["history"]) == whole and curve(read_jsonl(tmp_path / "metrics.jsonl")) == whole
+    (tmp_path / "metrics.jsonl").unlink()  # a checkpoint contains the metrics too
+    assert (
+        curve(run(tmp_path)["history"]) == whole
+        and curve(read_jsonl(tmp_path / "metrics.jsonl")) == whole
+    )
     for path in checkpoints(tmp_path):
         (path / ".metadata").write_bytes(b"")
-    with pytest.raises(ValueError, match="every checkpoint in .* is damaged .*; delete the folder") as caught:
+    with pytest.raises(
+        ValueError, match="every checkpoint in .* is damaged .*; delete the folder"
+    ) as caught:
         run(tmp_path)
     assert "\n" not in str(caught.value) and (tmp_path / "metrics.jsonl").read_bytes() == before
 
@@ -204,29 +270,40 @@ def test_when_all_checkpoints_are_lost_nothing_is_overwritten(tmp_path, whole):
 def test_a_folder_belongs_to_one_run(tmp_path):
     short = dataclasses.replace(CONFIG, steps=10, save_every=5)
     run(tmp_path, config=short)
-    with pytest.raises(ValueError, match="holds a run with lr=0.01; this one has lr=0.02") as caught:
+    with pytest.raises(
+        ValueError, match="holds a run with lr=0.01; this one has lr=0.02"
+    ) as caught:
         run(tmp_path, config=dataclasses.replace(short, lr=0.02))
     with pytest.raises(ValueError, match="does not fit this model") as misfit:
         train(Tiny(d=8), TOKENS, VAL, short, tmp_path, quiet=True)
     with pytest.raises(ValueError, match="the saved position belongs to text=2000 tokens"):
         run(tmp_path, TOKENS[:1000], short)
     assert all("\n" not in str(error.value) for error in (caught, misfit))
-    assert run(tmp_path, config=dataclasses.replace(short, log_every=1, save_total_limit=1))["resumed_from"] == 10
+    assert (
+        run(tmp_path, config=dataclasses.replace(short, log_every=1, save_total_limit=1))[
+            "resumed_from"
+        ]
+        == 10
+    )
 
 
 @pytest.mark.parametrize("name", ["replace", "fsync"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, name, in_background):
     real, config = getattr(os, name), dataclasses.replace(CONFIG, async_save=in_background)
+
     def full(*args, **options):
-        if "step-00000030" in str(args) + str([os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]):
+        if "step-00000030" in str(args) + str(
+            [os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]
+        ):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(*args, **options)
+
     message = "cannot write .*step-00000030.*what was there before is unchanged"
     with monkeypatch.context() as patch, pytest.raises(OSError, match=message) as caught:
         patch.setattr(os, name, full)
         run(tmp_path, config=config)
-    assert "\n" not in str(caught.value) and "partial" not in str(caught.value) # the final name
+    assert "\n" not in str(caught.value) and "partial" not in str(caught.value)  # the final name
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010", "step-00000020"]
     result = run(tmp_path, seed=8, config=config)
     assert result["resumed_from"] == 20 and curve(result["history"]) == whole
@@ -236,19 +313,29 @@ def test_averaged_weights_are_those_of_a_plain_loop_and_resume(tmp_path):
     config, seen = dataclasses.replace(CONFIG, ema=0.9, eval_every=1), []
     model, step = Tiny(), training.train_step
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "train_step", lambda run: (step(run), seen.append([p.detach().clone() for p in run.bare.parameters()])))
+        patch.setattr(
+            training,
+            "train_step",
+            lambda run: (
+                step(run),
+                seen.append([p.detach().clone() for p in run.bare.parameters()]),
+            ),
+        )
         result = train(model, TOKENS, VAL, config, quiet=True)
     average = [p.detach().clone() for p in Tiny().parameters()]
     for weights in seen:
         average = [0.9 * a + 0.1 * w for a, w in zip(average, weights)]
     assert all(torch.allclose(a, p, atol=1e-6) for a, p in zip(average, model.parameters()))
-    assert math.isclose(result["ema_val_loss"], evaluate(model, VAL, CONFIG.context), rel_tol=1e-6) != result["val_loss"]
+    assert (
+        math.isclose(result["ema_val_loss"], evaluate(model, VAL, CONFIG.context), rel_tol=1e-6)
+        != result["val_loss"]
+    )
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(33, failing(MemoryError())), config)
     assert curve(run(tmp_path, config=config)["history"]) == curve(result["history"])
 
 
-@pytest.mark.parametrize("step", [10, 7]) # one is saved again, the other is not
+@pytest.mark.parametrize("step", [10, 7])  # one is saved again, the other is not
 def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, step):
     leftover = tmp_path / "checkpoints" / f".step-{step:08d}.abc123-1.partial"
     leftover.mkdir(parents=True)
@@ -261,9 +348,11 @@ def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, s
 
 class Nan(Tiny):
     "Model whose loss or gradient is wrong at one call in training."
+
     def __init__(self, at, gradient_only=False):
         super().__init__()
         self.at, self.calls, self.gradient_only = at, 0, gradient_only
+
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
         self.calls += self.training
@@ -274,12 +363,16 @@ class Nan(Tiny):
 
 @pytest.mark.parametrize("gradient_only", [False, True])
 def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradient_only):
-    with pytest.raises(TrainingDiverged, match=r"at step 18 \(.*last checkpoint: .*step-00000010; ") as caught:
+    with pytest.raises(
+        TrainingDiverged, match=r"at step 18 \(.*last checkpoint: .*step-00000010; "
+    ) as caught:
         train(Nan(18, gradient_only), TOKENS, VAL, CONFIG, tmp_path, quiet=True)
     assert "\n" not in str(caught.value) and ("gradient" in str(caught.value)) == gradient_only
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010"]
     lines = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 18)) and all(math.isfinite(line["loss"]) for line in lines)
+    assert [line["step"] for line in lines] == list(range(1, 18)) and all(
+        math.isfinite(line["loss"]) for line in lines
+    )
     assert curve(run(tmp_path)["history"])[-1]["step"] == 60  # the good checkpoint is good
 
 
@@ -294,6 +387,7 @@ def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
 
 class SquaredWeights(Tiny):
     "Its loss is no number if a weight is beyond 1e20: infinite, or NaN where sums of products overflow both ways."
+
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
         return logits, loss + self.hidden.weight.square().sum()
@@ -307,20 +401,48 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
     assert not checkpoints(tmp_path)
 
 
-@pytest.mark.parametrize("wrong, says", [
-    *((dict([pair]), "{} is {}; it must be from 0".format(*pair)) for pair in (
-        ("lr", math.nan), ("lr", math.inf), ("save_every", -1), ("clip", -1.0), ("min_lr_ratio", -3), ("loss_chunk", -1), ("seed", -1),
-        ("seed", 2**70), ("ema", 1.5))),
-    *(({name: 0}, f"{name} is 0; it must be from 1") for name in ("steps", "gradient_accumulation_steps")),
-    (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"), (dict(precision="fp8"), "precision is 'fp8'"),
-    (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
-    (dict(gradient_accumulation_steps=3), "batch_size=4 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
-    (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model; Tiny is not one"),
-    (dict(sharding="fsdp"), "sharding is 'fsdp', but there is one process; start several with torchrun"),
-    (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
-    (dict(reset_documents=True), "reset_documents needs `end`"),
-    (dict(reset_documents=True, compile=True), "compile and reset_documents cannot be combined"),
-    (dict(context=2000), "the text has 2,000 tokens; a context of 2000 needs at least 2001")])
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        *(
+            (dict([pair]), "{} is {}; it must be from 0".format(*pair))
+            for pair in (
+                ("lr", math.nan),
+                ("lr", math.inf),
+                ("save_every", -1),
+                ("clip", -1.0),
+                ("min_lr_ratio", -3),
+                ("loss_chunk", -1),
+                ("seed", -1),
+                ("seed", 2**70),
+                ("ema", 1.5),
+            )
+        ),
+        *(
+            ({name: 0}, f"{name} is 0; it must be from 1")
+            for name in ("steps", "gradient_accumulation_steps")
+        ),
+        (dict(warmup=60), "warmup is 60; it must be in 0 to steps-1=59"),
+        (dict(precision="fp8"), "precision is 'fp8'"),
+        (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
+        (
+            dict(gradient_accumulation_steps=3),
+            "batch_size=4 cannot be shared by 1 processes with gradient_accumulation_steps=3",
+        ),
+        (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model; Tiny is not one"),
+        (
+            dict(sharding="fsdp"),
+            "sharding is 'fsdp', but there is one process; start several with torchrun",
+        ),
+        (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
+        (dict(reset_documents=True), "reset_documents needs `end`"),
+        (
+            dict(reset_documents=True, compile=True),
+            "compile and reset_documents cannot be combined",
+        ),
+        (dict(context=2000), "the text has 2,000 tokens; a context of 2000 needs at least 2001"),
+    ],
+)
 def test_impossible_settings_are_refused(wrong, says):
     with pytest.raises(ValueError, match=says) as caught:
         run(config=dataclasses.replace(CONFIG, **wrong))
@@ -332,9 +454,11 @@ def test_impossible_settings_are_refused(wrong, says):
 
 class Table(nn.Module):
     "Bigram table, whose loss on a text can be added up by hand for any windows."
+
     def __init__(self):
         super().__init__()
         self.logits = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+
     def forward(self, tokens, targets):
         return nn.functional.cross_entropy(self.logits[tokens].flatten(0, 1), targets.flatten())
 
@@ -349,18 +473,26 @@ def test_evaluation_is_the_mean_over_every_token_except_the_first(length, contex
     assert math.isclose(evaluate(model, text, context, batch), by_hand, rel_tol=1e-5)
     windows = list(held_out_windows(np.arange(length), context, batch))
     seen = [(int(a), int(b)) for x, y in windows for a, b in zip(x.flatten(), y.flatten())]
-    assert seen == [(i, i + 1) for i in range(length - 1)] and max(len(x) for x, _ in windows) <= batch
+    assert (
+        seen == [(i, i + 1) for i in range(length - 1)] and max(len(x) for x, _ in windows) <= batch
+    )
 
 
 def test_evaluation_changes_nothing_and_training_no_random_state():
     model, other, found = Tiny().train(), Tiny(), []
     torch.manual_seed(5)
     expected = torch.rand(3)
-    for call in (lambda: evaluate(model, VAL, 8), lambda: evaluate(model, VAL, 8), lambda: losses(other, steps=3, warmup=1)):
+    for call in (
+        lambda: evaluate(model, VAL, 8),
+        lambda: evaluate(model, VAL, 8),
+        lambda: losses(other, steps=3, warmup=1),
+    ):
         torch.manual_seed(5)
         found.append(call())
         assert torch.equal(torch.rand(3), expected)
-    assert found[0] == found[1] and model.training and all(p.grad is None for p in model.parameters())
+    assert (
+        found[0] == found[1] and model.training and all(p.grad is None for p in model.parameters())
+    )
     with pytest.raises(ValueError, match="held-out part has 1 token; it needs at least 2"):
         evaluate(model, VAL[:1], 8)
 
@@ -370,6 +502,7 @@ def test_a_model_with_a_part_without_gradients_resumes(tmp_path):
         def __init__(self):
             super().__init__()
             self.unused = nn.Linear(3, 3)
+
     config = dataclasses.replace(CONFIG, steps=4, warmup=1, cpu=True)
     first = train(Part(), TOKENS, None, config, tmp_path, quiet=True)
     assert train(Part(), TOKENS, None, config, tmp_path, quiet=True)["loss"] == first["loss"]
@@ -378,7 +511,10 @@ def test_a_model_with_a_part_without_gradients_resumes(tmp_path):
 def test_the_number_of_evaluations_does_not_change_training(whole):
     def noisy(model):  # an evaluation that draws random numbers
         return {"score": float(torch.rand(()))}
-    often = train(Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True)
+
+    often = train(
+        Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True
+    )
     assert [line["loss"] for line in often["history"]] == [line["loss"] for line in whole]
     assert "score" in often and all("score" in line for line in often["history"])
 
@@ -394,49 +530,87 @@ def test_schedule_rises_then_falls_to_its_end(steps, data):
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
     up, down = rates[: config.warmup], rates[max(config.warmup - 1, 0) :]
     assert up == sorted(up) and down == sorted(down, reverse=True) and max(rates) <= 0.5
-    assert math.isclose(rates[-1], 0.5 * end, abs_tol=1e-12) and all(rate > 0 for rate in rates[:-1])
+    assert math.isclose(rates[-1], 0.5 * end, abs_tol=1e-12) and all(
+        rate > 0 for rate in rates[:-1]
+    )
 
 
 def test_only_matrices_decay_and_every_parameter_is_in_one_group():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.proj, self.head = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 9, bias=False)
+            self.embed, self.proj, self.head = (
+                nn.Embedding(9, 4),
+                nn.Linear(4, 4),
+                nn.Linear(4, 9, bias=False),
+            )
             self.head.weight = self.embed.weight  # tied
             self.conv, self.norm = nn.Conv1d(4, 4, 4, groups=4), nn.LayerNorm(4)
             self.A_log = nn.Parameter(torch.zeros(4, 2))
-            self.conv_weight, self.raw, self.special = (nn.Parameter(torch.zeros(4, 4)) for _ in range(3))
+            self.conv_weight, self.raw, self.special = (
+                nn.Parameter(torch.zeros(4, 4)) for _ in range(3)
+            )
             self.special._no_weight_decay = True
             self.frozen = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+
     model = Block()
     decay, rest = parameter_groups(model, 0.1)
-    assert decay["names"] == ["raw", "proj.weight"] and decay["weight_decay"] == 0.1 and rest["weight_decay"] == 0
+    assert (
+        decay["names"] == ["raw", "proj.weight"]
+        and decay["weight_decay"] == 0.1
+        and rest["weight_decay"] == 0
+    )
     ids = [id(p) for group in (decay, rest) for p in group["params"]]
     assert len(ids) == len(set(ids)) == sum(p.requires_grad for p in model.parameters())
 
 
-@pytest.mark.parametrize("mixer, options", [
-    *((name, {}) for name in ("longhorn", "longhorn_exact", "mamba", "attention", "rwkv5", "rwkv6")),
-    ("longhorn_exact", dict(key_norm=True))])
+@pytest.mark.parametrize(
+    "mixer, options",
+    [
+        *(
+            (name, {})
+            for name in ("longhorn", "longhorn_exact", "mamba", "attention", "rwkv5", "rwkv6")
+        ),
+        ("longhorn_exact", dict(key_norm=True)),
+    ],
+)
 def test_language_models_decay_projections_alone(mixer, options):
     model = language_model(d_model=32, n_layer=1, mixer=mixer, mixer_options=options)
     decay, modules = parameter_groups(model, 0.1)[0], dict(model.named_modules())
     if mixer.startswith("rwkv"):  # stacked vectors do not decay
-        assert decay["names"] and not [name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))]
+        assert decay["names"] and not [
+            name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))
+        ]
         return
-    assert decay["names"] and all(isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"])
-    linear, embedded = ({id(m.weight) for m in modules.values() if isinstance(m, kind)} for kind in (nn.Linear, nn.Embedding))
+    assert decay["names"] and all(
+        isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"]
+    )
+    linear, embedded = (
+        {id(m.weight) for m in modules.values() if isinstance(m, kind)}
+        for kind in (nn.Linear, nn.Embedding)
+    )
     assert {id(p) for p in decay["params"]} == linear - embedded
 
 
-@pytest.mark.parametrize("mixer, options, special", [
-    ("longhorn", {}, {"conv1d.weight"}), ("longhorn", dict(key_norm=True), {"conv1d.weight"}),
-    ("mamba", {}, {"conv1d.weight", "A_log"}), ("attention", {}, set()), ("rwkv5", {}, {"mix"})])
+@pytest.mark.parametrize(
+    "mixer, options, special",
+    [
+        ("longhorn", {}, {"conv1d.weight"}),
+        ("longhorn", dict(key_norm=True), {"conv1d.weight"}),
+        ("mamba", {}, {"conv1d.weight", "A_log"}),
+        ("attention", {}, set()),
+        ("rwkv5", {}, {"mix"}),
+    ],
+)
 def test_officially_everything_except_vectors_decays(mixer, options, special):
     model = language_model(d_model=16, n_layer=1, mixer=mixer, mixer_options=options)
     decay, rest = parameter_groups(model, 0.1, "official")
     names = set(decay["names"])
-    assert set(parameter_groups(model, 0.1)[0]["names"]) < names >= {"embedding.weight", *(f"blocks.0.mixer.{name}" for name in special)}
+    assert (
+        set(parameter_groups(model, 0.1)[0]["names"])
+        < names
+        >= {"embedding.weight", *(f"blocks.0.mixer.{name}" for name in special)}
+    )
     assert all(p.ndim >= 2 for p in decay["params"]) and all(p.ndim < 2 for p in rest["params"])
     assert not [name for name in names if "norm" in name or name.endswith(("bias", "D_skip"))]
     assert len(names) + len(rest["names"]) == len(list(model.parameters()))
@@ -445,7 +619,9 @@ def test_officially_everything_except_vectors_decays(mixer, options, special):
 def test_the_decay_of_a_run_is_kept_and_decides_it(tmp_path):
     found = []
     for decay in ("matrices", "official"):
-        found.append(losses(Tiny(dropout=0.0), folder=tmp_path / decay, weight_decay=5.0, decay=decay))
+        found.append(
+            losses(Tiny(dropout=0.0), folder=tmp_path / decay, weight_decay=5.0, decay=decay)
+        )
         assert read_json(tmp_path / decay / "config.json")["config"]["decay"] == decay
     assert found[0][0] == found[1][0] and found[0][-1] != found[1][-1]
 
@@ -457,11 +633,24 @@ def test_runs_of_earlier_versions(tmp_path):
     record = read_record(tmp_path / "config.json")
     assert record["config"].pop("decay") == "matrices"
     write_record(tmp_path / "config.json", record)
-    assert train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)["resumed_from"] == whole["steps"]
-    with pytest.raises(ValueError, match="holds a run with decay=matrices; this one has decay=official"):
-        train(Tiny(), TOKENS, None, dataclasses.replace(config, decay="official"), tmp_path, quiet=True)
+    assert (
+        train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)["resumed_from"] == whole["steps"]
+    )
+    with pytest.raises(
+        ValueError, match="holds a run with decay=matrices; this one has decay=official"
+    ):
+        train(
+            Tiny(),
+            TOKENS,
+            None,
+            dataclasses.replace(config, decay="official"),
+            tmp_path,
+            quiet=True,
+        )
     (tmp_path / "checkpoints" / "step-00000060" / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match="step-00000060 is from an earlier version of the kit.*use another folder"):
+    with pytest.raises(
+        ValueError, match="step-00000060 is from an earlier version of the kit.*use another folder"
+    ):
         train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)
 
 
@@ -493,9 +682,12 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
 
 class Masked(Sampler):
     "Sampler that leaves out a different number of targets in every row."
+
     def next_batch(self):
         inputs, targets = super().next_batch()
-        left_out = torch.arange(self.context) < inputs[:, :1] % self.context # at least one target stays
+        left_out = (
+            torch.arange(self.context) < inputs[:, :1] % self.context
+        )  # at least one target stays
         return inputs, targets.masked_fill(left_out, -100)
 
 
@@ -510,6 +702,7 @@ def test_votes_ride_on_the_count_of_targets(votes):
 
 class Sparse(Sampler):
     "Sampler with targets only in the first row of every other batch of 4 rows."
+
     def next_batch(self):
         row = self.drawn + torch.arange(self.batch_size)[:, None]
         inputs, targets = super().next_batch()
@@ -517,12 +710,24 @@ class Sparse(Sampler):
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("sampler, steps, chunk", [(Sampler, 12, 0), (Masked, 12, 0), (Masked, 12, 5), (Sparse, 6, 0), (Sparse, 6, 5)])
+@pytest.mark.parametrize(
+    "sampler, steps, chunk",
+    [(Sampler, 12, 0), (Masked, 12, 0), (Masked, 12, 5), (Sparse, 6, 0), (Sparse, 6, 5)],
+)
 def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
     "A micro-batch without targets adds nothing."
     one, other = language_model(), language_model()
-    whole, parts = (losses(model, sampler(TOKENS, CONFIG.context, CONFIG.batch_size // n, CONFIG.seed), steps=steps,
-                           warmup=2, gradient_accumulation_steps=n, loss_chunk=chunk) for model, n in ((one, 1), (other, 4)))
+    whole, parts = (
+        losses(
+            model,
+            sampler(TOKENS, CONFIG.context, CONFIG.batch_size // n, CONFIG.seed),
+            steps=steps,
+            warmup=2,
+            gradient_accumulation_steps=n,
+            loss_chunk=chunk,
+        )
+        for model, n in ((one, 1), (other, 4))
+    )
     assert np.allclose(whole, parts, rtol=1e-4) and min(whole[::2]) > 0
     assert whole[1::2] == parts[1::2] == [0, 0, 0] or sampler is not Sparse
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
@@ -533,7 +738,9 @@ def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
     found = losses(model, np.tile(TOKENS[:32], 50), precision="bf16", steps=200)
-    assert np.mean(found[-10:]) < 2.0 < found[0] and all(p.dtype == torch.float32 for p in model.parameters())
+    assert np.mean(found[-10:]) < 2.0 < found[0] and all(
+        p.dtype == torch.float32 for p in model.parameters()
+    )
     assert run()["steps"] == 60  # and float32 afterwards, in the same process
 
 
@@ -543,13 +750,20 @@ def test_the_seed_changes_the_order_of_the_data(whole):
 
 def test_records_hold_no_machine_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")])
+    monkeypatch.setattr(
+        sys, "argv", [str(tmp_path / "bin" / "longhorn"), "train-lm", "--out", str(tmp_path / "x")]
+    )
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # not `python -m pytest`
     run(tmp_path / "run", config=dataclasses.replace(CONFIG, steps=8))
     record = read_json(tmp_path / "run" / "config.json")
-    assert record["attempts"][0]["command"] == "longhorn train-lm --out ./x" and record["config"]["lr"] == 0.01
+    assert (
+        record["attempts"][0]["command"] == "longhorn train-lm --out ./x"
+        and record["config"]["lr"] == 0.01
+    )
     files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len(files) > 5 and not [path for path in files if os.fsencode(tmp_path) in path.read_bytes()]
+    assert len(files) > 5 and not [
+        path for path in files if os.fsencode(tmp_path) in path.read_bytes()
+    ]
 
 
 def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
@@ -558,7 +772,9 @@ def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
         path.mkdir(parents=True)
         (path / "checkpoint.json").write_text("{}")
     with monkeypatch.context() as patch:
-        patch.setattr(records.shutil, "rmtree", failing(KeyboardInterrupt())) # killed before the first file is removed
+        patch.setattr(
+            records.shutil, "rmtree", failing(KeyboardInterrupt())
+        )  # killed before the first file is removed
         with pytest.raises(KeyboardInterrupt):
             tidy(tmp_path, 1)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
@@ -582,7 +798,9 @@ def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
         expected = nn.functional.cross_entropy(logits.float(), targets)
         ours = chunked_cross_entropy(h, weight, targets, chunk)
     assert ours.dtype == torch.float32 and torch.allclose(ours, expected, rtol=1e-5)
-    for a, b in zip(torch.autograd.grad(3 * ours, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))):
+    for a, b in zip(
+        torch.autograd.grad(3 * ours, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))
+    ):
         assert torch.allclose(a, b, atol=2e-2 if bf16 else 1e-6)
     with torch.no_grad():
         assert torch.allclose(chunked_cross_entropy(h, weight, targets, chunk), ours, rtol=1e-2)
@@ -590,46 +808,70 @@ def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
 
 def language_model(**options):
     from longhorn_kit.models import LMConfig, SequenceLM
+
     torch.manual_seed(0)
-    return SequenceLM(LMConfig(**dict(vocab_size=32, d_model=8, n_layer=2, mixer="attention") | options))
+    return SequenceLM(
+        LMConfig(**dict(vocab_size=32, d_model=8, n_layer=2, mixer="attention") | options)
+    )
 
 
 def alone(model, tokens=TOKENS, **changes):
     "Return the metrics of a run on one process."
-    return train(model, tokens, VAL, dataclasses.replace(CONFIG, **{"steps": 20} | changes), quiet=True)["history"]
+    return train(
+        model, tokens, VAL, dataclasses.replace(CONFIG, **{"steps": 20} | changes), quiet=True
+    )["history"]
 
 
 def same_curves(together, alone, close=1e-4):
     assert [line["step"] for line in together] == [line["step"] for line in alone]
     for name in ("loss", "grad_norm", "lr"):
-        assert np.allclose([line[name] for line in together], [line[name] for line in alone], rtol=close)
+        assert np.allclose(
+            [line[name] for line in together], [line[name] for line in alone], rtol=close
+        )
     assert math.isclose(together[-1]["val_loss"], alone[-1]["val_loss"], rel_tol=close / 10)
 
 
 @pytest.mark.numeric
-@pytest.mark.parametrize("options", [{}, {"tie_embeddings": False, "dropout": 0.3, "mixer": "longhorn"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": False, "dropout": 0.3, "mixer": "longhorn"}]
+)
 def test_slices_change_nothing_in_training(options):
-    same_curves(alone(language_model(**options), steps=12, loss_chunk=10), alone(language_model(**options), steps=12))
+    same_curves(
+        alone(language_model(**options), steps=12, loss_chunk=10),
+        alone(language_model(**options), steps=12),
+    )
 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_the_state_is_reset_at_documents(chunk):
     "The loss equals that of every document read alone; tokens before a document do not change it."
-    model, tokens = language_model(mixer="longhorn"), torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3))
+    model, tokens = (
+        language_model(mixer="longhorn"),
+        torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3)),
+    )
     tokens[0, [4, 5, 17]] = tokens[1, 24] = 0
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     pieces = [(0, 0, 5), (0, 5, 6), (0, 6, 18), (0, 18, 24), (1, 0, 24)]
-    by_hand = sum(model(inputs[row:row + 1, a:b], targets[row:row + 1, a:b])[1] * (b - a) for row, a, b in pieces) / 48
+    by_hand = (
+        sum(
+            model(inputs[row : row + 1, a:b], targets[row : row + 1, a:b])[1] * (b - a)
+            for row, a, b in pieces
+        )
+        / 48
+    )
     assert torch.allclose(LossOnly(model, chunk, end=0)(inputs, targets), by_hand, rtol=1e-5)
     assert not torch.allclose(LossOnly(model, chunk)(inputs, targets), by_hand, rtol=1e-5)
     resets = losses(language_model(mixer="longhorn"), steps=8, reset_documents=True, end=3)
-    assert resets != losses(language_model(mixer="longhorn"), steps=8) and all(map(math.isfinite, resets))
+    assert resets != losses(language_model(mixer="longhorn"), steps=8) and all(
+        map(math.isfinite, resets)
+    )
 
 
 @pytest.mark.numeric
 def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch):
     import functools
+
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     short = dataclasses.replace(CONFIG, steps=12, save_every=6, loss_chunk=16)
     alone = train(language_model(n_layer=3), TOKENS, VAL, short, quiet=True)["history"]
@@ -651,8 +893,8 @@ def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch
 
 
 def test_tokens_beyond_the_vocabulary_are_one_line():
-    with pytest.raises(ValueError, match="the data has a token 31, and the model's vocabulary ends at 19") as caught:
+    with pytest.raises(
+        ValueError, match="the data has a token 31, and the model's vocabulary ends at 19"
+    ) as caught:
         train(language_model(vocab_size=20), TOKENS, None, CONFIG, quiet=True)
     assert "\n" not in str(caught.value)
-
-

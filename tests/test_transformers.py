@@ -1,4 +1,5 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
+
 import copy, math
 
 import pytest
@@ -10,11 +11,25 @@ from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
 from longhorn_kit.models.transformers import (
-    LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, from_transformers, read_mask,
-    to_transformers)
+    LonghornConfig,
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    from_transformers,
+    read_mask,
+    to_transformers,
+)
 from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, DataCollatorWithFlattening, DynamicCache,
-    LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments)
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -37,7 +52,10 @@ def padded(*lengths, side="left", seed=0):
     return tokens, mask, alone
 
 
-@pytest.mark.parametrize("mixer, options", [*((name, {}) for name in (*RECURRENT, "attention")), ("longhorn", dict(key_norm=True))])
+@pytest.mark.parametrize(
+    "mixer, options",
+    [*((name, {}) for name in (*RECURRENT, "attention")), ("longhorn", dict(key_norm=True))],
+)
 @pytest.mark.parametrize("tied", (True, False))
 def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
     lm = make(mixer, tie_embeddings=tied, d_mlp=32, mixer_options=options)
@@ -52,8 +70,14 @@ def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
         ours = hf.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
         torch.testing.assert_close(ours.grad, parameter.grad, msg=name)
     half = SequenceLM(lm.config, dtype=torch.bfloat16)
-    for before, back in ((lm, from_transformers(hf)), (half, from_transformers(to_transformers(half)))):
-        assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(before.state_dict().values(), back.state_dict().values(), strict=True))
+    for before, back in (
+        (lm, from_transformers(hf)),
+        (half, from_transformers(to_transformers(half))),
+    ):
+        assert all(
+            torch.equal(a, b) and a.dtype == b.dtype
+            for a, b in zip(before.state_dict().values(), back.state_dict().values(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("mixer", RECURRENT)
@@ -65,8 +89,10 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
         out = hf(tokens, attention_mask=mask, use_cache=keep)
         for row, prompt in zip(range(4), alone):
             torch.testing.assert_close(out.logits[row][mask[row].bool()], hf(prompt).logits[0])
-    for layer, single in zip(out.past_key_values.layers if keep else hf(tokens, mask).past_key_values.layers,
-                             hf(alone[1]).past_key_values.layers):
+    for layer, single in zip(
+        out.past_key_values.layers if keep else hf(tokens, mask).past_key_values.layers,
+        hf(alone[1]).past_key_values.layers,
+    ):
         torch.testing.assert_close(layer.get().S[1:2], single.get().S)
 
 
@@ -76,14 +102,23 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
     "In transformers, generation from a padded batch gives each prompt the tokens that it gets alone (also where all rows are padded alike: of the last batches only those are given)."
     hf, lm = to_transformers(make(name)), make(name)
     tokens, mask, alone = (t[:rows] for t in padded(*lengths))
-    options = dict(max_new_tokens=7, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    options = dict(
+        max_new_tokens=7, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
     together = hf.generate(tokens, attention_mask=mask, **options)
     careless = hf.generate(tokens, attention_mask=torch.ones_like(mask), **options)
     for row, prompt in enumerate(alone):
-        own, logits = lm.generate(prompt, 7, temperature=0), torch.cat(hf.generate(prompt, **options).logits)
-        assert torch.equal(together.sequences[row, max(lengths):], own[0, -7:])
-        torch.testing.assert_close(torch.stack([step[row] for step in together.logits]), logits, rtol=1e-4, atol=1e-5)
-        if len(prompt[0]) < max(lengths): # an untrained model says the same words whatever it has read; its logits tell
+        own, logits = (
+            lm.generate(prompt, 7, temperature=0),
+            torch.cat(hf.generate(prompt, **options).logits),
+        )
+        assert torch.equal(together.sequences[row, max(lengths) :], own[0, -7:])
+        torch.testing.assert_close(
+            torch.stack([step[row] for step in together.logits]), logits, rtol=1e-4, atol=1e-5
+        )
+        if len(prompt[0]) < max(
+            lengths
+        ):  # an untrained model says the same words whatever it has read; its logits tell
             assert (careless.logits[0][row] - logits[0]).abs().max() > 1e-3
 
 
@@ -99,15 +134,23 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     "Zeros anywhere in a mask are skipped: outputs, states after two calls, and gradients are those of each text alone, in one pass."
     hf, tokens = to_transformers(make(name)).double(), torch.randint(50, (5, 20))
     mask, batches = scattered(length=20), []
-    hf.model.blocks[0].mixer.out_proj.register_forward_hook(lambda layer, inputs, out: batches.append(out.shape[:2]))
-    hf.model.blocks[0].mixer.register_forward_pre_hook(lambda layer, inputs: batches.append(inputs[0].shape[:2]))
+    hf.model.blocks[0].mixer.out_proj.register_forward_hook(
+        lambda layer, inputs, out: batches.append(out.shape[:2])
+    )
+    hf.model.blocks[0].mixer.register_forward_pre_hook(
+        lambda layer, inputs: batches.append(inputs[0].shape[:2])
+    )
     first = hf(tokens[:, :14], attention_mask=mask[:, :14], use_cache=True)
     then = hf(tokens[:, 14:18], attention_mask=mask[:, :18], past_key_values=first.past_key_values)
-    last = hf(tokens[:, 18:], past_key_values=then.past_key_values) # after padding, a call without any
+    last = hf(
+        tokens[:, 18:], past_key_values=then.past_key_values
+    )  # after padding, a call without any
     assert batches == [(5, 14)] * 2 + [(5, 4)] * 2 + [(5, 2)] * 2
     mask[:, 18:] = 1
     together = torch.cat([first.logits, then.logits, last.logits], 1)
-    torch.testing.assert_close(hf(tokens, attention_mask=mask).logits[mask.bool()], together[mask.bool()])
+    torch.testing.assert_close(
+        hf(tokens, attention_mask=mask).logits[mask.bool()], together[mask.bool()]
+    )
     weight, outputs = torch.randn_like(together) * mask[..., None], []
     for row in range(5):
         own, text = tokens[row][mask[row].bool()][None], mask[row].bool()
@@ -116,18 +159,19 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     expected = torch.autograd.grad(sum(outputs), hf.parameters(), allow_unused=True)
     found = torch.autograd.grad((together * weight).sum(), hf.parameters(), allow_unused=True)
     torch.testing.assert_close(found, expected)
-    careless = hf(tokens, use_cache=False).logits # the padding matters
+    careless = hf(tokens, use_cache=False).logits  # the padding matters
     assert min((careless - together)[row][mask[row].bool()].abs().max() for row in (2, 4)) > 1e-4
 
 
 class Running(Mixer):
     "A mixer that does not know of padding: sums over all tokens."
+
     def __init__(self, d_model):
         super().__init__(d_model)
         self.out_proj = torch.nn.Linear(d_model, d_model)
 
     def empty_cache(self, batch_size, device=None, dtype=None):
-        return self.zeros(device, dtype, batch_size, self.d_model),
+        return (self.zeros(device, dtype, batch_size, self.d_model),)
 
     def run(self, x, cache=None, keep_cache=False):
         y = x.cumsum(1) + (0 if cache is None else cache[0][:, None])
@@ -142,7 +186,10 @@ def test_a_mixer_that_does_not_know_of_padding_gets_texts_moved_together(empty):
     kept, read = mixer(x, slot=slot, text=text), mixer(x, text=text)
     assert not mixer.reads_text
     for row in range(5):
-        y, cache = mixer.prefill(x[row][mask[row]][None])[0] if mask[row].any() else None, slot.after[0][row]
+        y, cache = (
+            mixer.prefill(x[row][mask[row]][None])[0] if mask[row].any() else None,
+            slot.after[0][row],
+        )
         torch.testing.assert_close(cache, x[row][mask[row]].sum(0))
         if y is not None:
             torch.testing.assert_close(kept[row][mask[row]], y[0])
@@ -153,8 +200,12 @@ def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentenc
     class Growing(Running):
         def run(self, x, cache=None, keep_cache=False):
             return x, (x if cache is None else torch.cat([cache[0].reshape(len(x), -1, 6), x], 1),)
+
     mixer, mask = Growing(6), scattered().bool()
-    with pytest.raises(ValueError, match="texts that end in different places cannot share this mixer's growing cache"):
+    with pytest.raises(
+        ValueError,
+        match="texts that end in different places cannot share this mixer's growing cache",
+    ):
         mixer(torch.randn(5, 14, 6), slot=CacheSlot(None), text=TextMask.read(mask))
 
 
@@ -162,29 +213,49 @@ def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentenc
 def test_generation_after_padding_behind_or_inside_prompts(mixer):
     hf, (tokens, mask, alone) = to_transformers(make(mixer)), padded(3, 8, 5, side="right")
     gap = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1]] * 3)
-    options = dict(max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    options = dict(
+        max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
     for given, texts in ((mask, alone), (gap, [row[gap[0].bool()][None] for row in tokens])):
         for keep in (True, False):
             together = hf.generate(tokens, attention_mask=given, use_cache=keep, **options)
             for row, text in enumerate(texts):
                 own = hf.generate(text, **options)
-                torch.testing.assert_close(torch.stack(together.logits, 1)[row], torch.stack(own.logits, 1)[0], rtol=1e-4, atol=1e-5)
-    hf.config.pad_token_id = hf.generation_config.pad_token_id = 7 # transformers then infers a mask from a prompt
+                torch.testing.assert_close(
+                    torch.stack(together.logits, 1)[row],
+                    torch.stack(own.logits, 1)[0],
+                    rtol=1e-4,
+                    atol=1e-5,
+                )
+    hf.config.pad_token_id = hf.generation_config.pad_token_id = (
+        7  # transformers then infers a mask from a prompt
+    )
     prompt = torch.tensor([[5, 7, 9, 3]])
-    assert torch.equal(hf.generate(prompt, max_new_tokens=5, do_sample=False)[:, 4:],
-                       hf.generate(prompt[:, [0, 2, 3]], max_new_tokens=5, do_sample=False)[:, 3:])
+    assert torch.equal(
+        hf.generate(prompt, max_new_tokens=5, do_sample=False)[:, 4:],
+        hf.generate(prompt[:, [0, 2, 3]], max_new_tokens=5, do_sample=False)[:, 3:],
+    )
 
 
 def test_padding_shows_the_last_text_token_before_it():
     hf, tokens = to_transformers(make()), torch.tensor([[1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 1, 0, 1, 0]])
-    out, own = hf(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True), hf(tokens[:, [1, 3]], output_hidden_states=True)
-    for found, expected in zip((out.logits, *out.hidden_states), (own.logits, *own.hidden_states), strict=True):
+    out, own = (
+        hf(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True),
+        hf(tokens[:, [1, 3]], output_hidden_states=True),
+    )
+    for found, expected in zip(
+        (out.logits, *out.hidden_states), (own.logits, *own.hidden_states), strict=True
+    ):
         torch.testing.assert_close(found[0, 1:], expected[0, [0, 0, 1, 1]])
         assert not found[0, 0].any()
-    spread = hf(tokens[:, [1, 3]], inputs_embeds=None, labels=tokens[:, [1, 3]]).loss # label 4 follows token 2 across the gap
+    spread = hf(
+        tokens[:, [1, 3]], inputs_embeds=None, labels=tokens[:, [1, 3]]
+    ).loss  # label 4 follows token 2 across the gap
     gap = tokens.masked_fill(mask == 0, -100)
-    torch.testing.assert_close(hf(tokens, attention_mask=mask, labels=gap).loss * 2, spread + math.log(50))
+    torch.testing.assert_close(
+        hf(tokens, attention_mask=mask, labels=gap).loss * 2, spread + math.log(50)
+    )
 
 
 def test_values_at_padding_that_are_not_finite_do_not_spread():
@@ -209,35 +280,58 @@ def test_packed_texts_share_no_state(name):
     places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
     number = torch.repeat_interleave(torch.arange(4), bounds.diff())[None]
     alone = torch.cat([hf(text).logits for text in texts], 1)
-    ways = [dict(cu_seqlens=bounds), dict(cu_seq_lens_q=bounds.int(), cu_seq_lens_k=bounds.int(), max_length_q=8, max_length_k=8),
-            dict(seq_idx=number.int()), dict(position_ids=places), dict(position_ids=places + 3, seq_idx=number)]
+    ways = [
+        dict(cu_seqlens=bounds),
+        dict(
+            cu_seq_lens_q=bounds.int(), cu_seq_lens_k=bounds.int(), max_length_q=8, max_length_k=8
+        ),
+        dict(seq_idx=number.int()),
+        dict(position_ids=places),
+        dict(position_ids=places + 3, seq_idx=number),
+    ]
     for way in ways:
         out = hf(row, **way)
         torch.testing.assert_close(out.logits, alone)
         assert out.past_key_values is None
-        torch.testing.assert_close(hf.model(row, attention_mask=torch.ones_like(row), output_hidden_states=True, **way).hidden_states[-1],
-                                   out.logits.new_tensor(hf.model(row, **way).last_hidden_state.tolist()))
-    assert (hf(row, position_ids=torch.arange(20)[None]).logits - alone).abs().max() > 1e-4 # one text
-    two, four = row.view(2, 10), alone.view(2, 10, -1) # a row starts a text too: the second one is cut
+        torch.testing.assert_close(
+            hf.model(
+                row, attention_mask=torch.ones_like(row), output_hidden_states=True, **way
+            ).hidden_states[-1],
+            out.logits.new_tensor(hf.model(row, **way).last_hidden_state.tolist()),
+        )
+    assert (
+        hf(row, position_ids=torch.arange(20)[None]).logits - alone
+    ).abs().max() > 1e-4  # one text
+    two, four = (
+        row.view(2, 10),
+        alone.view(2, 10, -1),
+    )  # a row starts a text too: the second one is cut
     cut = torch.cat([hf(text).logits for text in (texts[1][:, :6], texts[1][:, 6:])], 1)
     four.view(20, -1)[4:11] = cut
     torch.testing.assert_close(hf(two, seq_idx=number.view(2, 10)).logits, four)
     torch.testing.assert_close(hf(two, position_ids=places.view(2, 10)).logits, four)
-    mask = torch.ones(1, 20, dtype=torch.long) # padding at the start of one text and in two others
+    mask = torch.ones(1, 20, dtype=torch.long)  # padding at the start of one text and in two others
     mask[0, [0, 1, 6, 17, 19]] = 0
     kept = [text[:, mask[0, a:b].bool()] for text, a, b in zip(texts, bounds, bounds[1:])]
     packed = torch.cat([hf(text).logits for text in kept], 1)
     for way in (dict(cu_seqlens=bounds), dict(seq_idx=number)):
-        torch.testing.assert_close(hf(row, attention_mask=mask, **way).logits[mask.bool()], packed[0])
+        torch.testing.assert_close(
+            hf(row, attention_mask=mask, **way).logits[mask.bool()], packed[0]
+        )
 
 
 def test_collators_that_pack_train_as_padded_rows_do():
     hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
-    options = [{}, dict(return_seq_idx=True), dict(return_flash_attn_kwargs=True), dict(return_flash_attn_kwargs=True, return_position_ids=False)]
+    options = [
+        {},
+        dict(return_seq_idx=True),
+        dict(return_flash_attn_kwargs=True),
+        dict(return_flash_attn_kwargs=True, return_position_ids=False),
+    ]
     expected = sum(hf(text, labels=text).loss * (text.shape[1] - 1) for text in texts) / 16
     for option in options:
         torch.testing.assert_close(hf(**collated(texts, **option)).loss, expected)
-    hf.eval() # evaluation keeps no cache of packed rows
+    hf.eval()  # evaluation keeps no cache of packed rows
     torch.testing.assert_close(hf(**collated(texts)).loss, expected)
 
 
@@ -245,8 +339,12 @@ def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
     hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
     row = {name: value[0] for name, value in collated(texts).items()}
     assert "position_ids" in row
-    trainer = Trainer(hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row])
-    dataset = pytest.importorskip("datasets").Dataset.from_list([{name: value.tolist() for name, value in row.items()}])
+    trainer = Trainer(
+        hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row]
+    )
+    dataset = pytest.importorskip("datasets").Dataset.from_list(
+        [{name: value.tolist() for name, value in row.items()}]
+    )
     assert set(trainer._remove_unused_columns(dataset, "train").column_names) == set(row)
     losses = [trainer.compute_loss(hf, batch) for batch in trainer.get_train_dataloader()]
     torch.testing.assert_close(losses, [hf(**collated(texts)).loss])
@@ -255,11 +353,16 @@ def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
 
 def test_position_ids_beside_padding_pack_nothing():
     hf, (tokens, mask, _) = to_transformers(make()), padded(3, 8, 5)
-    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1) # as transformers counts them
+    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as transformers counts them
     out = hf(tokens, attention_mask=mask, position_ids=places, use_cache=True)
     torch.testing.assert_close(out.logits, hf(tokens, attention_mask=mask).logits)
     more = torch.cat([mask, mask[:, :1] | 1], 1)
-    step = hf(tokens[:, :1], attention_mask=more, position_ids=places[:, -1:] + 1, past_key_values=out.past_key_values)
+    step = hf(
+        tokens[:, :1],
+        attention_mask=more,
+        position_ids=places[:, -1:] + 1,
+        past_key_values=out.past_key_values,
+    )
     assert step.past_key_values.get_seq_length() == 9
 
 
@@ -269,32 +372,56 @@ def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixe
     hf = to_transformers(make(mixer, dropout=0.2))
     for parameter in hf.parameters():
         if parameter.dim() == 2:
-            parameter.data *= 4 # so that the tokens vary
+            parameter.data *= 4  # so that the tokens vary
     tokens, mask, _ = padded(4, 7, 5)
     options = dict(max_new_tokens=6, do_sample=False, num_beams=3 if way == "beams" else 1)
-    inputs = dict(inputs=tokens[1:2]) if way != "padded" else dict(inputs=tokens, attention_mask=mask)
+    inputs = (
+        dict(inputs=tokens[1:2]) if way != "padded" else dict(inputs=tokens, attention_mask=mask)
+    )
     if way == "inputs_embeds":
         inputs = dict(inputs_embeds=hf.model.embedding(inputs["inputs"]).detach())
     expected = hf.generate(**inputs, **options)
     hf.gradient_checkpointing_enable()
     hf.train()
     assert torch.equal(hf.generate(**inputs, **options), expected)
-    assert hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7 # also where gradients are wanted
+    assert (
+        hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7
+    )  # also where gradients are wanted
     assert hf(tokens).past_key_values is None
 
 
-def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_tokens_of_evaluation(tmp_path):
+def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_tokens_of_evaluation(
+    tmp_path,
+):
     hf, prompt, sampled = to_transformers(make(dropout=0.1)), torch.randint(50, (1, 6)), []
 
     class Sample(TrainerCallback):
         def on_step_end(self, arguments, state, control, model, **others):
-            options = dict(max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+            options = dict(
+                max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
+            )
             assert model.training and model.is_gradient_checkpointing
-            sampled.append([torch.cat(each.generate(prompt, **options).logits) for each in (model, copy.deepcopy(model).eval())])
+            sampled.append(
+                [
+                    torch.cat(each.generate(prompt, **options).logits)
+                    for each in (model, copy.deepcopy(model).eval())
+                ]
+            )
 
-    data = [dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50) for i in range(8)]
-    arguments = TrainingArguments(tmp_path, max_steps=2, per_device_train_batch_size=4, gradient_checkpointing=True,
-                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
+    data = [
+        dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50)
+        for i in range(8)
+    ]
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=2,
+        per_device_train_batch_size=4,
+        gradient_checkpointing=True,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
     Trainer(hf, arguments, train_dataset=data, callbacks=[Sample()]).train()
     assert len(sampled) == 2
     for training, evaluation in sampled:
@@ -304,7 +431,13 @@ def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_toke
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
     hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 6))
-    loss = lambda: hf(tokens[:, 3:], past_key_values=hf(tokens[:, :3], use_cache=True).past_key_values, labels=tokens[:, 3:]).loss
+    loss = lambda: (
+        hf(
+            tokens[:, 3:],
+            past_key_values=hf(tokens[:, :3], use_cache=True).past_key_values,
+            labels=tokens[:, 3:],
+        ).loss
+    )
     expected = torch.autograd.grad(loss(), hf.parameters())
     hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     torch.testing.assert_close(torch.autograd.grad(loss(), hf.parameters()), expected)
@@ -316,14 +449,19 @@ def test_the_cache_holds_plain_tuples(name):
     hf, tokens = to_transformers(make(name)), torch.randint(50, (2, 6))
     cache = hf(tokens, use_cache=True).past_key_values
     for layer, block in zip(cache.layers, hf.model.blocks, strict=True):
-        assert type(layer.state) is tuple and all(type(part) is torch.Tensor for part in layer.state)
+        assert type(layer.state) is tuple and all(
+            type(part) is torch.Tensor for part in layer.state
+        )
         assert type(layer.get()) is type(block.mixer.empty_cache(2))
 
 
 def test_crop_keeps_all_tokens_or_none():
     hf, tokens = to_transformers(make()), torch.randint(50, (2, 6))
     expected = hf(tokens).logits
-    for keep in (0, 4): # transformers counts removed tokens; the length itself is its older spelling
+    for keep in (
+        0,
+        4,
+    ):  # transformers counts removed tokens; the length itself is its older spelling
         cache = hf(tokens[:, :4], use_cache=True).past_key_values
         cache.crop(keep)
         torch.testing.assert_close(hf(tokens[:, 4:], past_key_values=cache).logits, expected[:, 4:])
@@ -340,7 +478,9 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
     hf = to_transformers(make(mixer))
     tokens, mask, alone = padded(4, 6)
     mask[0] = 0
-    torch.testing.assert_close(hf(tokens, attention_mask=mask, use_cache=True).logits[1], hf(alone[1]).logits[0])
+    torch.testing.assert_close(
+        hf(tokens, attention_mask=mask, use_cache=True).logits[1], hf(alone[1]).logits[0]
+    )
 
 
 def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
@@ -349,11 +489,23 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     from longhorn_kit.lab.evaluation import hf_tokenizer
     from longhorn_kit.models import LMConfig, SequenceLM
     from longhorn_kit.models.transformers import export_folder
+
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
-    again, read = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    assert read.padding_side == "left" and again.generation_config.eos_token_id == words.eos_token_id == 0
-    assert again.generation_config.pad_token_id == again.config.pad_token_id == words.pad_token_id == 255
+    again, read = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
+    assert (
+        read.padding_side == "left"
+        and again.generation_config.eos_token_id == words.eos_token_id == 0
+    )
+    assert (
+        again.generation_config.pad_token_id
+        == again.config.pad_token_id
+        == words.pad_token_id
+        == 255
+    )
     mine = to_transformers(make("longhorn"))
     mine.generation_config.eos_token_id = [7, 9]
     export_folder(mine, tmp_path / "mine", words)
@@ -367,15 +519,19 @@ def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
     longer = torch.cat([mask, torch.ones_like(more)], 1)
     after = hf(more, attention_mask=longer, past_key_values=out.past_key_values).logits
     for row, prompt in enumerate(alone):
-        own = hf(torch.cat([prompt, more[row:row + 1]], 1)).logits[0]
+        own = hf(torch.cat([prompt, more[row : row + 1]], 1)).logits[0]
         torch.testing.assert_close(torch.cat([out.logits[row][mask[row].bool()], after[row]]), own)
 
 
-@pytest.mark.parametrize("mixer", ("longhorn", "attention", "retnet", "rwkv6", "mamba2", "gated_deltanet"))
+@pytest.mark.parametrize(
+    "mixer", ("longhorn", "attention", "retnet", "rwkv6", "mamba2", "gated_deltanet")
+)
 def test_beams_follow_their_states(mixer):
     lm = make(mixer)
     for parameter in lm.parameters():
-        parameter.data *= 3 # what came before matters, so beams with wrong states choose other tokens
+        parameter.data *= (
+            3  # what came before matters, so beams with wrong states choose other tokens
+        )
     hf, prompt = to_transformers(lm), torch.randint(50, (2, 6))
     options = dict(max_new_tokens=12, num_beams=4, do_sample=False, num_return_sequences=2)
     with_cache = hf.generate(prompt, **options)
@@ -396,7 +552,11 @@ def test_a_cache_goes_on_over_several_calls():
 
 @pytest.mark.parametrize("mixer", ("longhorn_exact", "attention"))
 def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
-    hf, prompts, more = to_transformers(make(mixer)), torch.randint(50, (2, 5)), torch.randint(50, (6, 2))
+    hf, prompts, more = (
+        to_transformers(make(mixer)),
+        torch.randint(50, (2, 5)),
+        torch.randint(50, (6, 2)),
+    )
     cache = hf(prompts, use_cache=True).past_key_values
     cache.batch_repeat_interleave(3)
     whole = hf(torch.cat([prompts.repeat_interleave(3, 0), more], 1)).logits[:, 5:]
@@ -407,7 +567,9 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
 @pytest.mark.parametrize("way", ("whole", "padded", "packed"))
 def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
     hf, tokens = to_transformers(make()).train(), torch.randint(50, (5, 14))
-    more = dict(whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered()))[way]
+    more = dict(
+        whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered())
+    )[way]
     hf(tokens, labels=tokens, **more).loss.backward()
     expected = [p.grad.clone() for p in hf.parameters()]
     hf.zero_grad()
@@ -419,9 +581,21 @@ def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
 
 def test_trainer_trains_it(tmp_path):
     hf = to_transformers(make())
-    data = [dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50) for i in range(32)]
-    arguments = TrainingArguments(tmp_path, max_steps=12, per_device_train_batch_size=8, learning_rate=1e-2,
-                                  report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True, logging_steps=1)
+    data = [
+        dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50)
+        for i in range(32)
+    ]
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=12,
+        per_device_train_batch_size=8,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        save_strategy="no",
+        disable_tqdm=True,
+        logging_steps=1,
+    )
     trainer = Trainer(hf, arguments, train_dataset=data)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -430,24 +604,45 @@ def test_trainer_trains_it(tmp_path):
 
 def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
     start = to_transformers(make("longhorn")).train()
-    row = lambda i: dict(input_ids=torch.arange(i, i + 16) % 50,
-                         labels=torch.where(torch.arange(16) < 3 * i, -100, torch.arange(i, i + 16) % 50))
+    row = lambda i: dict(
+        input_ids=torch.arange(i, i + 16) % 50,
+        labels=torch.where(torch.arange(16) < 3 * i, -100, torch.arange(i, i + 16) % 50),
+    )
+
     def trained(parts):
         hf = copy.deepcopy(start)
-        arguments = TrainingArguments(tmp_path, max_steps=1, per_device_train_batch_size=4 // parts, learning_rate=1.0,
-                                      gradient_accumulation_steps=parts, optim="sgd", max_grad_norm=0, report_to=[],
-                                      use_cpu=True, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant")
+        arguments = TrainingArguments(
+            tmp_path,
+            max_steps=1,
+            per_device_train_batch_size=4 // parts,
+            learning_rate=1.0,
+            gradient_accumulation_steps=parts,
+            optim="sgd",
+            max_grad_norm=0,
+            report_to=[],
+            use_cpu=True,
+            save_strategy="no",
+            disable_tqdm=True,
+            lr_scheduler_type="constant",
+        )
         Trainer(hf, arguments, train_dataset=[row(i) for i in range(4)]).train()
         return hf
+
     whole, parts = trained(1), trained(4)
-    for a, b, before in zip(whole.parameters(), parts.parameters(), start.parameters(), strict=True):
+    for a, b, before in zip(
+        whole.parameters(), parts.parameters(), start.parameters(), strict=True
+    ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert not torch.equal(a, before)
 
 
 def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
     hf = to_transformers(make())
-    state = {name: t for name, t in hf.state_dict().items() if "blocks.1" not in name and name != "lm_head.weight"}
+    state = {
+        name: t
+        for name, t in hf.state_dict().items()
+        if "blocks.1" not in name and name != "lm_head.weight"
+    }
     hf.save_pretrained(tmp_path, state_dict=state)
     again = LonghornForCausalLM.from_pretrained(tmp_path)
     for name, parameter in again.named_parameters():
@@ -455,7 +650,10 @@ def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
         if "blocks.1" not in name:
             assert torch.equal(parameter, hf.get_parameter(name))
     fresh = again.model.blocks[1].mixer
-    assert torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip)) and fresh.in_proj.weight.std() > 0.05
+    assert (
+        torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
+        and fresh.in_proj.weight.std() > 0.05
+    )
 
 
 def test_auto_classes_know_the_model(tmp_path):
@@ -476,12 +674,23 @@ def test_loading_in_16_bits_keeps_the_parameters_that_stay_in_float32(mixer, dty
     built = SequenceLM(lm.config, dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
     drawn = AutoModelForCausalLM.from_config(hf.config, dtype=dtype)
-    wide = [name for name, parameter in built.named_parameters() if parameter.dtype == torch.float32]
-    assert {name.rpartition(".")[2] for name in wide} >= {"mamba": {"A_log", "D_skip"}, "longhorn": {"D_skip", "key_scale"}}.get(mixer, {"A_log"})
-    for model in (SequenceLM.from_pretrained(tmp_path / "lm", dtype=dtype), from_transformers(loaded), from_transformers(drawn)):
+    wide = [
+        name for name, parameter in built.named_parameters() if parameter.dtype == torch.float32
+    ]
+    assert {name.rpartition(".")[2] for name in wide} >= {
+        "mamba": {"A_log", "D_skip"},
+        "longhorn": {"D_skip", "key_scale"},
+    }.get(mixer, {"A_log"})
+    for model in (
+        SequenceLM.from_pretrained(tmp_path / "lm", dtype=dtype),
+        from_transformers(loaded),
+        from_transformers(drawn),
+    ):
         for name, parameter in model.named_parameters():
             assert parameter.dtype == (torch.float32 if name in wide else dtype), name
-            if name in wide and "A_log" not in name or mixer == "mamba" and name in wide: # the others are drawn
+            if (
+                name in wide and "A_log" not in name or mixer == "mamba" and name in wide
+            ):  # the others are drawn
                 assert torch.equal(parameter, lm.get_parameter(name)), name
     tokens = torch.randint(50, (1, 5))
     assert torch.isfinite(loaded(tokens).logits).all() and loaded.dtype == dtype
@@ -500,28 +709,67 @@ def test_sequence_classification_reads_the_last_text_token(tmp_path):
     torch.testing.assert_close(again(tokens, attention_mask=mask).logits, scores)
     fresh = to_transformers(make())
     fresh.save_pretrained(tmp_path / "lm")
-    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm").score.weight.std() > 0.005
+    assert (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm").score.weight.std()
+        > 0.005
+    )
 
 
 def test_bad_input_is_one_line():
-    hf, attention, (tokens, mask, _) = to_transformers(make()), to_transformers(make("attention")), padded(3, 5, side="right")
+    hf, attention, (tokens, mask, _) = (
+        to_transformers(make()),
+        to_transformers(make("attention")),
+        padded(3, 5, side="right"),
+    )
     for wrong, message in (
-            (lambda: read_mask(torch.tensor([[1, 1, 2]]), 1, 3), "attention_mask has values other than 0 and 1"),
-            (lambda: hf(tokens, attention_mask=mask[:1]), r"attention_mask has shape \(1, 5\); expected a tensor \(B, T\) with 2 rows"),
-            (lambda: attention(tokens[:1], attention_mask=mask, use_cache=False), r"attention_mask has shape \(2, 5\); expected .* with 1 rows"),
-            (lambda: hf(tokens, attention_mask=mask.tolist()), "attention_mask is list; expected a tensor"),
-            (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"), (hf, "expected either"),
-            (lambda: LonghornForCausalLM(LonghornConfig(mixer="rnn")), "known mixers"),
-            (lambda: hf(tokens, past_key_values=DynamicCache()), "past_key_values is a DynamicCache; leave it out"),
-            (lambda: hf(tokens, past_key_values=hf(tokens[:1], use_cache=True).past_key_values), "has 1 rows and the tokens have 2"),
-            (lambda: hf(tokens, atention_mask=mask), "atention_mask is given, but Longhorn's models have no such argument"),
-            (lambda: hf.model(tokens, adapter_names=["a", "b"]), "adapter_names is given, but"),
-            (lambda: hf(tokens, output_attentions=True), "output_attentions is given, but the mixers return no"),
-            (lambda: hf(tokens, token_type_ids=mask), "token_type_ids is given, but"),
-            (lambda: hf(tokens, seq_idx=mask.float()), "seq_idx is torch.float32; expected an int32 or int64"),
-            (lambda: hf(tokens, position_ids=mask[:, :3]), r"position_ids has shape \(2, 3\); expected \(2, 5\)"),
-            (lambda: hf(tokens, cu_seqlens=torch.tensor([0, 5])), "cu_seqlens ends at 5; expected 10"),
-            (lambda: hf(tokens, seq_idx=mask, use_cache=True), "packed texts end in different states")):
+        (
+            lambda: read_mask(torch.tensor([[1, 1, 2]]), 1, 3),
+            "attention_mask has values other than 0 and 1",
+        ),
+        (
+            lambda: hf(tokens, attention_mask=mask[:1]),
+            r"attention_mask has shape \(1, 5\); expected a tensor \(B, T\) with 2 rows",
+        ),
+        (
+            lambda: attention(tokens[:1], attention_mask=mask, use_cache=False),
+            r"attention_mask has shape \(2, 5\); expected .* with 1 rows",
+        ),
+        (
+            lambda: hf(tokens, attention_mask=mask.tolist()),
+            "attention_mask is list; expected a tensor",
+        ),
+        (lambda: hf(torch.tensor([[0, 50]])), "tokens has values from 0 to 50; expected 0 to 49"),
+        (hf, "expected either"),
+        (lambda: LonghornForCausalLM(LonghornConfig(mixer="rnn")), "known mixers"),
+        (
+            lambda: hf(tokens, past_key_values=DynamicCache()),
+            "past_key_values is a DynamicCache; leave it out",
+        ),
+        (
+            lambda: hf(tokens, past_key_values=hf(tokens[:1], use_cache=True).past_key_values),
+            "has 1 rows and the tokens have 2",
+        ),
+        (
+            lambda: hf(tokens, atention_mask=mask),
+            "atention_mask is given, but Longhorn's models have no such argument",
+        ),
+        (lambda: hf.model(tokens, adapter_names=["a", "b"]), "adapter_names is given, but"),
+        (
+            lambda: hf(tokens, output_attentions=True),
+            "output_attentions is given, but the mixers return no",
+        ),
+        (lambda: hf(tokens, token_type_ids=mask), "token_type_ids is given, but"),
+        (
+            lambda: hf(tokens, seq_idx=mask.float()),
+            "seq_idx is torch.float32; expected an int32 or int64",
+        ),
+        (
+            lambda: hf(tokens, position_ids=mask[:, :3]),
+            r"position_ids has shape \(2, 3\); expected \(2, 5\)",
+        ),
+        (lambda: hf(tokens, cu_seqlens=torch.tensor([0, 5])), "cu_seqlens ends at 5; expected 10"),
+        (lambda: hf(tokens, seq_idx=mask, use_cache=True), "packed texts end in different states"),
+    ):
         with pytest.raises(ValueError, match=message):
             wrong()
 
@@ -536,23 +784,43 @@ def left_padded(vocab_size=31):
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba2", "attention"])
 def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
     torch.manual_seed(0)
-    model, batch = LonghornForCausalLM(LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)).eval(), left_padded()
-    alone = [model(row[None], labels=row[None]).loss for row in (batch["input_ids"][0, 3:], batch["input_ids"][1])]
+    model, batch = (
+        LonghornForCausalLM(
+            LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)
+        ).eval(),
+        left_padded(),
+    )
+    alone = [
+        model(row[None], labels=row[None]).loss
+        for row in (batch["input_ids"][0, 3:], batch["input_ids"][1])
+    ]
     for keep in (True, False):
         found = model(**batch, use_cache=keep).loss
         torch.testing.assert_close(found, (3 * alone[0] + 6 * alone[1] + math.log(31)) / 10)
-    batch["labels"][0, 3] = -100 # whoever does not want it
+    batch["labels"][0, 3] = -100  # whoever does not want it
     torch.testing.assert_close(model(**batch).loss, (3 * alone[0] + 6 * alone[1]) / 9)
-    with pytest.raises(ValueError, match=r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"
+    ):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("mixer", ["llama", "longhorn", "attention"])
 def test_trainer_counts_the_labels_of_a_padded_batch_that_the_loss_counts(mixer, tmp_path):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=2)) if mixer == "llama" else LonghornForCausalLM(
-        LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer))
+    model = (
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=31,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+            )
+        )
+        if mixer == "llama"
+        else LonghornForCausalLM(LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer))
+    )
     batch = left_padded()
     trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True))
     counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
@@ -562,17 +830,25 @@ def test_trainer_counts_the_labels_of_a_padded_batch_that_the_loss_counts(mixer,
 @pytest.mark.parametrize("learning", (False, True))
 def test_an_exported_model_equals_the_eager_one_at_any_batch_and_length(learning):
     from exported import assert_exported_equals_eager
+
     torch.manual_seed(0)
-    config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False)
-    assert_exported_equals_eager(LonghornForCausalLM(config), lambda B, T: torch.randint(0, 50, (B, T)), learning)
+    config = LonghornConfig(
+        vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False
+    )
+    assert_exported_equals_eager(
+        LonghornForCausalLM(config), lambda B, T: torch.randint(0, 50, (B, T)), learning
+    )
 
 
 @pytest.mark.parametrize("mixer", ("longhorn_exact", slow_case("attention"), slow_case("mamba2")))
 def test_an_exported_model_takes_any_mask(mixer):
     from torch.export import Dim
+
     hf = to_transformers(make(mixer))
     hf.config.use_cache = False
-    batch = lambda B, T: dict(input_ids=torch.randint(50, (B, T)), attention_mask=scattered(B, T, seed=B))
+    batch = lambda B, T: dict(
+        input_ids=torch.randint(50, (B, T)), attention_mask=scattered(B, T, seed=B)
+    )
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
     program = torch.export.export(hf, (), batch(5, 9), dynamic_shapes=shapes).module()
     for B, T in ((5, 9), (6, 20)):
@@ -591,7 +867,9 @@ def test_a_compiled_graph_takes_any_mask_and_refuses_what_it_cannot_see(mixer):
         out = compiled(tokens, attention_mask=scattered(), use_cache=keep)
         torch.testing.assert_close(out.logits, hf(tokens, attention_mask=scattered()).logits)
     places = torch.arange(14)[None]
-    torch.testing.assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, hf(tokens).logits)
+    torch.testing.assert_close(
+        compiled(tokens, position_ids=places, use_cache=False).logits, hf(tokens).logits
+    )
     with pytest.raises(RuntimeError, match="position_ids packs texts; give cu_seqlens"):
         compiled(tokens, position_ids=places % 7, use_cache=False)
 
@@ -603,6 +881,12 @@ def test_the_exporters_of_transformers_take_a_model_with_its_cache():
     with torch.no_grad():
         cache = hf(tokens[:, :5], use_cache=True).past_key_values
     expected = hf(tokens).logits[:, 5:]
-    inputs = dict(input_ids=tokens[:, 5:], past_key_values=copy.deepcopy(cache), attention_mask=torch.ones_like(tokens))
+    inputs = dict(
+        input_ids=tokens[:, 5:],
+        past_key_values=copy.deepcopy(cache),
+        attention_mask=torch.ones_like(tokens),
+    )
     program, _ = exporters.DynamoExporter().export_program(hf, inputs, exporters.DynamoConfig())
-    torch.testing.assert_close(program.module()(**inputs | dict(past_key_values=cache)).logits, expected)
+    torch.testing.assert_close(
+        program.module()(**inputs | dict(past_key_values=cache)).logits, expected
+    )

@@ -5,6 +5,7 @@ folder; without a network the file is skipped. Three modules that its tests impo
 (exporting, generation and a table of configuration defaults), so empty stand-ins take their place: what is tested here is
 loading, saving, resizing, initialisation, gradient checkpointing, batching and outputs; tests/test_transformers.py has the rest.
 """
+
 import io, subprocess, sys, tarfile, types, unittest
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +17,9 @@ models = pytest.importorskip("longhorn_kit.models.transformers")
 
 pytestmark = pytest.mark.numeric
 
-SKIPPED = {"test_generation_tester_mixin_inheritance": "the generation tests are not in the source distribution"}
+SKIPPED = {
+    "test_generation_tester_mixin_inheritance": "the generation tests are not in the source distribution"
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +27,26 @@ def suite(tmp_path_factory):
     "The common test class, made from the fetched tests."
     folder = tmp_path_factory.mktemp("transformers")
     package = f"transformers=={metadata.version('transformers')}"
-    fetch = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", "transformers", "-d", folder, package]
+    fetch = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--no-binary",
+        "transformers",
+        "-d",
+        folder,
+        package,
+    ]
     if subprocess.run(fetch, capture_output=True).returncode:
         pytest.skip("pip could not fetch the source distribution of transformers")
     archive = next(Path(folder).glob("transformers-*.tar.gz"))
     with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.0 to 3.11.3 have none
+        tar.extraction_filter = getattr(
+            tarfile, "data_filter", None
+        )  # Python 3.11.0 to 3.11.3 have none
         tar.extractall(folder, [m for m in tar.getmembers() if "/tests/" in m.name])
     return make_suite(folder / archive.name.removesuffix(".tar.gz") / "tests")
 
@@ -40,17 +57,28 @@ def make_suite(folder):
     package = types.ModuleType("hf_tests")
     package.__path__ = [str(folder)]
     sys.modules["hf_tests"] = package
-    for name, content in (("exporters", {}), ("exporters.test_export", {"ExportTesterMixin": type("ExportTesterMixin", (), {})}),
-                          ("generation", {}), ("generation.test_utils", {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})}),
-                          ("utils", {}), ("utils.test_configuration_utils", {"config_common_kwargs": {}})):
+    for name, content in (
+        ("exporters", {}),
+        ("exporters.test_export", {"ExportTesterMixin": type("ExportTesterMixin", (), {})}),
+        ("generation", {}),
+        ("generation.test_utils", {"GenerationTesterMixin": type("GenerationTesterMixin", (), {})}),
+        ("utils", {}),
+        ("utils.test_configuration_utils", {"config_common_kwargs": {}}),
+    ):
         module = types.ModuleType(f"hf_tests.{name}")
         module.__path__, module.__dict__["__doc__"] = [], "stand-in"
         vars(module).update(content)
         sys.modules[module.__name__] = module
     from hf_tests.test_configuration_common import ConfigTester
     from hf_tests.test_modeling_common import ModelTesterMixin, ids_tensor
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_MAPPING_NAMES
-    MODEL_MAPPING_NAMES["longhorn"] = "LonghornModel" # how the tests tell a base model from one with a loss
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_MAPPING_NAMES,
+    )
+
+    MODEL_MAPPING_NAMES["longhorn"] = (
+        "LonghornModel"  # how the tests tell a base model from one with a loss
+    )
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["longhorn"] = "LonghornForCausalLM"
 
     class ModelTester:
@@ -58,10 +86,14 @@ def make_suite(folder):
         hidden_size, num_hidden_layers, vocab_size = 32, 2, 99
 
         def get_config(self):
-            return models.LonghornConfig(vocab_size=99, d_model=32, n_layer=2, mixer="longhorn_exact")
+            return models.LonghornConfig(
+                vocab_size=99, d_model=32, n_layer=2, mixer="longhorn_exact"
+            )
 
         def prepare_config_and_inputs_for_common(self):
-            return self.get_config(), {"input_ids": ids_tensor([self.batch_size, self.seq_length], self.vocab_size)}
+            return self.get_config(), {
+                "input_ids": ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+            }
 
     class Common(ModelTesterMixin, unittest.TestCase):
         all_model_classes = (models.LonghornModel, models.LonghornForCausalLM)
@@ -69,8 +101,11 @@ def make_suite(folder):
 
         def setUp(self):
             self.model_tester = ModelTester()
-            self.config_tester = ConfigTester(self, config_class=models.LonghornConfig,
-                                              common_properties=["hidden_size", "num_hidden_layers"])
+            self.config_tester = ConfigTester(
+                self,
+                config_class=models.LonghornConfig,
+                common_properties=["hidden_size", "num_hidden_layers"],
+            )
 
         def test_config(self):
             self.config_tester.run_common_tests()
@@ -81,8 +116,14 @@ def make_suite(folder):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_common_model_tests_of_transformers(suite):
-    tests = [test for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite) if test.id().rsplit(".", 1)[-1] not in SKIPPED]
+    tests = [
+        test
+        for test in unittest.defaultTestLoader.loadTestsFromTestCase(suite)
+        if test.id().rsplit(".", 1)[-1] not in SKIPPED
+    ]
     result = unittest.TextTestRunner(stream=io.StringIO()).run(unittest.TestSuite(tests))
     problems = [f"{test.id()}\n{trace}" for test, trace in result.errors + result.failures]
     assert not problems, "\n\n".join(problems)
-    assert result.testsRun - len(result.skipped) >= 60 # most of the 160 are about attention and skip themselves
+    assert (
+        result.testsRun - len(result.skipped) >= 60
+    )  # most of the 160 are about attention and skip themselves

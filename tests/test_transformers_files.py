@@ -1,4 +1,5 @@
 "Folders for other people: with the kit and without it, fine-tuned, with adapters, and with a card that invents nothing."
+
 import inspect, json, os, re, shutil, subprocess, sys, warnings
 from pathlib import Path
 
@@ -14,7 +15,12 @@ from longhorn_kit import __version__
 from mixers import every_family, every_mixer
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
-from longhorn_kit.models.transformers import LonghornForCausalLM, export_folder, padding_note, to_transformers
+from longhorn_kit.models.transformers import (
+    LonghornForCausalLM,
+    export_folder,
+    padding_note,
+    to_transformers,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 WITHOUT_KIT = """
@@ -32,20 +38,36 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def export(folder, mixer="longhorn_exact", **options):
     torch.manual_seed(1)
-    return export_folder(SequenceLM(LMConfig(256, 32, 2, mixer=mixer, **options)), folder, hf_tokenizer(get_tokenizer("bytes")))
+    return export_folder(
+        SequenceLM(LMConfig(256, 32, 2, mixer=mixer, **options)),
+        folder,
+        hf_tokenizer(get_tokenizer("bytes")),
+    )
 
 
 def outputs(folder):
     "Logits and greedy tokens of a saved model."
-    model, prompt = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True), torch.arange(30, 50)[None]
+    model, prompt = (
+        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True),
+        torch.arange(30, 50)[None],
+    )
     return model(prompt).logits.detach(), model.generate(prompt, max_new_tokens=8, do_sample=False)
 
 
 def finetune(folder, out):
     "Train with checkpoints; resume from the first one; save both; return the folders."
     from transformers import Trainer, TrainingArguments
-    data = [dict(input_ids=torch.arange(i, i + 16), labels=torch.arange(i, i + 16)) for i in range(16)]
-    options = dict(per_device_train_batch_size=4, learning_rate=1e-2, report_to=[], use_cpu=True, disable_tqdm=True)
+
+    data = [
+        dict(input_ids=torch.arange(i, i + 16), labels=torch.arange(i, i + 16)) for i in range(16)
+    ]
+    options = dict(
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
     for name, start in (("whole", None), ("resumed", f"{out}/whole/checkpoint-2")):
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         arguments = TrainingArguments(f"{out}/{name}", max_steps=4, save_steps=2, **options)
@@ -57,9 +79,13 @@ def finetune(folder, out):
 def in_python_without_the_kit(code, tmp_path):
     "Run code; return what it saves as `found`."
     functions = "\n".join(map(inspect.getsource, (outputs, finetune)))
-    script = f"{WITHOUT_KIT}\n{functions}\n{code}\ntorch.save(found, {str(tmp_path / 'found.pt')!r})\n"
+    script = (
+        f"{WITHOUT_KIT}\n{functions}\n{code}\ntorch.save(found, {str(tmp_path / 'found.pt')!r})\n"
+    )
     cache = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=cache)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=cache
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(tmp_path / "found.pt")
 
@@ -74,19 +100,27 @@ again.save_pretrained("again")
 found = [outputs({str(folder)!r}), outputs("again"), sys.modules[type(again).__module__].__file__]
 """
     *found, place = in_python_without_the_kit(code, tmp_path)
-    assert re.fullmatch(r"longhorn_source/longhorn_kit_[0-9a-f]{16}\.models\.transformers\.py", place)
+    assert re.fullmatch(
+        r"longhorn_source/longhorn_kit_[0-9a-f]{16}\.models\.transformers\.py", place
+    )
     for logits, tokens in (*found, outputs(tmp_path / "again")):
         torch.testing.assert_close(logits, outputs(folder)[0])
         assert torch.equal(tokens, outputs(folder)[1])
     names = ("modeling_longhorn.py", "longhorn_source.py", "config.json", "generation_config.json")
-    assert all((folder / name).read_text() == (tmp_path / "again" / name).read_text() for name in names)
+    assert all(
+        (folder / name).read_text() == (tmp_path / "again" / name).read_text() for name in names
+    )
 
 
 def other_version(folder, out):
     "Copy an export; its code has another version, and norms that give other numbers."
     shutil.copytree(folder, out)
     source = out / "longhorn_source.py"
-    text = source.read_text().replace(f'"{__version__}"', '"9.9.9"').replace("RMSNorm(lm.d_model, lm.norm_eps)", "RMSNorm(lm.d_model, 10.0)")
+    text = (
+        source.read_text()
+        .replace(f'"{__version__}"', '"9.9.9"')
+        .replace("RMSNorm(lm.d_model, lm.norm_eps)", "RMSNorm(lm.d_model, 10.0)")
+    )
     assert text != source.read_text() and text.count('"9.9.9"') == 2
     source.write_text(text)
     return out
@@ -98,7 +132,9 @@ def test_two_exports_in_one_process_without_the_kit_run_each_its_own_code(tmp_pa
     shutil.copytree(one, tmp_path / "same")
     two = other_version(one, tmp_path / "two")
     names = [str(path) for path in (one, two, tmp_path / "same")]
-    alone = [in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names[:2]]
+    alone = [
+        in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names[:2]
+    ]
     code = f"""
 models = [AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True) for name in {names}]
 versions = [sys.modules[type(model).__module__].__version__ for model in models]
@@ -111,7 +147,9 @@ found = [versions, type(models[0]) is type(models[2]), logits, outputs("again")[
     torch.testing.assert_close(logits, [*alone, alone[0]])
     torch.testing.assert_close(again, alone[1])
     assert (alone[0] - alone[1]).abs().max() > 1e-2
-    assert (tmp_path / "again" / "longhorn_source.py").read_text() == (two / "longhorn_source.py").read_text()
+    assert (tmp_path / "again" / "longhorn_source.py").read_text() == (
+        two / "longhorn_source.py"
+    ).read_text()
 
 
 @pytest.mark.slow
@@ -135,7 +173,9 @@ found = [found, namespaces]
 def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
     one = export(tmp_path / "one")
     two = other_version(one, tmp_path / "two")
-    message = re.escape(f"two was exported by longhorn-kit 9.9.9, and longhorn-kit {__version__} runs it")
+    message = re.escape(
+        f"two was exported by longhorn-kit 9.9.9, and longhorn-kit {__version__} runs it"
+    )
     with pytest.warns(UserWarning, match=message) as raised:
         model = AutoModelForCausalLM.from_pretrained(two, trust_remote_code=True)
     assert type(model) is LonghornForCausalLM and len(raised) == 1
@@ -162,32 +202,54 @@ def test_training_and_resuming_survives_every_change_between_with_and_without_th
         assert (logits - before).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("targets", [["in_proj", "x_proj", "b_proj", "out_proj", "embedding"], "all-linear"])
+@pytest.mark.parametrize(
+    "targets", [["in_proj", "x_proj", "b_proj", "out_proj", "embedding"], "all-linear"]
+)
 @pytest.mark.parametrize("mixer", ["longhorn", "longhorn_scalar", "mamba"])
 def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, targets, tmp_path):
     peft = pytest.importorskip("peft")
     if mixer == "mamba" and targets != "all-linear":
         targets = ["in_proj", "dt_proj", "embedding"]
-    folder, tokens = export(tmp_path / "hf", mixer, tie_embeddings=targets == "all-linear"), torch.arange(40, 60)[None]
-    base, rows = AutoModelForCausalLM.from_pretrained(folder), [1, 2] if targets == "all-linear" else None
-    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=targets, trainable_token_indices=rows, r=4))
+    folder, tokens = (
+        export(tmp_path / "hf", mixer, tie_embeddings=targets == "all-linear"),
+        torch.arange(40, 60)[None],
+    )
+    base, rows = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        [1, 2] if targets == "all-linear" else None,
+    )
+    adapted = peft.get_peft_model(
+        base,
+        peft.LoraConfig(
+            task_type="CAUSAL_LM", target_modules=targets, trainable_token_indices=rows, r=4
+        ),
+    )
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
-    start, changed = adapted(tokens).logits.detach(), [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    start, changed = (
+        adapted(tokens).logits.detach(),
+        [p for name, p in adapted.named_parameters() if "lora_B" in name],
+    )
     for _ in range(3):
         optimizer.zero_grad()
         adapted(tokens, labels=tokens).loss.backward()
         optimizer.step()
-    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4) and all(p.abs().max() > 0 for p in changed)
+    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4) and all(
+        p.abs().max() > 0 for p in changed
+    )
     trained = adapted.eval()(tokens).logits
     assert (trained - start).abs().max() > 1e-2
     adapted.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+    again = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
+    ).eval()
     torch.testing.assert_close(again(tokens).logits, trained)
     again.merge_and_unload().save_pretrained(tmp_path / "merged")
     logits, sequence = outputs(tmp_path / "merged")
     prompt = torch.arange(30, 50)[None]
     torch.testing.assert_close(logits, adapted(prompt).logits, rtol=1e-4, atol=1e-5)
-    assert torch.equal(sequence, adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False))
+    assert torch.equal(
+        sequence, adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
+    )
 
 
 def adapted_model(mixer="longhorn", **options):
@@ -195,14 +257,22 @@ def adapted_model(mixer="longhorn", **options):
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
     model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["in_proj", "out_proj"], init_lora_weights=False, **options)
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        target_modules=["in_proj", "out_proj"],
+        init_lora_weights=False,
+        **options,
+    )
     adapted = peft.get_peft_model(model, config)
     adapted.add_adapter("other", config)
     return adapted.eval()
 
 
-MASKS = {"left": [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], "right": [[1] * 6, [1, 1, 1, 0, 0, 0], [1] * 5 + [0]],
-         "inside": [[1] * 6, [1, 0, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1]]}
+MASKS = {
+    "left": [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]],
+    "right": [[1] * 6, [1, 1, 1, 0, 0, 0], [1] * 5 + [0]],
+    "inside": [[1] * 6, [1, 0, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1]],
+}
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -211,7 +281,9 @@ MASKS = {"left": [[1] * 6, [0, 0, 0, 1, 1, 1], [0, 1, 1, 1, 1, 1]], "right": [[1
 def test_each_row_of_a_padded_batch_has_its_own_adapter(mixer, keep, mask):
     adapted, tokens, mask = adapted_model(mixer), torch.randint(64, (3, 6)), torch.tensor(mask)
     names = ["default", "__base__", "other"]
-    logits = adapted(input_ids=tokens, attention_mask=mask, adapter_names=names, use_cache=keep).logits
+    logits = adapted(
+        input_ids=tokens, attention_mask=mask, adapter_names=names, use_cache=keep
+    ).logits
     for row, name in enumerate(names):
         text = mask[row].bool()
         alone = adapted(input_ids=tokens[row][text][None], adapter_names=[name]).logits[0]
@@ -225,8 +297,10 @@ def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mix
     adapted, mask = adapted_model(mixer, alora_invocation_tokens=[5, 9]), torch.tensor(MASKS[side])
     tokens = torch.randint(10, 64, (3, 6))
     for row in range(3):
-        tokens[row, mask[row].nonzero()[1:3, 0]] = torch.tensor([5, 9]) # the adapter acts from the second token on
-    with torch.no_grad(): # aLoRA writes into its inputs
+        tokens[row, mask[row].nonzero()[1:3, 0]] = torch.tensor(
+            [5, 9]
+        )  # the adapter acts from the second token on
+    with torch.no_grad():  # aLoRA writes into its inputs
         logits = adapted(input_ids=tokens, attention_mask=mask).logits
         for row in range(3):
             text = mask[row].bool()
@@ -244,28 +318,46 @@ def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mix
 def test_soft_prompts_stand_before_padding(mixer, kind):
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
-    tuned = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)).eval()
+    tuned = peft.get_peft_model(
+        model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    ).eval()
     tokens, mask = torch.randint(64, (3, 6)), torch.tensor(MASKS["left"])
     logits = tuned(input_ids=tokens, attention_mask=mask).logits
-    options = dict(max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True)
+    options = dict(
+        max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
+    )
     together = tuned.generate(input_ids=tokens, attention_mask=mask, **options)
     for row in range(3):
         text = mask[row].bool()
         alone = tokens[row][text][None]
         by_hand = torch.cat([tuned.get_prompt(1), model.model.embedding(alone)], 1)
-        torch.testing.assert_close(logits[row, 4:][text], model(inputs_embeds=by_hand).logits[0, 4:], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            logits[row, 4:][text], model(inputs_embeds=by_hand).logits[0, 4:], atol=1e-5, rtol=1e-4
+        )
         own = tuned.generate(input_ids=alone, **options)
-        torch.testing.assert_close(torch.stack(together.logits, 1)[row], torch.stack(own.logits, 1)[0], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.stack(together.logits, 1)[row],
+            torch.stack(own.logits, 1)[0],
+            atol=1e-5,
+            rtol=1e-4,
+        )
     tuned.train()
-    tuned(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss.backward()
+    tuned(
+        input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)
+    ).loss.backward()
     assert all(p.grad.abs().max() > 0 for p in tuned.parameters() if p.requires_grad)
 
 
 def test_prefix_tuning_is_refused_with_its_cause():
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 2)))
-    tuned = peft.get_peft_model(model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
-    with pytest.raises(ValueError, match="prefix tuning gives keys and values of attention, which a recurrent state does not have"):
+    tuned = peft.get_peft_model(
+        model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    )
+    with pytest.raises(
+        ValueError,
+        match="prefix tuning gives keys and values of attention, which a recurrent state does not have",
+    ):
         tuned(input_ids=torch.arange(5)[None])
 
 
@@ -273,7 +365,9 @@ def test_an_adapted_model_generates_in_training_mode_with_checkpointing_as_in_ev
     adapted, prompt = adapted_model(), torch.randint(64, (2, 6))
     expected = adapted.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
     adapted.gradient_checkpointing_enable()
-    assert torch.equal(adapted.train().generate(input_ids=prompt, max_new_tokens=6, do_sample=False), expected)
+    assert torch.equal(
+        adapted.train().generate(input_ids=prompt, max_new_tokens=6, do_sample=False), expected
+    )
 
 
 @every_mixer
@@ -281,35 +375,80 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
     "LoRA on `all-linear` reaches every linear layer: the layer calls its layers, or `bias_apart`, and does not read their weights."
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=name, d_mlp=32)))
-    adapted, tokens = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)), torch.arange(20)[None]
+    adapted, tokens = (
+        peft.get_peft_model(
+            model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+        ),
+        torch.arange(20)[None],
+    )
     adapters = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
     for p in adapters.values():
         torch.nn.init.normal_(p, std=0.1)
     adapted(tokens, labels=tokens).loss.backward()
-    linear = [name for name, layer in SequenceLM(model.config.lm_config()).named_modules() if isinstance(layer, torch.nn.Linear)]
-    assert len(adapters) == 2 * len(linear) and not [name for name, p in adapters.items() if not p.grad.abs().max() > 0]
+    linear = [
+        name
+        for name, layer in SequenceLM(model.config.lm_config()).named_modules()
+        if isinstance(layer, torch.nn.Linear)
+    ]
+    assert len(adapters) == 2 * len(linear) and not [
+        name for name, p in adapters.items() if not p.grad.abs().max() > 0
+    ]
 
 
 @every_family
 def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
     "A block whose weights stay on disk until its modules are called gives the same logits, with a cache and without."
     pytest.importorskip("accelerate")
-    model, tokens = to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval(), torch.arange(20)[None]
+    model, tokens = (
+        to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval(),
+        torch.arange(20)[None],
+    )
     model.save_pretrained(tmp_path / "model")
-    places = {"model.embedding": "cpu", "lm_head": "cpu", "model.norm": "cpu", "model.blocks.0": "cpu", "model.blocks.1": "disk"}
-    other = LonghornForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
+    places = {
+        "model.embedding": "cpu",
+        "lm_head": "cpu",
+        "model.norm": "cpu",
+        "model.blocks.0": "cpu",
+        "model.blocks.1": "disk",
+    }
+    other = LonghornForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
+    )
     with torch.no_grad():
         for use_cache in (False, True):
-            torch.testing.assert_close(other(tokens, use_cache=use_cache).logits, model(tokens).logits, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                other(tokens, use_cache=use_cache).logits,
+                model(tokens).logits,
+                atol=1e-5,
+                rtol=1e-5,
+            )
 
 
 @pytest.mark.parametrize("how", ["offloaded", "adapted"])
 def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
-    model, tokens, peft = SequenceLM(LMConfig(40, 16, 2)).eval(), torch.randint(40, (2, 7)), pytest.importorskip("peft")
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False)) if how == "adapted" else model
-    outputs = lambda: (model(tokens), model.step(tokens[:, 0], model.empty_cache(2, "cpu"))[0], *(model.loss(tokens, tokens, chunk=n) for n in (0, 3)))
+    model, tokens, peft = (
+        SequenceLM(LMConfig(40, 16, 2)).eval(),
+        torch.randint(40, (2, 7)),
+        pytest.importorskip("peft"),
+    )
+    model = (
+        peft.get_peft_model(
+            model, peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False)
+        )
+        if how == "adapted"
+        else model
+    )
+    outputs = lambda: (
+        model(tokens),
+        model.step(tokens[:, 0], model.empty_cache(2, "cpu"))[0],
+        *(model.loss(tokens, tokens, chunk=n) for n in (0, 3)),
+    )
     want = outputs()
-    model = pytest.importorskip("accelerate").cpu_offload(model, "cpu") if how == "offloaded" else model.merge_and_unload()
+    model = (
+        pytest.importorskip("accelerate").cpu_offload(model, "cpu")
+        if how == "offloaded"
+        else model.merge_and_unload()
+    )
     torch.testing.assert_close(outputs(), want)
 
 
@@ -318,57 +457,100 @@ def test_a_linear_layer_returns_a_tensor():
     returned = {}
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear):
-            layer.register_forward_hook(lambda layer, inputs, out, name=name: returned.update({name: out}))
+            layer.register_forward_hook(
+                lambda layer, inputs, out, name=name: returned.update({name: out})
+            )
     model(torch.arange(9)[None])
-    assert set(returned) == {f"blocks.0.mixer.{name}" for name in ("in_proj", "x_proj", "b_proj", "out_proj")}
+    assert set(returned) == {
+        f"blocks.0.mixer.{name}" for name in ("in_proj", "x_proj", "b_proj", "out_proj")
+    }
     assert all(isinstance(out, torch.Tensor) for out in returned.values())
 
 
 def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
     "Collators leave padding out of the labels; the end of a text has to stay."
     from transformers import DataCollatorForLanguageModeling
+
     folder = export(tmp_path / "hf")
-    words, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    texts = [{"input_ids": words(text)["input_ids"] + [words.eos_token_id]} for text in ("ab", "abcd")]
+    words, model = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder),
+    )
+    texts = [
+        {"input_ids": words(text)["input_ids"] + [words.eos_token_id]} for text in ("ab", "abcd")
+    ]
     labels = DataCollatorForLanguageModeling(words, mlm=False)(texts)["labels"].tolist()
     assert labels == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
     assert (words.pad_token_id, words.eos_token_id) == (255, 0) and len(words) == 256
     for config in (model.config, model.generation_config):
         assert (config.pad_token_id, config.eos_token_id) == (255, 0)
-    assert "Padding is token 255, which no text contains, and not the end mark (token 0)" in (folder / "README.md").read_text()
-    assert words("ÿ")["input_ids"] == [*"ÿ".encode()] and words.decode([97, 255], skip_special_tokens=True) == "a"
+    assert (
+        "Padding is token 255, which no text contains, and not the end mark (token 0)"
+        in (folder / "README.md").read_text()
+    )
+    assert (
+        words("ÿ")["input_ids"] == [*"ÿ".encode()]
+        and words.decode([97, 255], skip_special_tokens=True) == "a"
+    )
 
 
 def test_padding_takes_a_byte_that_no_longer_token_needs():
     letters = {"ÿ": 0, "xÿ": 1, "þ": 2, "<|endoftext|>": 3}
     assert free_word(letters) == "þ" and free_word({"a": 0}) is None
     words = hf_tokenizer(get_tokenizer("bytes"))
-    words.pad_token = words.eos_token # as in exports of other tools
+    words.pad_token = words.eos_token  # as in exports of other tools
     assert "Padding is the end mark (token 0)" in padding_note(words) and padding_note(None) == ""
 
 
 def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
-    train_lm("laptop", "longhorn", str(tmp_path / "text.txt"), tmp_path / "run", steps=2, n_layer=1, d_model=32)
+    train_lm(
+        "laptop",
+        "longhorn",
+        str(tmp_path / "text.txt"),
+        tmp_path / "run",
+        steps=2,
+        n_layer=1,
+        d_model=32,
+    )
     card = (export_checkpoint(tmp_path / "run/model", tmp_path / "hf") / "README.md").read_text()
-    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][-1]
+    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][
+        -1
+    ]
     record = json.loads((tmp_path / "run/config.json").read_text())["attempts"][-1]
-    for known in (f"{last['tokens']:,} seen", f"{last['val_loss']:.4f} nats", str(record["environment"]["commit"]),
-                  json.loads((tmp_path / "run/text.json").read_text())["source"], "1 block of width 32", record["command"]):
+    for known in (
+        f"{last['tokens']:,} seen",
+        f"{last['val_loss']:.4f} nats",
+        str(record["environment"]["commit"]),
+        json.loads((tmp_path / "run/text.json").read_text())["source"],
+        "1 block of width 32",
+        record["command"],
+    ):
         assert known in card, known
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == 0
     shape = tmp_path / "run/model/config.json"
     shape.write_text(shape.read_text().replace('"dropout": 0.0', '"dropout": 0.5'))
-    assert run_facts(tmp_path / "run/model") == {} # a record of another model
-    assert not any(row in (export(tmp_path / "bare") / "README.md").read_text() for row in ("Tokens", "Loss", "Commit", "Data"))
+    assert run_facts(tmp_path / "run/model") == {}  # a record of another model
+    assert not any(
+        row in (export(tmp_path / "bare") / "README.md").read_text()
+        for row in ("Tokens", "Loss", "Commit", "Data")
+    )
 
 
 def test_saving_in_a_process_with_the_kit_needs_no_file_of_the_kit_beside_it(tmp_path):
     folder = export(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model) is LonghornForCausalLM
-    model.register_for_auto_class("AutoModelForCausalLM") # as transformers does after running a folder's code
+    model.register_for_auto_class(
+        "AutoModelForCausalLM"
+    )  # as transformers does after running a folder's code
     model.save_pretrained(tmp_path / "again")
     made = {path.name for path in Path(tmp_path / "again").iterdir()}
-    assert made == {"config.json", "generation_config.json", "model.safetensors", "modeling_longhorn.py", "longhorn_source.py"}
+    assert made == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "modeling_longhorn.py",
+        "longhorn_source.py",
+    }
     assert AutoTokenizer.from_pretrained(folder)("abc").input_ids == [97, 98, 99]

@@ -1,4 +1,5 @@
 """Every scan kernel compiles ahead of time, without a GPU, within bounds of registers, spills and shared memory."""
+
 import importlib.util
 import json
 import operator
@@ -17,18 +18,52 @@ from warm import WarmPython
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NVIDIA = ["sm_80", "sm_90", "sm_100"]
-FAST = {"_diagonal_fwd_kernel", "_diagonal_adjoint_kernel", "_diagonal_bwd_kernel", "_exact_fwd_kernel", "_exact_bwd_kernel"}
-PORTABLE = {"_token_kernel", "_scan_fwd_kernel", "_carry_kernel", "_adjoint_kernel", "_scan_bwd_kernel", "_sum_kernel", "_rows_kernel"}
+FAST = {
+    "_diagonal_fwd_kernel",
+    "_diagonal_adjoint_kernel",
+    "_diagonal_bwd_kernel",
+    "_exact_fwd_kernel",
+    "_exact_bwd_kernel",
+}
+PORTABLE = {
+    "_token_kernel",
+    "_scan_fwd_kernel",
+    "_carry_kernel",
+    "_adjoint_kernel",
+    "_scan_bwd_kernel",
+    "_sum_kernel",
+    "_rows_kernel",
+}
 # (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA target and a little room. There are
 # 255 registers: where a kernel takes all of them, its bound is the stack.
 BOUNDS = {
-    "_diagonal_fwd_kernel": {16: (255, 40, 15), 32: (176, 0, 13), 64: (240, 0, 33), 128: (255, 240, 41)},
+    "_diagonal_fwd_kernel": {
+        16: (255, 40, 15),
+        32: (176, 0, 13),
+        64: (240, 0, 33),
+        128: (255, 240, 41),
+    },
     "_diagonal_fwd_kernel, many channels": {16: (255, 104, 35)},
     "_diagonal_adjoint_kernel": {16: (140, 0, 4), 64: (104, 16, 7)},
     "_diagonal_carry_kernel": {16: (64, 0, 0), 64: (64, 0, 0)},
-    "_diagonal_bwd_kernel": {16: (255, 152, 31), 32: (255, 72, 39), 64: (255, 32, 60), 128: (255, 72, 97)},
-    "_exact_fwd_kernel": {16: (255, 0, 52), 32: (255, 8, 29), 64: (250, 0, 37), 128: (255, 144, 53)},
-    "_exact_bwd_kernel": {16: (255, 152, 45), 32: (255, 352, 45), 64: (255, 192, 36), 128: (255, 1400, 56)},
+    "_diagonal_bwd_kernel": {
+        16: (255, 152, 31),
+        32: (255, 72, 39),
+        64: (255, 32, 60),
+        128: (255, 72, 97),
+    },
+    "_exact_fwd_kernel": {
+        16: (255, 0, 52),
+        32: (255, 8, 29),
+        64: (250, 0, 37),
+        128: (255, 144, 53),
+    },
+    "_exact_bwd_kernel": {
+        16: (255, 152, 45),
+        32: (255, 352, 45),
+        64: (255, 192, 36),
+        128: (255, 1400, 56),
+    },
     "_diagonal_fwd_kernel, another rule": {16: (255, 56, 15), 32: (248, 32, 15), 64: (255, 48, 21)},
     "_diagonal_adjoint_kernel, another rule": {16: (176, 0, 4)},
     "_diagonal_bwd_kernel, another rule": {16: (255, 40, 31), 32: (255, 16, 44), 64: (255, 40, 75)},
@@ -40,21 +75,32 @@ BOUNDS = {
     "_adjoint_kernel": {16: (240, 48, 3), 64: (255, 1008, 9), 128: (255, 96, 9)},
     "_scan_bwd_kernel": {16: (255, 500, 3), 64: (255, 512, 9), 128: (255, 240, 17)},
 }
-ODD = {   # an odd width: elements go through registers
-    "_diagonal_adjoint_kernel": (144, 0, 4), "_diagonal_bwd_kernel": (255, 160, 31),
-    "_exact_fwd_kernel": (255, 48, 52), "_exact_bwd_kernel": (255, 456, 37),
-    "_diagonal_fwd_kernel, another rule": (224, 16, 12), "_diagonal_bwd_kernel, another rule": (255, 304, 31)}
-AMD = {"_sum_kernel": (48, 0, 1), "_scan_fwd_kernel": (352, 0, 9), "_adjoint_kernel": (376, 0, 17), "_scan_bwd_kernel": (512, 40, 17)}    # of 512; registers spilled
+ODD = {  # an odd width: elements go through registers
+    "_diagonal_adjoint_kernel": (144, 0, 4),
+    "_diagonal_bwd_kernel": (255, 160, 31),
+    "_exact_fwd_kernel": (255, 48, 52),
+    "_exact_bwd_kernel": (255, 456, 37),
+    "_diagonal_fwd_kernel, another rule": (224, 16, 12),
+    "_diagonal_bwd_kernel, another rule": (255, 304, 31),
+}
+AMD = {
+    "_sum_kernel": (48, 0, 1),
+    "_scan_fwd_kernel": (352, 0, 9),
+    "_adjoint_kernel": (376, 0, 17),
+    "_scan_bwd_kernel": (512, 40, 17),
+}  # of 512; registers spilled
 
 
 @pytest.fixture(scope="module")
 def without_interpreter():
     "Return a function that runs Python with the kernels compiled, also where the tests interpret them: (output, errors)."
     python = WarmPython(os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"), ROOT)
+
     def run(*command):
         code, output, errors = python.run(*command)
         assert code == 0, errors[-2000:]
         return output, errors
+
     yield run
     python.close()
 
@@ -62,9 +108,13 @@ def without_interpreter():
 @pytest.fixture(scope="module")
 def compiled(without_interpreter):
     "Return a function that gives what kernels/aot.py reports, one dictionary per kernel and target."
+
     def report(what, targets, only=""):
-        output, _ = without_interpreter("kernels/aot.py", "--json", "--what", what, "--only", only, "--target", *targets)
+        output, _ = without_interpreter(
+            "kernels/aot.py", "--json", "--what", what, "--only", only, "--target", *targets
+        )
         return [json.loads(line) for line in output.splitlines()]
+
     return report
 
 
@@ -72,11 +122,19 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        kind = "many channels" if "diagonal many" in row["case"] or row["case"] == "fast diagonal S3" else "" if "diagonal" in row["case"] else "another rule"
+        kind = (
+            "many channels"
+            if "diagonal many" in row["case"] or row["case"] == "fast diagonal S3"
+            else ""
+            if "diagonal" in row["case"]
+            else "another rule"
+        )
         kernel = named if (named := f"{row['kernel']}, {kind}") in BOUNDS else row["kernel"]
         usual = AMD.get(kernel, (32, 0, 1)) if amd else BOUNDS[kernel][states]
         bound = ODD.get(kernel, usual) if row["case"].endswith("D=2047") else usual
-        assert all(map(operator.le, (row["registers"], row["spill"], row["shared"] / 1024), bound)), (row, bound)
+        assert all(
+            map(operator.le, (row["registers"], row["spill"], row["shared"] / 1024), bound)
+        ), (row, bound)
         assert row["unwaited"] == 0, row
         assert row["loose"] == 0 or row["kernel"] in PORTABLE - {"_sum_kernel", "_rows_kernel"}, row
 
@@ -93,14 +151,25 @@ def test_fast_kernels_compile_and_keep_what_is_no_number(compiled, targets, form
         expected = FAST if forms == ALL_FORMS else {"_exact_fwd_kernel", "_exact_bwd_kernel"}
         assert {r["kernel"] for r in rows if r["target"] == target} >= expected
         for form in {"s6", "s6_time_varying", "decoupled"} & set(forms.split("|")):
-            assert sum(r["kernel"] in FAST for r in rows if r["target"] == target and r["case"] == f"fast {form}") == 3
+            assert (
+                sum(
+                    r["kernel"] in FAST
+                    for r in rows
+                    if r["target"] == target and r["case"] == f"fast {form}"
+                )
+                == 3
+            )
     for row in rows:
         keep, drop = row["nan"]
         if row["kernel"] in FAST and "s6" in row["case"]:
             assert keep == 0 < drop, row
         else:
             gate = row["kernel"] == "_exact_bwd_kernel"
-            assert keep == drop > 0 if gate else drop == 0 and (keep > 0) == (row["kernel"] == "_diagonal_bwd_kernel"), row
+            assert (
+                keep == drop > 0
+                if gate
+                else drop == 0 and (keep > 0) == (row["kernel"] == "_diagonal_bwd_kernel")
+            ), row
 
 
 @pytest.mark.slow
@@ -113,19 +182,33 @@ def test_portable_kernels_compile_and_keep_what_is_no_number(compiled):
     for row in rows:
         if row["target"] != "gfx942":
             keep, drop = row["nan"]
-            assert drop == 0 and (keep > 0) == (row["kernel"] in ("_scan_fwd_kernel", "_adjoint_kernel", "_scan_bwd_kernel")), row
+            assert drop == 0 and (keep > 0) == (
+                row["kernel"] in ("_scan_fwd_kernel", "_adjoint_kernel", "_scan_bwd_kernel")
+            ), row
 
 
 @pytest.mark.parametrize("targets", [["sm_90"], slow_case(NVIDIA)])
 def test_kernels_of_norms_and_losses_compile(compiled, targets):
     rows = compiled("pointwise", targets)
-    assert {r["kernel"] for r in rows} == {"_cross_entropy_kernel", "_add_norm_kernel", "_add_norm_backward_kernel", "_to_length_kernel",
-                                           "_to_length_backward_kernel", "_rows_kernel"}
-    assert all(r["spill"] == 0 and r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80) for r in rows)
+    assert {r["kernel"] for r in rows} == {
+        "_cross_entropy_kernel",
+        "_add_norm_kernel",
+        "_add_norm_backward_kernel",
+        "_to_length_kernel",
+        "_to_length_backward_kernel",
+        "_rows_kernel",
+    }
+    assert all(
+        r["spill"] == 0 and r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80)
+        for r in rows
+    )
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("what, target", [*(("fast", name) for name in NVIDIA), *(("portable", name) for name in (*NVIDIA, "gfx942"))])
+@pytest.mark.parametrize(
+    "what, target",
+    [*(("fast", name) for name in NVIDIA), *(("portable", name) for name in (*NVIDIA, "gfx942"))],
+)
 def test_all_kernels_compile(compiled, what, target):
     assert_bounded(compiled(what, [target]))
 
@@ -153,32 +236,73 @@ class Moved:
             raise ImportError("moved")
 sys.meta_path.insert(0, Moved())
 """)
-    words = [ROOT / "kernels/aot.py", "--triton", "whole", "broken", "--only", "^fast exact states$", "--out", "found.json"]
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=tmp_path,
-                          env=os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"))
+    words = [
+        ROOT / "kernels/aot.py",
+        "--triton",
+        "whole",
+        "broken",
+        "--only",
+        "^fast exact states$",
+        "--out",
+        "found.json",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"),
+    )
     whole, broken = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert done.returncode == 1 and whole["compiled"] > 0 == len(whole["failed"]), done.stderr
-    assert broken["compiled"] == 0 and broken["failed"] == ["ImportError: moved"] and "ImportError: moved" in done.stdout
+    assert (
+        broken["compiled"] == 0
+        and broken["failed"] == ["ImportError: moved"]
+        and "ImportError: moved" in done.stdout
+    )
 
 
 @pytest.mark.slow
 def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
     "At sizes with far more than 2^31 elements, and as many blocks times rows, from each kernel's own plan and code."
     rows = [json.loads(line) for line in without_interpreter("tests/int_ranges.py")[0].splitlines()]
-    assert {row["kernel"] for row in rows} >= FAST | PORTABLE | {"_diagonal_carry_kernel", "_conv_fwd_kernel", "_conv_bwd_kernel", "_step_kernel",
-                                                                "_clear_kernel"}
+    assert {row["kernel"] for row in rows} >= FAST | PORTABLE | {
+        "_diagonal_carry_kernel",
+        "_conv_fwd_kernel",
+        "_conv_bwd_kernel",
+        "_step_kernel",
+        "_clear_kernel",
+    }
     assert not [(row["case"], row["kernel"], row["overflows"]) for row in rows if row["overflows"]]
-    reached = {(row["kernel"], name) for row in rows for name, (far, size) in row["largest"].items() if far >= size - 1 > 2**31}
-    wanted = {"_exact_fwd_kernel": "x b z out ckpt", "_exact_bwd_kernel": "x b z g dx db dz dtok", "_diagonal_fwd_kernel": "x b z out ckpt carry",
-              "_diagonal_bwd_kernel": "x b z g dx db dz dtok drate ckpt carry dA", "_scan_bwd_kernel": "x_ptr dx_ptr db_ptr dz_ptr dtok_ptr ckpt_ptr",
-              "_sum_kernel": "dtok_ptr drate_ptr", "_conv_bwd_kernel": "x_ptr g_ptr dx_ptr dw_ptr", "_step_kernel": "state_ptr after_ptr", "_clear_kernel": "ptr"}
-    for kernel, names in wanted.items(): # the reading follows these to their last element, so nothing was left out
+    reached = {
+        (row["kernel"], name)
+        for row in rows
+        for name, (far, size) in row["largest"].items()
+        if far >= size - 1 > 2**31
+    }
+    wanted = {
+        "_exact_fwd_kernel": "x b z out ckpt",
+        "_exact_bwd_kernel": "x b z g dx db dz dtok",
+        "_diagonal_fwd_kernel": "x b z out ckpt carry",
+        "_diagonal_bwd_kernel": "x b z g dx db dz dtok drate ckpt carry dA",
+        "_scan_bwd_kernel": "x_ptr dx_ptr db_ptr dz_ptr dtok_ptr ckpt_ptr",
+        "_sum_kernel": "dtok_ptr drate_ptr",
+        "_conv_bwd_kernel": "x_ptr g_ptr dx_ptr dw_ptr",
+        "_step_kernel": "state_ptr after_ptr",
+        "_clear_kernel": "ptr",
+    }
+    for (
+        kernel,
+        names,
+    ) in wanted.items():  # the reading follows these to their last element, so nothing was left out
         assert {(kernel, name) for name in names.split()} <= reached, kernel
 
 
 def test_another_function_of_a_rule_is_another_kernel(without_interpreter, tmp_path):
     "Triton's cache on disk must not give the kernel that was compiled from an earlier text of a function."
-    out, _ = without_interpreter("-c", f"""
+    out, _ = without_interpreter(
+        "-c",
+        f"""
 import importlib.util, pathlib, sys
 sys.path.insert(0, "kernels")
 import aot
@@ -194,15 +318,25 @@ def rule(folder, rest):
 kernel, args, kwargs = aot.fast_launches("diagonal")[0]
 rules = [rule("one", "x - k * S)"), rule("same", "x - k * S)"), rule("other", "x + k * S)")]
 print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rules}}))
-""")
+""",
+    )
     assert out.strip() == "2"
 
 
-@pytest.mark.parametrize("moved, works", (("triton.experimental.gluon.language.nvidia", "False False False"),
-                                          ("longhorn_kit.scan.triton_exact", "True False True")))
-def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(without_interpreter, moved, works):
+@pytest.mark.parametrize(
+    "moved, works",
+    (
+        ("triton.experimental.gluon.language.nvidia", "False False False"),
+        ("longhorn_kit.scan.triton_exact", "True False True"),
+    ),
+)
+def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(
+    without_interpreter, moved, works
+):
     "For those forms alone that need what has moved."
-    out, log = without_interpreter("-c", f"""
+    out, log = without_interpreter(
+        "-c",
+        f"""
 import sys
 class Moved:
     def find_spec(self, name, path=None, target=None):
@@ -214,13 +348,20 @@ torch.cuda.get_device_capability = lambda device: (9, 0)
 from longhorn_kit.scan import triton_op
 for device in range(2):
     print(*(triton_op.fast_kernels_work(device, form, False) for form in ("diagonal", "exact", "s6")))
-""")
+""",
+    )
     assert out.splitlines() == [works] * 2
-    assert log.count("UserWarning") == 1 and re.search(r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log)
+    assert log.count("UserWarning") == 1 and re.search(
+        r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log
+    )
 
 
-def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces(without_interpreter):
-    out, log = without_interpreter("-c", """
+def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces(
+    without_interpreter,
+):
+    out, log = without_interpreter(
+        "-c",
+        """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 torch.cuda.get_device_capability = lambda device: (9, 0)
@@ -233,34 +374,59 @@ with FakeTensorMode():
     print(ask("exact"), tried)
 for _ in range(2):
     print(ask("exact", "diagonal", "s6"), tried)
-""")
+""",
+    )
     known = "[False, True, False] [('diagonal', False), ('s6', False)]"
     assert out.splitlines() == ["[False] []", known, known]
-    assert log.count("UserWarning") == 2 and "call one scan of form 'exact' before" in log and "they are wrong" in log
+    assert (
+        log.count("UserWarning") == 2
+        and "call one scan of form 'exact' before" in log
+        and "they are wrong" in log
+    )
 
 
-@pytest.mark.parametrize("form, wide, broken", (("exact", False, False), ("s6_given", False, False), ("diagonal", True, True)))
+@pytest.mark.parametrize(
+    "form, wide, broken",
+    (("exact", False, False), ("s6_given", False, False), ("diagonal", True, True)),
+)
 def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
     "On a CPU, a shorter one, with the kernels' emulator."
-    from longhorn_kit.scan import triton_diagonal, triton_exact, triton_exact_backward, triton_op, triton_selective
+    from longhorn_kit.scan import (
+        triton_diagonal,
+        triton_exact,
+        triton_exact_backward,
+        triton_op,
+        triton_selective,
+    )
     from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
+
     if not triton_op.INTERPRETED:
         pytest.skip("the interpreter is for machines without a GPU")
     for module in (triton_selective, triton_diagonal, triton_exact, triton_exact_backward):
-        for name in {f"{kind}_{part}" for kind in ("exact", "diagonal", "selective") for part in ("plan", "forward", "backward")} & set(dir(module)):
+        for name in {
+            f"{kind}_{part}"
+            for kind in ("exact", "diagonal", "selective")
+            for part in ("plan", "forward", "backward")
+        } & set(dir(module)):
             monkeypatch.setattr(triton_op, name, getattr(module, name), raising=False)
     if broken:
         right = triton_op.diagonal_forward
-        monkeypatch.setattr(triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a)))
+        monkeypatch.setattr(
+            triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a))
+        )
     with gluon_on_cpu():
         found, right = triton_op._trial(form, 20, 40, 64 if wide else 16, "cpu")
         monkeypatch.setattr(triton_op, "_trial", lambda *a: (found, right))
         why = triton_op._disagreement(0, form, wide)
-    assert len(found) == len(right) > 7 and (f"'{form}' are wrong" in why if broken else why is None)
+    assert len(found) == len(right) > 7 and (
+        f"'{form}' are wrong" in why if broken else why is None
+    )
 
 
 def test_what_the_fast_kernels_do_not_take_is_said_once(without_interpreter):
-    out, log = without_interpreter("-c", """
+    out, log = without_interpreter(
+        "-c",
+        """
 import torch
 from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
 new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
@@ -270,10 +436,20 @@ for form, k in (("exact", half), ("s6", new(65)), ("diagonal", half), ("exact", 
     print(why)
     if why:
         _portable_instead(why), _portable_instead(why)
-""")
+""",
+    )
     half, own, *taken = out.splitlines()
-    assert "torch.float16" in half and "s6 ones" in own and "N = 65" in own and taken == ["None"] * 3 and log.count("UserWarning") == 2
-    assert "keys and queries in bfloat16; got k torch.float16" in log and "call under torch.autocast to bfloat16" in log
+    assert (
+        "torch.float16" in half
+        and "s6 ones" in own
+        and "N = 65" in own
+        and taken == ["None"] * 3
+        and log.count("UserWarning") == 2
+    )
+    assert (
+        "keys and queries in bfloat16; got k torch.float16" in log
+        and "call under torch.autocast to bfloat16" in log
+    )
 
 
 ALONE_AND_PACKED = """
@@ -290,24 +466,45 @@ FORMS = "diagonal", "exact", *SELECTIVE
 """
 
 
-@pytest.mark.parametrize("dtypes, widths", [("torch.bfloat16,", "69,"), slow_case("torch.bfloat16, torch.float32", "72, 69")])
-def test_no_launch_of_a_sequence_alone_or_of_packed_ones_lets_the_compiler_fuse(without_interpreter, dtypes, widths):
-    said, _ = without_interpreter("-c", ALONE_AND_PACKED + f"""
+@pytest.mark.parametrize(
+    "dtypes, widths",
+    [("torch.bfloat16,", "69,"), slow_case("torch.bfloat16, torch.float32", "72, 69")],
+)
+def test_no_launch_of_a_sequence_alone_or_of_packed_ones_lets_the_compiler_fuse(
+    without_interpreter, dtypes, widths
+):
+    said, _ = without_interpreter(
+        "-c",
+        ALONE_AND_PACKED
+        + f"""
 for case in itertools.product(FORMS, ({dtypes}), ({widths}), (True, False)):
     for (name, _), launch in versions((1280, 867, 33, 1), *case):
         print(*case, name, launch[2]["enable_fp_fusion"])
-""")
+""",
+    )
     lines = said.splitlines()
-    assert len(lines) > 5 * 5 * 3 * (dtypes.count("torch") + 1) and all(line.endswith("False") for line in lines), said
+    assert len(lines) > 5 * 5 * 3 * (dtypes.count("torch") + 1) and all(
+        line.endswith("False") for line in lines
+    ), said
 
 
-@pytest.mark.parametrize("case, forms, kernels, results", [
-    ("torch.float32, 72, True", ["exact"], "_exact_fwd_kernel", 1),
-    slow_case("torch.float32, 72, True", "FORMS", "", 37), slow_case("torch.bfloat16, 69, False", "FORMS", "", 37)])
-def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(without_interpreter, case, forms, kernels, results):
+@pytest.mark.parametrize(
+    "case, forms, kernels, results",
+    [
+        ("torch.float32, 72, True", ["exact"], "_exact_fwd_kernel", 1),
+        slow_case("torch.float32, 72, True", "FORMS", "", 37),
+        slow_case("torch.bfloat16, 69, False", "FORMS", "", 37),
+    ],
+)
+def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(
+    without_interpreter, case, forms, kernels, results
+):
     """The same operations, each rounded separately in the PTX. Where lengths may be ragged, the exact backward has its
     loop's body once more, for the last chunk. kernels: part of their names."""
-    said, _ = without_interpreter("-c", ALONE_AND_PACKED + f"""
+    said, _ = without_interpreter(
+        "-c",
+        ALONE_AND_PACKED
+        + f"""
 for form in {forms}:
     found = {{}}
     for kernel, launch in versions((1280, 33), form, {case}):
@@ -320,7 +517,8 @@ for form in {forms}:
         rounded = all(".rn" in operation for count, _ in counts for operation in count)
         (first, _), *rest = counts
         print(form, kernel, len(rest) > 0 and rounded and all(count == (first + again if again else first) for count, again in rest))
-""")
+""",
+    )
     lines = said.splitlines()
     assert len(lines) == results and all(line.endswith("True") for line in lines), said
 
@@ -328,14 +526,17 @@ for form in {forms}:
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
     from longhorn_kit.scan.triton_diagonal import diagonal_plan
     from longhorn_kit.scan.triton_op import TRIAL
+
     for N in (16, 64):
         plans = [diagonal_plan(1, *TRIAL, N, None, way) for way in ("forward", "backward")]
-        assert all(p.segmented for p in plans)         # carries in both directions
+        assert all(p.segmented for p in plans)  # carries in both directions
 
 
 def test_the_kernels_of_a_backward_are_built_beside_the_first_forward(without_interpreter):
     "Those that the backward launches, with the same options, from tensors without values."
-    out, _ = without_interpreter("-c", """
+    out, _ = without_interpreter(
+        "-c",
+        """
 import contextlib, sys
 sys.path.insert(0, "kernels")
 import aot, torch
@@ -349,29 +550,52 @@ for form in ("exact", "diagonal", "s6"):
     right = [launch for launch in aot.fast_launches(form, state=False) if launch[2]["way"] == "backward"]
     found = options(aot.record(lambda: triton_op._build_backward(form, form, 0, None, tensors)))
     assert found == options(right) and len(found) > 2, (found, options(right))
-""")
+""",
+    )
 
 
 def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
     from longhorn_kit.scan import triton_op
+
     built = []
-    monkeypatch.setattr(triton_op.triton.knobs.cache, "dir", str(tmp_path)) # nothing was compiled before
-    monkeypatch.setattr(triton_op, "_build_backward", lambda path, form, every, device, tensors: built.append(tensors))
+    monkeypatch.setattr(
+        triton_op.triton.knobs.cache, "dir", str(tmp_path)
+    )  # nothing was compiled before
+    monkeypatch.setattr(
+        triton_op,
+        "_build_backward",
+        lambda path, form, every, device, tensors: built.append(tensors),
+    )
     monkeypatch.setattr(triton_op, "_BUILT", set())
     monkeypatch.setattr(triton_op, "traced", lambda: False)
-    monkeypatch.setattr(type(triton_op.triton.runtime.driver), "active", types.SimpleNamespace(get_current_target=lambda: None))
+    monkeypatch.setattr(
+        type(triton_op.triton.runtime.driver),
+        "active",
+        types.SimpleNamespace(get_current_target=lambda: None),
+    )
+
     class OnGPU(torch.Tensor):
         is_cuda = True
+
     x = torch.empty(1, 3, 8).as_subclass(OnGPU)
     tensors = (torch.empty(1, 3, 4), torch.empty(1, 3, 4), x, x[..., ::2], *[None] * 5)
     monkeypatch.setattr(triton_op, "scan_path", lambda *a: "exact")
     triton_op._backward_builder("exact", 0, tensors).join()
-    assert triton_op._backward_builder("exact", 0, tensors) is None              # once
-    assert triton_op._backward_builder("diagonal", 0, (*tensors[:2], torch.empty(1, 3, 8), *tensors[3:])) is None # on a GPU
+    assert triton_op._backward_builder("exact", 0, tensors) is None  # once
+    assert (
+        triton_op._backward_builder(
+            "diagonal", 0, (*tensors[:2], torch.empty(1, 3, 8), *tensors[3:])
+        )
+        is None
+    )  # on a GPU
     (made,) = built
-    assert all(t is None or t.is_meta for t in made) and made[3].stride() == (24, 8, 2) and made[2].shape == x.shape
+    assert (
+        all(t is None or t.is_meta for t in made)
+        and made[3].stride() == (24, 8, 2)
+        and made[2].shape == x.shape
+    )
     (tmp_path / "hash").mkdir()
-    (tmp_path / "hash" / "_exact_bwd_kernel.json").touch()                        # now it was
+    (tmp_path / "hash" / "_exact_bwd_kernel.json").touch()  # now it was
     triton_op._BUILT.clear()
     assert triton_op._backward_builder("exact", 0, tensors) is None and len(built) == 1
 
@@ -379,9 +603,15 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
 def test_inputs_begin_where_copies_can():
     "A contiguous tensor may start anywhere: a packed batch without its first tokens, a view into a flat buffer."
     from longhorn_kit.scan.triton_gluon import _aligned, _keys
+
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]
     k = torch.randn(161, dtype=torch.bfloat16)[1:].view(1, 10, 16)
     for given, ready in ((x, _aligned(x, 4)), (k, _keys(k, 16))):
-        assert given.is_contiguous() and given.data_ptr() % 16 and ready.data_ptr() % 16 == 0 and torch.equal(given, ready)
+        assert (
+            given.is_contiguous()
+            and given.data_ptr() % 16
+            and ready.data_ptr() % 16 == 0
+            and torch.equal(given, ready)
+        )
     whole = x.clone()
-    assert _aligned(whole, 4) is whole                 # and what is right is not copied
+    assert _aligned(whole, 4) is whole  # and what is right is not copied

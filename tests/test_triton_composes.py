@@ -1,6 +1,7 @@
 """The Triton scans inside PyTorch: compilers, export, autocast, activation checkpointing, graphs, sharding, and what is kept for the backward.
 
 The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable and fast kernels)."""
+
 import contextlib
 from functools import cache
 from itertools import product
@@ -19,7 +20,19 @@ from torch.utils.checkpoint import checkpoint
 
 from layouts import Pool
 from scan_cases import (
-    DEVICE, assert_close, assert_packed_as_alone, call, captured, error, gradients, inputs, kernels, leaves, one_sequence, poisoned)
+    DEVICE,
+    assert_close,
+    assert_packed_as_alone,
+    call,
+    captured,
+    error,
+    gradients,
+    inputs,
+    kernels,
+    leaves,
+    one_sequence,
+    poisoned,
+)
 from sweep import slow_case
 from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
@@ -31,7 +44,7 @@ pytestmark = pytest.mark.numeric
 
 GPU = DEVICE == "cuda"
 DTYPE = torch.bfloat16 if GPU else torch.float32
-SIZES = (2, 128, 64, 16) if GPU else (1, 3, 2, 2)              # B, T, D, N
+SIZES = (2, 128, 64, 16) if GPU else (1, 3, 2, 2)  # B, T, D, N
 COMPILER = "inductor" if GPU else "aot_eager"
 NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 
@@ -45,7 +58,9 @@ def path(request, monkeypatch):
     return chosen
 
 
-both_paths = pytest.mark.parametrize("path", ("portable", "fast") if GPU else ("portable",), indirect=True)
+both_paths = pytest.mark.parametrize(
+    "path", ("portable", "fast") if GPU else ("portable",), indirect=True
+)
 
 
 def arguments(form="diagonal", sizes=SIZES, **options):
@@ -56,17 +71,33 @@ def arguments(form="diagonal", sizes=SIZES, **options):
 
 def scan(a, form="diagonal", **options):
     "The public operation on the Triton kernels."
-    return longhorn_scan(*(a[n] for n in NAMES), form=form, initial_state=a["initial_state"], output_final_state=True,
-                         backend="triton", **options)
+    return longhorn_scan(
+        *(a[n] for n in NAMES),
+        form=form,
+        initial_state=a["initial_state"],
+        output_final_state=True,
+        backend="triton",
+        **options,
+    )
 
 
 def assert_same(got, want):
-    assert all(torch.equal(got[n], want[n]) for n in want), [n for n in want if not torch.equal(got[n], want[n])]
+    assert all(torch.equal(got[n], want[n]) for n in want), [
+        n for n in want if not torch.equal(got[n], want[n])
+    ]
 
 
 @both_paths
-@pytest.mark.parametrize("form, options", (("diagonal", {}), ("s6", dict(sequences=2))) if not GPU else
-                         [(f, o) for f in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying") for o in ({}, dict(sequences=2))])
+@pytest.mark.parametrize(
+    "form, options",
+    (("diagonal", {}), ("s6", dict(sequences=2)))
+    if not GPU
+    else [
+        (f, o)
+        for f in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
+        for o in ({}, dict(sequences=2))
+    ],
+)
 def test_the_operation_is_well_formed(form, options, path):
     "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
     B, T, D, N = SIZES
@@ -75,17 +106,32 @@ def test_the_operation_is_well_formed(form, options, path):
     spacing = 16 if options else 0
     args = (*(a[n] for n in NAMES), a["A"], a["initial_state"], bounds, form, spacing, True, "")
     # In a packed batch some slots for kept states stay unwritten; the last of the four checks would compare them.
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    checks = (
+        "test_schema",
+        "test_autograd_registration",
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )
     torch.library.opcheck(triton_op._scan, args, test_utils=checks[:3] if options else checks)
 
 
 def test_the_kernels_of_open_sizes_are_chosen_like_those_of_numbers(monkeypatch):
     "The verdict on the fast kernels is cached, and a symbol cannot be a key."
     mode, asked = FakeTensorMode(shape_env=ShapeEnv()), []
-    monkeypatch.setattr(triton_op, "fast_kernels_work", cache(lambda device, form, wide: asked.append(wide) or True))
+    monkeypatch.setattr(
+        triton_op, "fast_kernels_work", cache(lambda device, form, wide: asked.append(wide) or True)
+    )
     for T in (8, 9):
-        k, x = (mode.from_tensor(torch.zeros(2, T, n), symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 3)) for n in (32, 64))
-        on_gpu = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"), shape=x.shape, dtype=x.dtype, numel=x.numel)
+        k, x = (
+            mode.from_tensor(
+                torch.zeros(2, T, n),
+                symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * 3),
+            )
+            for n in (32, 64)
+        )
+        on_gpu = SimpleNamespace(
+            is_cuda=True, device=torch.device("cuda:0"), shape=x.shape, dtype=x.dtype, numel=x.numel
+        )
         assert triton_op.scan_path("diagonal", k, k, on_gpu) == "diagonal"
     assert asked == [True]
 
@@ -96,17 +142,22 @@ def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
     def run():
         a, dout, dfinal = arguments(form)
         outputs = call(a, form)
-        return outputs[0].grad_fn.name(), dict(gradients(outputs, (dout, dfinal), a), out=outputs[0], final=outputs[1])
+        return outputs[0].grad_fn.name(), dict(
+            gradients(outputs, (dout, dfinal), a), out=outputs[0], final=outputs[1]
+        )
 
-    twice = [run() for _ in range(2)] # the second launches compiled kernels itself
+    twice = [run() for _ in range(2)]  # the second launches compiled kernels itself
     monkeypatch.setattr(triton_op, "in_eager", lambda *_: False)
     operation, want = run()
-    assert "longhorn_kit_scan" in operation and all("longhorn_kit_scan" not in name for name, _ in twice)
+    assert "longhorn_kit_scan" in operation and all(
+        "longhorn_kit_scan" not in name for name, _ in twice
+    )
     for _, got in twice:
         assert_same(got, want)
 
 
 # tensors whose memory holds the other sign
+
 
 def negative(t):
     "A tensor equal to t, contiguous, with the negative bit."
@@ -114,7 +165,9 @@ def negative(t):
 
 
 @both_paths
-@pytest.mark.parametrize("bounds", (slow_case(None, id="rows"), pytest.param([0, 1, SIZES[1]], id="packed")))
+@pytest.mark.parametrize(
+    "bounds", (slow_case(None, id="rows"), pytest.param([0, 1, SIZES[1]], id="packed"))
+)
 @pytest.mark.parametrize("form", (slow_case("diagonal"), "exact", slow_case("s6")))
 def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, path):
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
@@ -144,24 +197,40 @@ def small_kernels():
     step = lambda t: (t["k"], t["k"], t["x"], t["x"])
     rest = lambda t: (t["S"], t["bias"], t["bias"], t["x"])
     rows = torch.tensor([1, -1], device=DEVICE)
-    conv = lambda t, **more: causal_conv1d(t["rows"], t["w"], t["bias"], initial_state=t["past"], **more, **one)
-    conv_step = lambda t, **more: causal_conv1d_step(t["x"], t["past"], t["w"], t["bias"], **more, **one)
+    conv = lambda t, **more: causal_conv1d(
+        t["rows"], t["w"], t["bias"], initial_state=t["past"], **more, **one
+    )
+    conv_step = lambda t, **more: causal_conv1d_step(
+        t["x"], t["past"], t["w"], t["bias"], **more, **one
+    )
     return {
         "step": lambda t: longhorn_step(*step(t), *rest(t), **one),
         "selective step": lambda t: selective_step(*step(t), t["A"], *rest(t), **one),
         "step in place": lambda t: longhorn_step(*step(t), *rest(t), inplace=True, **one),
-        "step of a pool": lambda t: longhorn_step(*step(t), *rest(t), inplace=True, state_indices=rows, **one),
+        "step of a pool": lambda t: longhorn_step(
+            *step(t), *rest(t), inplace=True, state_indices=rows, **one
+        ),
         "convolution": lambda t: conv(t, output_final_state=True),
         "convolution twice": lambda t: conv(t, twice=True),
         "step of a convolution": conv_step,
         "step of a convolution in place": lambda t: conv_step(t, inplace=True),
         "to_length": lambda t: [to_length(t["k"], t["bias"][:1])],
-        "add_norm": lambda t: add_norm(t["x"], t["x"].flip(0), t["bias"], 1e-5, torch.float32)}
+        "add_norm": lambda t: add_norm(t["x"], t["x"].flip(0), t["bias"], 1e-5, torch.float32),
+    }
 
 
 @pytest.mark.parametrize("name", small_kernels())
 def test_small_kernels_of_tensors_with_the_negative_bit_have_right_signs(name):
-    shapes = dict(x=(2, 3), k=(2, 4), bias=(3,), S=(2, 3, 4), A=(3, 4), rows=(2, 5, 3), w=(3, 3), past=(2, 3, 2))
+    shapes = dict(
+        x=(2, 3),
+        k=(2, 4),
+        bias=(3,),
+        S=(2, 3, 4),
+        A=(3, 4),
+        rows=(2, 5, 3),
+        w=(3, 3),
+        past=(2, 3, 2),
+    )
     torch.manual_seed(0)
     plain = {n: torch.randn(*shape, device=DEVICE) for n, shape in shapes.items()}
     learns, results = "step" not in name, []
@@ -170,7 +239,10 @@ def test_small_kernels_of_tensors_with_the_negative_bit_have_right_signs(name):
         outputs = small_kernels()[name](tensors)
         if learns:
             slopes = [make(out.detach().cos()) for out in outputs]
-            outputs = [*outputs, *torch.autograd.grad(outputs, list(tensors.values()), slopes, allow_unused=True)]
+            outputs = [
+                *outputs,
+                *torch.autograd.grad(outputs, list(tensors.values()), slopes, allow_unused=True),
+            ]
         results.append([t for t in outputs if t is not None])
     assert len(results[0]) >= 2 and all(map(torch.equal, *results))
 
@@ -182,7 +254,7 @@ def test_compiles_as_one_graph(form, path, monkeypatch):
     ran, plan = [], triton_op._plan
     monkeypatch.setattr(triton_op, "_plan", lambda *sizes: ran.append(sizes[-1]) or plan(*sizes))
     got = gradients(compiled(a), (dout, dfinal), a)
-    assert ran == ["forward", "backward"] # the states are kept, not computed again
+    assert ran == ["forward", "backward"]  # the states are kept, not computed again
     assert_same(got, gradients(scan(a, form), (dout, dfinal), a))
 
 
@@ -191,40 +263,63 @@ def test_compiles_packed_sequences_as_one_graph(path):
     B, T, D, N = SIZES
     a, dout, dfinal = arguments(sizes=(1, T, D, N), sequences=2)
     bounds = torch.tensor([0, 1, T], device=DEVICE)
-    compiled = torch.compile(lambda a, bounds: scan(a, cu_seqlens=bounds), fullgraph=True, backend=COMPILER)
+    compiled = torch.compile(
+        lambda a, bounds: scan(a, cu_seqlens=bounds), fullgraph=True, backend=COMPILER
+    )
     out, final = compiled(a, bounds)
     want = scan(a, cu_seqlens=bounds)
     assert torch.equal(out, want[0]) and torch.equal(final, want[1])
     with pytest.raises(Exception, match="this backend needs the values"):
-        torch.compile(lambda a: longhorn_scan(*(a[n] for n in NAMES), cu_seqlens=bounds, backend="reference"),
-                      fullgraph=True, backend="eager")(a)
+        torch.compile(
+            lambda a: longhorn_scan(*(a[n] for n in NAMES), cu_seqlens=bounds, backend="reference"),
+            fullgraph=True,
+            backend="eager",
+        )(a)
 
 
 # given bounds, and those that a scan which cannot read them makes of them
-MOVED = ([2, 3, -4], [2, 3, -4]), ([0, 5, 3, -1], [0, 5, 5, -1]), ([-9, 4, 99999], [0, 4, None]), ([3, 3, 3], [3, 3, 3])
+MOVED = (
+    ([2, 3, -4], [2, 3, -4]),
+    ([0, 5, 3, -1], [0, 5, 5, -1]),
+    ([-9, 4, 99999], [0, 4, None]),
+    ([3, 3, 3], [3, 3, 3]),
+)
 
 
 def bounds_of(ends, T):
-    return torch.tensor([T if e is None else T + e if -9 < e < 0 else e for e in ends], dtype=torch.int32, device=DEVICE)
+    return torch.tensor(
+        [T if e is None else T + e if -9 < e < 0 else e for e in ends],
+        dtype=torch.int32,
+        device=DEVICE,
+    )
 
 
 def one_by_one(a, form, dout, dfinal, bounds):
     "Output, last states and gradients of packed sequences, each run alone; zeros in rows of no sequence."
-    out, grads, finals = torch.zeros_like(a["x"]), {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}, []
+    out, grads, finals = (
+        torch.zeros_like(a["x"]),
+        {n: t if t is None else torch.zeros_like(t) for n, t in a.items()},
+        [],
+    )
     for i, (lo, hi) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
         part = leaves(one_sequence(a, form, i, lo, hi))
         y, final = call(part, form)
         finals.append(final.detach())
         out[:, lo:hi] = y.detach()
-        places = one_sequence(grads, form, i, lo, hi) # views
+        places = one_sequence(grads, form, i, lo, hi)  # views
         for n, g in gradients((y, final), (dout[:, lo:hi], dfinal[i : i + 1]), part).items():
             places[n].add_(g)
     return out, torch.cat(finals), {n: g for n, g in grads.items() if g is not None}
 
 
-@pytest.mark.parametrize("path, form", [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")]
-                         + [("portable", "diagonal"), ("portable", "s6_time_varying")] if GPU else [("portable", "exact"), slow_case("portable", "s6_time_varying")],
-                         indirect=["path"])
+@pytest.mark.parametrize(
+    "path, form",
+    [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")]
+    + [("portable", "diagonal"), ("portable", "s6_time_varying")]
+    if GPU
+    else [("portable", "exact"), slow_case("portable", "s6_time_varying")],
+    indirect=["path"],
+)
 @pytest.mark.parametrize("bounds", [MOVED[::2], slow_case(MOVED[1::2])], ids=["first", "second"])
 def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, bounds, monkeypatch):
     T, D, N = (600, 40, 16) if GPU else (12, 2, 2)
@@ -233,12 +328,16 @@ def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, bou
         want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
         with monkeypatch.context() as patch:
             poisoned(patch)
-            compiled = torch.compile(lambda a, cu: call(a, form, cu), fullgraph=True, backend="aot_eager")
+            compiled = torch.compile(
+                lambda a, cu: call(a, form, cu), fullgraph=True, backend="aot_eager"
+            )
             r = leaves(a)
             outputs = compiled(r, bounds_of(given, T))
             grads = gradients(outputs, (dout, dfinal), r)
         assert torch.equal(outputs[0], want[0]) and torch.equal(outputs[1], want[1]), given
-        per_row = [n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_time_varying")]
+        per_row = [
+            n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_time_varying")
+        ]
         assert_same({n: grads[n] for n in per_row}, {n: want[2][n] for n in per_row})
         assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
 
@@ -246,9 +345,12 @@ def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, bou
 @pytest.mark.parametrize("given, moved", [MOVED[0], *(slow_case(*case) for case in MOVED[1:])])
 def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, monkeypatch):
     from longhorn_kit.scan.short_conv import causal_conv1d
+
     T, D = (600, 40) if GPU else (12, 2)
     gen = torch.Generator().manual_seed(0)
-    x, weight, dy = (torch.randn(*s, generator=gen).to(DEVICE) for s in ((1, T, D), (D, 4), (1, T, D)))
+    x, weight, dy = (
+        torch.randn(*s, generator=gen).to(DEVICE) for s in ((1, T, D), (D, 4), (1, T, D))
+    )
     ends = bounds_of(moved, T).tolist()
     want, dx = torch.zeros_like(x), torch.zeros_like(x)
     for lo, hi in zip(ends, ends[1:]):
@@ -256,7 +358,11 @@ def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, mo
         y = causal_conv1d(part, weight, backend="triton")
         want[:, lo:hi], (dx[:, lo:hi],) = y.detach(), torch.autograd.grad(y, part, dy[:, lo:hi])
     poisoned(monkeypatch)
-    conv = torch.compile(lambda x, cu: causal_conv1d(x, weight, cu_seqlens=cu, backend="triton"), fullgraph=True, backend="aot_eager")
+    conv = torch.compile(
+        lambda x, cu: causal_conv1d(x, weight, cu_seqlens=cu, backend="triton"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     x.requires_grad_()
     y = conv(x, bounds_of(given, T))
     assert torch.equal(y, want) and torch.equal(torch.autograd.grad(y, x, dy)[0], dx)
@@ -265,7 +371,12 @@ def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, mo
 def test_one_compiled_graph_serves_every_length(path):
     B, T, D, N = SIZES
     count = CompileCounter()
-    compiled = torch.compile(lambda q, k, x, b: longhorn_scan(q, k, x, b, backend="triton"), fullgraph=True, dynamic=True, backend=count)
+    compiled = torch.compile(
+        lambda q, k, x, b: longhorn_scan(q, k, x, b, backend="triton"),
+        fullgraph=True,
+        dynamic=True,
+        backend=count,
+    )
     for steps in (T, T + 1, T + 16):
         a = inputs(B, steps, D, N, dtype=DTYPE)[0]
         args = [a[n] for n in "qkxb"]
@@ -284,7 +395,9 @@ class Layer(nn.Module):
 
     def forward(self, u):
         x, b, z, q, k = self.into(u).split([self.D, self.D, self.D, self.N, self.N], -1)
-        return self.out(longhorn_scan(q, k, x, b, None, self.skip, z, form=self.form, backend="triton"))
+        return self.out(
+            longhorn_scan(q, k, x, b, None, self.skip, z, form=self.form, backend="triton")
+        )
 
 
 def layer_and_input(form="diagonal"):
@@ -293,12 +406,24 @@ def layer_and_input(form="diagonal"):
     return Layer(D, N, form).to(DEVICE), torch.randn(B, T, D, device=DEVICE)
 
 
-@pytest.mark.parametrize("form, learning", (("exact", True), slow_case("diagonal", False), slow_case("diagonal", True), slow_case("exact", False)))
+@pytest.mark.parametrize(
+    "form, learning",
+    (
+        ("exact", True),
+        slow_case("diagonal", False),
+        slow_case("diagonal", True),
+        slow_case("exact", False),
+    ),
+)
 def test_exports(form, learning, path):
     "With open batch and length; run with gradients or without, whatever it was exported with."
     layer, u = layer_and_input(form)
     with torch.set_grad_enabled(learning):
-        program = torch.export.export(layer, (u.expand(2, -1, -1).contiguous(),), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},))
+        program = torch.export.export(
+            layer,
+            (u.expand(2, -1, -1).contiguous(),),
+            dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},),
+        )
     calls = [str(n.target) for n in program.graph.nodes if "longhorn" in str(n.target)]
     assert calls == ["longhorn_kit.scan.default"]
     exported = program.module()
@@ -325,11 +450,15 @@ def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
     grads = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
     whole.square().sum().backward()
-    assert all(g.dtype == torch.float32 and error(g, p.grad) < 5e-2 for g, p in zip(grads, layer.parameters()))
+    assert all(
+        g.dtype == torch.float32 and error(g, p.grad) < 5e-2
+        for g, p in zip(grads, layer.parameters())
+    )
 
 
 class Dtypes(TorchDispatchMode):
     "Record the dtypes of the queries and keys of every scan."
+
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -351,16 +480,18 @@ def test_float32_queries_and_keys_follow_autocast_to_the_fast_exact_kernels(form
     assert a["q"].grad.dtype == out.dtype == torch.float32 and a["k"].grad.dtype == torch.bfloat16
     with Dtypes() as dtypes:
         assert error(out, call(a, form)[0]) < 2e-2
-    assert dtypes.seen == [{torch.float32, torch.bfloat16}]    # autocast alone decides
+    assert dtypes.seen == [{torch.float32, torch.bfloat16}]  # autocast alone decides
 
 
 def bytes_kept(run, given):
     "Bytes that autograd keeps for the backward beyond the tensors that were there before."
     kept, mine = {}, {t.untyped_storage().data_ptr() for t in given if t is not None}
+
     def pack(t):
         if t.untyped_storage().data_ptr() not in mine:
             kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
         return t
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         run()
     return sum(kept.values())
@@ -371,7 +502,10 @@ def bytes_kept(run, given):
 def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
     sizes = (2, 2048, 64, N) if GPU else (1, 32, 2, N)
     a, *_ = arguments(form, sizes)
-    kept = {c: bytes_kept(lambda: call(a, form, checkpoint=c), a.values()) / a["x"].numel() for c in ("fast", "small")}
+    kept = {
+        c: bytes_kept(lambda: call(a, form, checkpoint=c), a.values()) / a["x"].numel()
+        for c in ("fast", "small")
+    }
     assert kept["small"] <= 1 < kept["fast"], kept
     with torch.no_grad():
         assert bytes_kept(lambda: call(a, form), a.values()) == 0
@@ -382,18 +516,38 @@ def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
 def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
     sizes = (1, 21, 64, 16) if GPU else (1, 21, 2, 3)
     a, dout, dfinal = inputs(*sizes, form, dtype=DTYPE, sequences=None if bounds is None else 4)
-    fast, small = (kernels(a, dout, dfinal, form, bounds, checkpoint=c) for c in ("fast", "small" if not GPU else 128))
+    fast, small = (
+        kernels(a, dout, dfinal, form, bounds, checkpoint=c)
+        for c in ("fast", "small" if not GPU else 128)
+    )
     assert torch.equal(fast[0], small[0]) and torch.equal(fast[1], small[1])
-    if GPU:                                            # block sizes differ, and with them the order of a sum
+    if GPU:  # block sizes differ, and with them the order of a sum
         assert_close({n: error(small[2][n], g) for n, g in fast[2].items()}, DTYPE)
     else:
         assert_same(small[2], fast[2])
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("form, shape", [
-    *product(("diagonal", "exact"), ((2, 1000, 64, 16), (1, 4096, 64, 16), (1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16), (2, 640, 63, 16))),
-    *product(("decoupled", "s6", "s6_time_varying"), ((1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)))])
+@pytest.mark.parametrize(
+    "form, shape",
+    [
+        *product(
+            ("diagonal", "exact"),
+            (
+                (2, 1000, 64, 16),
+                (1, 4096, 64, 16),
+                (1, 1001, 40, 7),
+                (2, 640, 64, 40),
+                (3, 256, 5000, 16),
+                (2, 640, 63, 16),
+            ),
+        ),
+        *product(
+            ("decoupled", "s6", "s6_time_varying"),
+            ((1, 1001, 40, 7), (2, 640, 64, 40), (3, 256, 5000, 16)),
+        ),
+    ],
+)
 def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
     a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)
     fast, small = (kernels(a, dout, dfinal, form, checkpoint=c) for c in ("fast", "small"))
@@ -412,9 +566,14 @@ def test_every_backend_takes_the_argument_and_names_a_wrong_one():
     a, *_ = arguments(sizes=(1, 3, 2, 2))
     args = [a[n].float() for n in NAMES]
     for backend in ("reference", "chunked"):
-        assert torch.equal(longhorn_scan(*args, backend=backend, checkpoint="small"), longhorn_scan(*args, backend=backend))
+        assert torch.equal(
+            longhorn_scan(*args, backend=backend, checkpoint="small"),
+            longhorn_scan(*args, backend=backend),
+        )
     for wrong in ("tiny", 5, 0, None):
-        with pytest.raises(ValueError, match="checkpoint is .*; expected one of 'fast', 'small', 4, 8"):
+        with pytest.raises(
+            ValueError, match="checkpoint is .*; expected one of 'fast', 'small', 4, 8"
+        ):
             longhorn_scan(*args, checkpoint=wrong)
     with pytest.raises(ValueError, match="checkpoint is 12"):
         selective_scan(*args[:4], torch.zeros(2, 2, device=DEVICE), checkpoint=12)
@@ -435,8 +594,10 @@ def test_activation_checkpointing(reentrant, path):
 
 def test_second_derivative_is_refused_in_words(path):
     a, *_ = arguments()
-    grad, = torch.autograd.grad(scan(a)[0].sum(), a["x"], create_graph=True)
-    with pytest.raises(RuntimeError, match="no second derivative; the reference scan can: longhorn_scan"):
+    (grad,) = torch.autograd.grad(scan(a)[0].sum(), a["x"], create_graph=True)
+    with pytest.raises(
+        RuntimeError, match="no second derivative; the reference scan can: longhorn_scan"
+    ):
         grad.sum().backward()
     with torch.no_grad():
         out = scan(a)[0]
@@ -450,12 +611,16 @@ def test_second_derivative_is_refused_in_words(path):
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path):
     B, T, D, N = SIZES
-    a, dout, dfinal = arguments(form, (1, T, D, N) if bounds else SIZES, sequences=len(bounds) - 1 if bounds else None)
+    a, dout, dfinal = arguments(
+        form, (1, T, D, N) if bounds else SIZES, sequences=len(bounds) - 1 if bounds else None
+    )
     cu = torch.tensor(bounds, device=DEVICE, dtype=torch.int32) if bounds else None
-    def run(): # nothing of autograd's graph may outlive a call: its nodes remember the stream that they were made on
+
+    def run():  # nothing of autograd's graph may outlive a call: its nodes remember the stream that they were made on
         outputs = scan(a, form, cu_seqlens=cu, checkpoint=checkpoint)
         grads = gradients(outputs, (dout, dfinal), a)
         return [t.detach() for t in outputs], grads
+
     want, want_grads = run()
     graph, (got, grads) = captured(run)
     graph.replay()
@@ -473,11 +638,17 @@ def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypat
     a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=2)
     cu = torch.tensor([0, 300, T], dtype=torch.int32, device=DEVICE)
     r = leaves(a)
+
     def run():
         outputs = call(r, form, cu)
         return [t.detach() for t in outputs], gradients(outputs, (dout, dfinal), r)
+
     graph, (got, grads) = captured(run)
-    for given, moved in (([0, 7, None], [0, 7, None]), ([2, 3, -4], [2, 3, -4]), ([0, 99999, 5], [0, None, None])):
+    for given, moved in (
+        ([0, 7, None], [0, 7, None]),
+        ([2, 3, -4], [2, 3, -4]),
+        ([0, 99999, 5], [0, None, None]),
+    ):
         cu.copy_(bounds_of(given, T))
         for t in (*got, *grads.values()):
             t.fill_(float("nan"))
@@ -491,12 +662,15 @@ def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypat
 def test_gpu_bounds_are_read_once(path):
     "A call waits for the GPU only if a tensor of bounds is new, or was changed."
     from longhorn_kit.scan.short_conv import causal_conv1d
+
     a, dout, dfinal = arguments(sizes=(1, *SIZES[1:]), sequences=2)
     cu = torch.tensor([0, 50, SIZES[1]], device=DEVICE)
     weight = torch.ones(SIZES[2], 4, device=DEVICE, dtype=DTYPE)
+
     def step():
         causal_conv1d(a["x"], weight, cu_seqlens=cu)
         gradients(scan(a, cu_seqlens=cu), (dout, dfinal), a)
+
     step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -513,10 +687,11 @@ def test_gpu_bounds_are_read_once(path):
 def shard_and_train(**where):
     "One process of the sharded run: gradients of a layer whose parameters are spread over all."
     from torch.distributed.fsdp import fully_shard
+
     dist.init_process_group("nccl" if GPU else "gloo", **where)
     layer, u = layer_and_input()
     fully_shard(layer)
-    layer(u[:, dist.get_rank():]).square().sum().backward()
+    layer(u[:, dist.get_rank() :]).square().sum().backward()
     grads = {n: p.grad.full_tensor().cpu() for n, p in layer.named_parameters()}
     dist.destroy_process_group()
     return grads
@@ -544,7 +719,9 @@ def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
     a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, z=False)
     want = leaves({n: t if t is None else t.cpu() for n, t in a.items()}, torch.float64)
     out, final, grads = kernels(a, dout, dfinal, form) if GPU else (*call(a, form), {})
-    out_, final_ = chunked_scan(*(want[n] for n in NAMES), form=form, initial_state=want["initial_state"], chunk=256)
+    out_, final_ = chunked_scan(
+        *(want[n] for n in NAMES), form=form, initial_state=want["initial_state"], chunk=256
+    )
     found = dict(out=error(out.cpu(), out_.detach()), final=error(final.cpu(), final_.detach()))
     if grads:
         right = gradients((out_, final_), (dout.cpu().double(), dfinal.cpu().double()), want)
@@ -557,15 +734,20 @@ def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
 def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
     from longhorn_kit.scan.op import longhorn_step
     from longhorn_kit.scan.short_conv import causal_conv1d
+
     found = []
     for device in ("cuda:0", "cuda:1"):
         gen = torch.Generator().manual_seed(0)
         new = lambda *s: torch.randn(*s, generator=gen).to(device, torch.bfloat16).requires_grad_()
-        a = dict(q=new(2, 37, 16), k=new(2, 37, 16), x=new(2, 37, 40), b=new(2, 37, 40), z=new(2, 37, 40))
+        a = dict(
+            q=new(2, 37, 16), k=new(2, 37, 16), x=new(2, 37, 40), b=new(2, 37, 40), z=new(2, 37, 40)
+        )
         out = longhorn_scan(**a, form=form)
         grads = torch.autograd.grad(out.float().square().sum(), list(a.values()))
         y = causal_conv1d(a["x"].detach(), new(40, 4).detach(), backend="triton")
-        step = longhorn_step(*(a[n][:, 0].detach() for n in "qkxb"), torch.zeros(2, 40, 16, device=device), form=form)
+        step = longhorn_step(
+            *(a[n][:, 0].detach() for n in "qkxb"), torch.zeros(2, 40, 16, device=device), form=form
+        )
         found.append([t.cpu() for t in (out, *grads, y, *step)])
         assert torch.cuda.current_device() == 0
     assert all(map(torch.equal, *found))
@@ -575,6 +757,7 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
 def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
     "Launches of few programs give the bits of one launch."
     from longhorn_kit.scan import triton_portable, triton_portable_backward
+
     torch.manual_seed(0)
     found = []
     for most in (2048, 3):

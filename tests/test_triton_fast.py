@@ -1,21 +1,47 @@
 """The fast kernels (Gluon, NVIDIA) against a float64 loop and against the portable ones. All of it needs a GPU."""
+
 import warnings
 
 import pytest
 import torch
 
 from scan_cases import (
-    DEVICE, assert_close, assert_ends_agree, assert_packed_as_alone, assert_same_bits, beyond, error, errors, inputs, kernels, off, oracle,
-    poisoned, within)
+    DEVICE,
+    assert_close,
+    assert_ends_agree,
+    assert_packed_as_alone,
+    assert_same_bits,
+    beyond,
+    error,
+    errors,
+    inputs,
+    kernels,
+    off,
+    oracle,
+    poisoned,
+    within,
+)
 from longhorn_kit.scan import triton_diagonal, triton_op
 
 pytestmark = pytest.mark.cuda
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
-OWN_RATES = FORMS[2:]              # every state has a separate gate
-SHAPES = [(2, 64, 64, 16), (2, 67, 40, 16), (1, 300, 136, 16), (3, 33, 8, 5), (1, 1, 24, 1), (2, 16, 2048, 16), (1, 2500, 72, 16),
-          (2, 67, 132, 16), (1, 40, 134, 5),
-          (2, 67, 33, 16), (3, 33, 1, 5), (1, 1100, 67, 16), (2, 19, 2047, 16)]       # the last four: odd widths, without copies
+OWN_RATES = FORMS[2:]  # every state has a separate gate
+SHAPES = [
+    (2, 64, 64, 16),
+    (2, 67, 40, 16),
+    (1, 300, 136, 16),
+    (3, 33, 8, 5),
+    (1, 1, 24, 1),
+    (2, 16, 2048, 16),
+    (1, 2500, 72, 16),
+    (2, 67, 132, 16),
+    (1, 40, 134, 5),
+    (2, 67, 33, 16),
+    (3, 33, 1, 5),
+    (1, 1100, 67, 16),
+    (2, 19, 2047, 16),
+]  # the last four: odd widths, without copies
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +65,9 @@ def test_parity_with_parts_left_out(form, left_out):
     assert_close(errors(2, 83, 72, 16, form, dtype=BF16, **{left_out: False}), BF16)
 
 
-@pytest.mark.parametrize("shape, dtype", [*zip(SHAPES[1:4] + SHAPES[9:12:2], (FP32, FP32, FP16, FP16, FP32))])
+@pytest.mark.parametrize(
+    "shape, dtype", [*zip(SHAPES[1:4] + SHAPES[9:12:2], (FP32, FP32, FP16, FP16, FP32))]
+)
 @pytest.mark.parametrize("form", ("diagonal", *OWN_RATES))
 def test_parity_in_other_dtypes(form, shape, dtype):
     assert_close(errors(*shape, form, dtype=dtype), dtype, factor=2)
@@ -54,7 +82,12 @@ def test_parity_of_exact_with_more_states(N, D):
 @pytest.mark.parametrize("N", (16, 64, 128))
 def test_exact_at_ragged_ends(N):
     "Sequences shorter than a chunk, of just one, and a last channel block with 8 of 32."
-    assert_close(errors(1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5), BF16)
+    assert_close(
+        errors(
+            1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5
+        ),
+        BF16,
+    )
 
 
 @pytest.mark.parametrize("D, N", ((2040, 16), (2046, 16), (2047, 16), (2040, 128)))
@@ -66,15 +99,31 @@ def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     assert_same_bits(*(kernels(a, dout, dfinal, "exact") for _ in range(2)))
 
 
-@pytest.mark.parametrize("form, D, N, bounds, start", [
-    *(("exact", D, 16, [0, 1, 1, 16, 31, 47, 64, 64, 163], True) for D in (8488, 8489)), # wide blocks of ragged widths
-    *(("diagonal", 72, N, [0, 1, 1, 300, 1500, 1600], False) for N in (32, 100))])
-def test_packed_in_wide_blocks_or_with_more_states_is_bit_identical_to_alone(form, D, N, bounds, start):
-    a, dout, dfinal = inputs(1, bounds[-1], D, N, form, dtype=BF16, sequences=len(bounds) - 1, key_scale=2 * N**-0.5)
+@pytest.mark.parametrize(
+    "form, D, N, bounds, start",
+    [
+        *(
+            ("exact", D, 16, [0, 1, 1, 16, 31, 47, 64, 64, 163], True) for D in (8488, 8489)
+        ),  # wide blocks of ragged widths
+        *(("diagonal", 72, N, [0, 1, 1, 300, 1500, 1600], False) for N in (32, 100)),
+    ],
+)
+def test_packed_in_wide_blocks_or_with_more_states_is_bit_identical_to_alone(
+    form, D, N, bounds, start
+):
+    a, dout, dfinal = inputs(
+        1, bounds[-1], D, N, form, dtype=BF16, sequences=len(bounds) - 1, key_scale=2 * N**-0.5
+    )
     assert_packed_as_alone(a, dout, dfinal, form, bounds, start=start)
 
 
-@pytest.mark.parametrize("form, N", [*(("diagonal", N) for N in (3, 17, 64, 100)), *((form, N) for form in OWN_RATES for N in (3, 32, 40))])
+@pytest.mark.parametrize(
+    "form, N",
+    [
+        *(("diagonal", N) for N in (3, 17, 64, 100)),
+        *((form, N) for form in OWN_RATES for N in (3, 32, 40)),
+    ],
+)
 def test_parity_with_more_states(form, N):
     "One segment and several, ragged in time and channels."
     for shape in ((2, 100, 72, N), (1, 1100, 40, N), *[(2, 100, 69, N)] * (form == "diagonal")):
@@ -94,11 +143,18 @@ def test_accuracy_within_is_that_of_float32(form):
 @pytest.mark.parametrize("D", (2048, 2044))
 def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
     a, _, _ = inputs(33, 37, D, 16, "diagonal", dtype=BF16)
-    wide, usual = (triton_diagonal.diagonal_plan(33, 37, D, 16, wide=wide) for wide in (True, False))
+    wide, usual = (
+        triton_diagonal.diagonal_plan(33, 37, D, 16, wide=wide) for wide in (True, False)
+    )
     assert (wide.BD, usual.BD) == (128, 32)
     rest = [a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "initial_state")]
-    strided = torch.cat((a["z"], a["z"]), -1)[..., D:]              # rows further apart than those of x: no wide programs
-    runs = [triton_diagonal.diagonal_forward(plan, *rest[:6], z, rest[7], None) for plan, z in ((wide, a["z"]), (usual, a["z"]), (wide, strided))]
+    strided = torch.cat((a["z"], a["z"]), -1)[
+        ..., D:
+    ]  # rows further apart than those of x: no wide programs
+    runs = [
+        triton_diagonal.diagonal_forward(plan, *rest[:6], z, rest[7], None)
+        for plan, z in ((wide, a["z"]), (usual, a["z"]), (wide, strided))
+    ]
     assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run))
 
 
@@ -107,13 +163,25 @@ def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
 def test_scalar_rate_and_strided_inputs(form, D):
     assert_close(errors(2, 50, D, 16, form, dtype=BF16, scalar=True), BF16)
     a, dout, dfinal = inputs(2, 50, D, 16, form, dtype=BF16)
-    wide = dict(a, x=torch.cat([a["x"], a["z"]], -1)[..., :D], z=torch.cat([a["x"], a["z"]], -1)[..., D:],
-                b=a["b"].transpose(1, 2).contiguous().transpose(1, 2), k=torch.cat([a["k"], a["q"]], -1)[..., :16])
+    wide = dict(
+        a,
+        x=torch.cat([a["x"], a["z"]], -1)[..., :D],
+        z=torch.cat([a["x"], a["z"]], -1)[..., D:],
+        b=a["b"].transpose(1, 2).contiguous().transpose(1, 2),
+        k=torch.cat([a["k"], a["q"]], -1)[..., :16],
+    )
     assert_same_bits(*(kernels(v, dout, dfinal, form) for v in (a, wide)))
 
 
-@pytest.mark.parametrize("form, D, dtype", [
-    *((form, *kind) for form in FORMS[:2] for kind in ((72, BF16), (69, FP32))), ("decoupled", 72, BF16), ("s6", 69, FP32), ("s6_time_varying", 69, BF16)])
+@pytest.mark.parametrize(
+    "form, D, dtype",
+    [
+        *((form, *kind) for form in FORMS[:2] for kind in ((72, BF16), (69, FP32))),
+        ("decoupled", 72, BF16),
+        ("s6", 69, FP32),
+        ("s6_time_varying", 69, BF16),
+    ],
+)
 def test_packed_agrees_and_is_bit_identical_to_alone(form, D, dtype):
     bounds = [0, 1, 1, 300, 333, 600, 1240]
     assert_close(errors(1, 1240, D, 16, form, bounds=bounds, dtype=dtype), dtype)
@@ -159,10 +227,19 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     logits[0, t, d] = bias[d] = float("nan")
     for wrong in (dict(b=logits), dict(b_bias=bias)):
         out, final, grads = kernels({**a, **wrong}, dout, dfinal, form)
-        assert out[0, t:, d].isnan().all() and final[0, d].isnan().all() and grads["initial_state"][0, d].isnan().all()
+        assert (
+            out[0, t:, d].isnan().all()
+            and final[0, d].isnan().all()
+            and grads["initial_state"][0, d].isnan().all()
+        )
         assert all(grads[n][0, t, d].isnan() for n in "xb") and grads["b_bias"][d].isnan()
-        assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(final[:, others], right[1][:, others])
-        assert all(torch.equal(grads[n][..., others], right[2][n][..., others]) for n in ("x", "b", "z", "b_bias", "D_skip"))
+        assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(
+            final[:, others], right[1][:, others]
+        )
+        assert all(
+            torch.equal(grads[n][..., others], right[2][n][..., others])
+            for n in ("x", "b", "z", "b_bias", "D_skip")
+        )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -170,14 +247,21 @@ def test_a_gate_that_is_no_number_stays_out_of_the_state(form):
     a, dout, dfinal = inputs(2, 83, 72, 16, form, dtype=BF16)
     a["z"][0, 37, 5] = float("nan")
     out, final, grads = kernels(a, dout, dfinal, form)
-    assert out[0, 37, 5].isnan() and out.isnan().sum() == 1 and final.isfinite().all() and grads["z"][0, 37, 5].isnan()
+    assert (
+        out[0, 37, 5].isnan()
+        and out.isnan().sum() == 1
+        and final.isfinite().all()
+        and grads["z"][0, 37, 5].isnan()
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_key_repeated(form):
     a, dout, dfinal = inputs(1, 512, 64, 16, form, dtype=BF16)
     for scale in (0.25, 1.0, 4.0):
-        a["k"] = (torch.ones_like(a["k"]) * scale + torch.randn_like(a["k"]) * 0.05 * scale).bfloat16()
+        a["k"] = (
+            torch.ones_like(a["k"]) * scale + torch.randn_like(a["k"]) * 0.05 * scale
+        ).bfloat16()
         got, want = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
         assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 1e-3
         assert all(error(got[2][n], want[2][n]) < 2e-2 for n in want[2]), scale
@@ -192,8 +276,10 @@ def test_offsets_beyond_two_to_the_31(form):
     x = new(B, 1, D).expand(B, T, D).contiguous()
     with torch.no_grad():
         out, final = triton_op.triton_scan(q, k, x, b, form=form)
-        tail = 2048                      # the state forgets: a scan of the last steps agrees with the whole
-        short, last = triton_op.triton_scan(q[:, -tail:], k[:, -tail:], x[:, -tail:], b[:, -tail:], form=form)
+        tail = 2048  # the state forgets: a scan of the last steps agrees with the whole
+        short, last = triton_op.triton_scan(
+            q[:, -tail:], k[:, -tail:], x[:, -tail:], b[:, -tail:], form=form
+        )
     assert error(out[:, -64:], short[:, -64:]) < 6e-3 and error(final, last) < 1e-3
 
 
@@ -209,7 +295,9 @@ def test_batch_strides_beyond_two_to_the_31(form):
     B, T, D, far = 2, 600, 64, 2**31
     a, dout, dfinal = inputs(B, T, D, 16, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
-    wide = torch.empty(far + T * 4 * D, device=DEVICE, dtype=BF16).as_strided((B, T, 4 * D), (far, 4 * D, 1))
+    wide = torch.empty(far + T * 4 * D, device=DEVICE, dtype=BF16).as_strided(
+        (B, T, 4 * D), (far, 4 * D, 1)
+    )
     parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), (a["x"], a["b"], a["z"], dout))]
     assert all(part.stride() == (far, 4 * D, 1) for part in parts)
     got = kernels({**a, **dict(zip("xbz", parts))}, parts[3], dfinal, form)
@@ -223,9 +311,11 @@ def test_tensors_that_begin_anywhere(form, D):
     "Contiguous, but not from a multiple of 16 bytes on: a packed batch without its first token, a view into a flat buffer."
     a, dout, dfinal = inputs(1, 50, D, 16, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
+
     def moved(t):
         flat = torch.empty(t.numel() + 1, device=DEVICE, dtype=t.dtype)
         return flat[1:].view(t.shape).copy_(t)
+
     shifted = {n: moved(a[n]) for n in ("q", "k", "x", "b", "z", "initial_state")}
     assert all(t.is_contiguous() and t.data_ptr() % 16 for t in shifted.values())
     got = kernels({**a, **shifted}, moved(dout), moved(dfinal), form)
@@ -234,29 +324,37 @@ def test_tensors_that_begin_anywhere(form, D):
 
 def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records(monkeypatch):
     x = torch.zeros(1, device=DEVICE)
+
     def works(record=False):
         triton_op.fast_kernels_work.cache_clear()
         triton_op._portable_instead.cache_clear()
-        ask = lambda: [triton_op.fast_kernels_work(0, form, wide) for form in ("diagonal", "exact") for wide in (False, True)]
+        ask = lambda: [
+            triton_op.fast_kernels_work(0, form, wide)
+            for form in ("diagonal", "exact")
+            for wide in (False, True)
+        ]
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if record:
                 with torch.cuda.graph(torch.cuda.CUDAGraph()):
                     ask(), x.add_(1)
             return ask(), " ".join(str(w.message) for w in said), len(said)
+
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
     assert works() == ([True] * 4, "", 0)
-    trusted, why, count = works(record=True)           # and the verdict holds after it
+    trusted, why, count = works(record=True)  # and the verdict holds after it
     assert trusted == [False] * 4 and count == 2 and "call one scan of form 'exact' before" in why
     with monkeypatch.context() as broken:
         broken.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)
         trusted, why, count = works()
         assert trusted == [True, True, False, False] and count == 1 and "ZeroDivisionError" in why
     right = triton_diagonal._own_and_carry
-    with monkeypatch.context() as broken:              # as if nothing entered a segment of time
+    with monkeypatch.context() as broken:  # as if nothing entered a segment of time
         broken.setattr(triton_diagonal, "_own_and_carry", lambda *a: torch.zeros_like(right(*a)))
         trusted, why, count = works()
-        assert trusted == [False, False, True, True] and count == 1 and "'diagonal' are wrong" in why
+        assert (
+            trusted == [False, False, True, True] and count == 1 and "'diagonal' are wrong" in why
+        )
     monkeypatch.undo()
     assert all(works()[0])
 
@@ -264,11 +362,17 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
 def test_what_goes_to_the_portable_kernels_is_warned_of_once_a_reason():
     triton_op._portable_instead.cache_clear()
     new = lambda *s: torch.zeros(1, 3, *s, device=DEVICE, dtype=BF16)
-    cases = (("exact", new(16).half(), new(8)), ("s6", new(65), new(8)), ("s6_time_varying", new(65), new(8)))
+    cases = (
+        ("exact", new(16).half(), new(8)),
+        ("s6", new(65), new(8)),
+        ("s6_time_varying", new(65), new(8)),
+    )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             assert all(triton_op.scan_path(form, k, k, x) == "portable" for form, k, x in cases)
             assert triton_op.scan_path("exact", new(16), new(16), new(8)) == "exact"
     said = [str(w.message) for w in caught]
-    assert len(said) == len(set(said)) == len(cases) and all("the portable scan kernels run" in line for line in said)
+    assert len(said) == len(set(said)) == len(cases) and all(
+        "the portable scan kernels run" in line for line in said
+    )

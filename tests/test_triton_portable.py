@@ -1,18 +1,34 @@
 """The portable Triton kernels against a float64 loop: a small part in the interpreter on a CPU, all of it on a GPU."""
+
 from itertools import product
 
 import pytest
 import torch
 
 from scan_cases import (
-    DEVICE, assert_close, assert_ends_agree, assert_packed_as_alone, assert_same_bits, beyond, error, errors, inputs, kernels, off, oracle,
-    poisoned, within)
+    DEVICE,
+    assert_close,
+    assert_ends_agree,
+    assert_packed_as_alone,
+    assert_same_bits,
+    beyond,
+    error,
+    errors,
+    inputs,
+    kernels,
+    off,
+    oracle,
+    poisoned,
+    within,
+)
 from sweep import slow_case
 from longhorn_kit.scan import triton_op, triton_portable
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying")
-small = pytest.mark.skipif(DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes")
+small = pytest.mark.skipif(
+    DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -83,34 +99,70 @@ def test_optional_arguments_left_out():
 def test_extremes_are_right(form):
     a, dout, dfinal = inputs(1, 12, 3, 4, form)
     a["k"][0, :4] *= torch.tensor([[0.0], [1e3], [1e-3], [30.0]], device=DEVICE)
-    a["b"][0, :7] = torch.tensor([80.0, -80.0, 500.0, 1.0, 0.0, -95.0, -60.0], device=DEVICE)[:, None]
+    a["b"][0, :7] = torch.tensor([80.0, -80.0, 500.0, 1.0, 0.0, -95.0, -60.0], device=DEVICE)[
+        :, None
+    ]
     a["z"][0, 0], a["z"][0, 1] = 100.0, -100.0
-    (out, final, grads), (out_, final_, grads_) = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
-    assert not beyond(dict(out=out, final=final, **grads), dict(out=out_, final=final_, **grads_), 1e-5)
+    (out, final, grads), (out_, final_, grads_) = (
+        kernels(a, dout, dfinal, form),
+        oracle(a, dout, dfinal, form),
+    )
+    assert not beyond(
+        dict(out=out, final=final, **grads), dict(out=out_, final=final_, **grads_), 1e-5
+    )
 
 
-@pytest.mark.parametrize("form", ["diagonal", "exact", *(slow_case(form) for form in FORMS if form not in ("diagonal", "exact"))])
+@pytest.mark.parametrize(
+    "form",
+    [
+        "diagonal",
+        "exact",
+        *(slow_case(form) for form in FORMS if form not in ("diagonal", "exact")),
+    ],
+)
 def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     a, dout, dfinal = inputs(1, 9, 3, 3, form)
     right = kernels(a, dout, dfinal, form)
     a["b"][0, 4, 1] = float("nan")
     out, final, grads = kernels(a, dout, dfinal, form)
     assert out[0, 4:, 1].isnan().all() and final[0, 1].isnan().all()
-    assert all(grads[n][0, 4, 1].isnan() for n in "xb") and grads["b_bias"][1].isnan() and grads["initial_state"][0, 1].isnan().all()
+    assert (
+        all(grads[n][0, 4, 1].isnan() for n in "xb")
+        and grads["b_bias"][1].isnan()
+        and grads["initial_state"][0, 1].isnan().all()
+    )
     others = torch.tensor([0, 2], device=DEVICE)
-    assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(final[:, others], right[1][:, others])
-    assert all(torch.equal(grads[n][..., others], right[2][n][..., others]) for n in ("x", "b", "z", "b_bias", "D_skip"))
+    assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(
+        final[:, others], right[1][:, others]
+    )
+    assert all(
+        torch.equal(grads[n][..., others], right[2][n][..., others])
+        for n in ("x", "b", "z", "b_bias", "D_skip")
+    )
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(b=(1, 3, 5)), r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"), (dict(form="full"), "form is 'full'"),
-    (dict(x=torch.float64), "float32, bfloat16 and float16, not float64"), (dict(checkpoint=5), "checkpoint is 5"),
-    (dict(q=(1, 3, 129), k=(1, 3, 129)), "1 to 128 coordinates; q has 129"), (dict(A=(3, 3)), "A has shape"),
-    (dict(cu_seqlens=torch.zeros(2)), "cu_seqlens is torch.float32")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(b=(1, 3, 5)), r"b has shape \(1, 3, 5\); expected \(1, 3, 2\) or \(1, 3, 1\)"),
+        (dict(form="full"), "form is 'full'"),
+        (dict(x=torch.float64), "float32, bfloat16 and float16, not float64"),
+        (dict(checkpoint=5), "checkpoint is 5"),
+        (dict(q=(1, 3, 129), k=(1, 3, 129)), "1 to 128 coordinates; q has 129"),
+        (dict(A=(3, 3)), "A has shape"),
+        (dict(cu_seqlens=torch.zeros(2)), "cu_seqlens is torch.float32"),
+    ],
+)
 def test_wrong_arguments_are_named(change, message):
     a = {n: t for n, t in inputs(1, 3, 2, 2, state=False)[0].items() if n in "qkxb"}
     for name, value in change.items():
-        a[name] = (torch.zeros(value, device=DEVICE) if isinstance(value, tuple) else a[name].to(value) if name == "x" else value)
+        a[name] = (
+            torch.zeros(value, device=DEVICE)
+            if isinstance(value, tuple)
+            else a[name].to(value)
+            if name == "x"
+            else value
+        )
     if "A" in a:
         a["dt"] = a.pop("b")
     with pytest.raises(ValueError, match=message):
@@ -120,7 +172,15 @@ def test_wrong_arguments_are_named(change, message):
 # ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes seconds: float16 at one shape, all
 # shapes in bfloat16, and float32 where parts are left out.
 FULL = (2, 67, 40, 16)
-SHAPES = [(1, 300, 129, 16), (3, 33, 31, 5), (2, 50, 96, 64), (1, 40, 64, 128), (1, 40, 33, 100), (2, 41, 70, 32), (1, 17, 1, 1)]
+SHAPES = [
+    (1, 300, 129, 16),
+    (3, 33, 31, 5),
+    (2, 50, 96, 64),
+    (1, 40, 64, 128),
+    (1, 40, 33, 100),
+    (2, 41, 70, 32),
+    (1, 17, 1, 1),
+]
 
 
 @pytest.mark.cuda
@@ -130,7 +190,13 @@ def test_gpu_parity_in_float16(form):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("form, shape", [*product(("diagonal", "exact", "s6"), SHAPES), *product(("decoupled", "s6_time_varying"), SHAPES[::2])])
+@pytest.mark.parametrize(
+    "form, shape",
+    [
+        *product(("diagonal", "exact", "s6"), SHAPES),
+        *product(("decoupled", "s6_time_varying"), SHAPES[::2]),
+    ],
+)
 def test_gpu_parity_at_every_shape(form, shape):
     assert_close(errors(*shape, form, dtype=torch.bfloat16), torch.bfloat16)
 
@@ -180,7 +246,7 @@ def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
     inside = {n: within(t) for n, t in a.items() if t is not None and n != "A"}
     got = kernels({**a, **inside}, dout, dfinal, form)
     monkeypatch.undo()
-    want = kernels(a, dout, dfinal, form)            # other strides are other kernels: equal but for rounding
+    want = kernels(a, dout, dfinal, form)  # other strides are other kernels: equal but for rounding
     assert error(got[0], want[0]) < 1e-6 and error(got[1], want[1]) < 1e-6
     assert all(error(got[2][n], want[2][n]) < 1e-5 for n in want[2])
 
@@ -188,4 +254,6 @@ def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
 @pytest.mark.cuda
 def test_gpu_offsets_beyond_two_to_the_31():
     "2.25 billion elements: x, out and their gradients 4.2 GiB each; logits' gradients and checkpoints in float32, 2 to 4 times that."
-    assert_ends_agree(1, 1_100_000, 2048, 4, gib=50, near=64, margin=512, scalar=True, checkpoint="small")
+    assert_ends_agree(
+        1, 1_100_000, 2048, 4, gib=50, near=64, margin=512, scalar=True, checkpoint="small"
+    )

@@ -1,4 +1,5 @@
 """Type checkers see the package's annotations, and `help()` explains every argument."""
+
 import inspect, os, re, shutil, subprocess, sys, sysconfig, venv
 from pathlib import Path
 
@@ -10,19 +11,22 @@ from longhorn_kit.models.vision import VisionLonghorn
 
 ROOT = Path(__file__).parents[1]
 EXPLAINED = [getattr(longhorn_kit, name) for name in longhorn_kit.__all__ if name != "MIXERS"] + [
-    longhorn_kit.SequenceLM.generate, VisionLonghorn, train]
+    longhorn_kit.SequenceLM.generate,
+    VisionLonghorn,
+    train,
+]
 
 
 @pytest.mark.parametrize("thing", EXPLAINED, ids=lambda thing: thing.__qualname__)
 def test_help_explains_every_argument(thing):
     text = inspect.getdoc(thing)
-    lines = text[text.index("\nArguments:\n"):].splitlines()
+    lines = text[text.index("\nArguments:\n") :].splitlines()
     for name in inspect.signature(thing).parameters:
         if name != "self":
             assert any(re.search(rf"\b{name}: .*# \S", line) for line in lines), name
 
 
-USER = '''
+USER = """
 from pathlib import Path
 import timm
 import longhorn_kit.models.vision
@@ -47,24 +51,42 @@ print(again.generate(tokens, 8).shape)
 images = torch.randn(1, 3, 8, 8)
 print(timm.create_model("longhorn_vim_nano_patch2_8", num_classes=10)(images).shape)
 print(longhorn_kit.models.vision.VisionLonghorn(img_size=8, patch_size=2)(images).shape)
-'''
-WRONG = {'Longhorn(d_model="wide")': '"d_model" to "Longhorn" has incompatible type "str"', "longhorn_scan(q, k, x, b, frm=1)": '"frm"',
-         "model.generate(tokens)": '"n_new"', "longhorn_step(q, k, x, b, state) + 1": "__add__", "longhorn_kit.no": '"no"'}
+"""
+WRONG = {
+    'Longhorn(d_model="wide")': '"d_model" to "Longhorn" has incompatible type "str"',
+    "longhorn_scan(q, k, x, b, frm=1)": '"frm"',
+    "model.generate(tokens)": '"n_new"',
+    "longhorn_step(q, k, x, b, state) + 1": "__add__",
+    "longhorn_kit.no": '"no"',
+}
 
 
 @pytest.mark.slow
 def test_mypy_checks_a_users_script_against_the_installed_package(tmp_path):
     venv.create(tmp_path / "env", with_pip=False)
     packages = next(path for path in (tmp_path / "env").rglob("site-packages"))
-    shutil.copytree(ROOT / "longhorn_kit", packages / "longhorn_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "longhorn_kit",
+        packages / "longhorn_kit",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
     (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    readme = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)[1]
+    readme = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.S
+    )[1]
     script = readme + USER + "\n".join(WRONG) + "\n"
     (tmp_path / "script.py").write_text(script)
     python = next(path for path in (tmp_path / "env").glob("*/python*") if path.stem == "python")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--python-executable", python, "script.py"], cwd=tmp_path, text=True,
-                          capture_output=True, env={name: value for name, value in os.environ.items() if "PYTHONPATH" not in name})
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--python-executable", python, "script.py"],
+        cwd=tmp_path,
+        text=True,
+        capture_output=True,
+        env={name: value for name, value in os.environ.items() if "PYTHONPATH" not in name},
+    )
     found = re.findall(r"script\.py:(\d+): error: (.*)", done.stdout)
     first = script.count("\n") - len(WRONG)
-    assert {int(line) - first - 1 for line, _ in found} == set(range(len(WRONG))), done.stdout + done.stderr
+    assert {int(line) - first - 1 for line, _ in found} == set(range(len(WRONG))), (
+        done.stdout + done.stderr
+    )
     assert all(any(said in message for _, message in found) for said in WRONG.values()), done.stdout

@@ -1,4 +1,5 @@
 """The vision backbones: timm's own checks on them, reversal, positions at other sizes, bad input."""
+
 import math, subprocess, sys
 
 import pytest
@@ -55,7 +56,9 @@ def test_the_import_that_registers_models_says_if_timm_is_missing():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name, options", [*KINDS, (NANO[0], dict(global_pool="avg", num_classes=0))])
+@pytest.mark.parametrize(
+    "name, options", [*KINDS, (NANO[0], dict(global_pool="avg", num_classes=0))]
+)
 def test_memory_without_values_gets_the_constructors_weights(name, options):
     "Every parameter, at every call, by both names; the same seed gives the same bits."
     want = build(name, **options)
@@ -65,11 +68,19 @@ def test_memory_without_values_gets_the_constructors_weights(name, options):
             parameter.data.fill_(math.nan)
         torch.manual_seed(0)
         draw()
-        assert [n for n, p in model.named_parameters() if not torch.equal(p, want.get_parameter(n))] == []
+        assert [
+            n for n, p in model.named_parameters() if not torch.equal(p, want.get_parameter(n))
+        ] == []
     before = {n: p.clone() for n, p in model.named_parameters()}
-    model.init_weights(needs_reset=False) # of a model whose layers have values: tokens, filters of the patches, head
-    changed = {n.split(".")[0] for n, p in model.named_parameters() if not torch.equal(p, before[n])}
-    assert changed == {"pos_embed", "cls_token", "patch_embed"} | ({"head"} if model.num_classes else set())
+    model.init_weights(
+        needs_reset=False
+    )  # of a model whose layers have values: tokens, filters of the patches, head
+    changed = {
+        n.split(".")[0] for n, p in model.named_parameters() if not torch.equal(p, before[n])
+    }
+    assert changed == {"pos_embed", "cls_token", "patch_embed"} | (
+        {"head"} if model.num_classes else set()
+    )
 
 
 def test_layers_that_are_reset_one_by_one_get_the_constructors_weights():
@@ -82,8 +93,12 @@ def test_layers_that_are_reset_one_by_one_get_the_constructors_weights():
             module.reset_parameters()
     for n, p in want.blocks.named_parameters():
         got = model.blocks.get_parameter(n)
-        assert got.isfinite().all() and got.std(unbiased=False).item() == pytest.approx(p.std(unbiased=False).item(), rel=0.2), n
-        assert got.mean().item() == pytest.approx(p.mean().item(), abs=0.2 * p.abs().mean().item()), n
+        assert got.isfinite().all() and got.std(unbiased=False).item() == pytest.approx(
+            p.std(unbiased=False).item(), rel=0.2
+        ), n
+        assert got.mean().item() == pytest.approx(
+            p.mean().item(), abs=0.2 * p.abs().mean().item()
+        ), n
 
 
 def test_a_changed_model_draws_all_its_weights_again():
@@ -100,8 +115,16 @@ def test_a_changed_model_draws_all_its_weights_again():
 
 
 def test_device_and_dtype_are_arguments_as_in_pytorch():
-    plain, half, far = (build(NANO[2], **place).state_dict() for place in ({}, dict(dtype=torch.bfloat16), dict(device="meta")))
-    assert all(torch.equal(p, plain[n].to(p.dtype)) and far[n].is_meta and (p.dtype is torch.float32) == n.endswith(("A_log", "D_skip")) for n, p in half.items())
+    plain, half, far = (
+        build(NANO[2], **place).state_dict()
+        for place in ({}, dict(dtype=torch.bfloat16), dict(device="meta"))
+    )
+    assert all(
+        torch.equal(p, plain[n].to(p.dtype))
+        and far[n].is_meta
+        and (p.dtype is torch.float32) == n.endswith(("A_log", "D_skip"))
+        for n, p in half.items()
+    )
 
 
 def test_a_pruned_convolution_computes_its_weight_anew():
@@ -120,12 +143,21 @@ def test_a_pruned_convolution_computes_its_weight_anew():
 
 def test_rates_in_float64_are_not_rounded():
     torch.manual_seed(0)
-    q, k, x, b, A_log = (torch.randn(*shape, dtype=torch.float64) for shape in ((1, 9, 3), (1, 9, 3), (1, 9, 4), (1, 9, 4), (4, 3)))
+    q, k, x, b, A_log = (
+        torch.randn(*shape, dtype=torch.float64)
+        for shape in ((1, 9, 3), (1, 9, 3), (1, 9, 4), (1, 9, 4), (4, 3))
+    )
     found = vision.vision_scan(q, k, x, b, None, torch.ones(4).double(), A_log, "mamba")
-    torch.testing.assert_close(found, selective_scan(q, k, x, b, -A_log.exp(), None, torch.ones(4).double()), rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(
+        found,
+        selective_scan(q, k, x, b, -A_log.exp(), None, torch.ones(4).double()),
+        rtol=1e-13,
+        atol=1e-13,
+    )
 
 
 # timm's own model tests, on the small models
+
 
 @pytest.mark.parametrize("name, options", KINDS)
 def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options):
@@ -133,7 +165,10 @@ def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options
     x = images(model)
     y = model(x)
     assert y.shape == (2, 42) and not y.isnan().any()
-    assert all(build(name, in_chans=chans, **options)(torch.randn(1, chans, 8, 8)).shape == (1, 10) for chans in (1, 3, 5))
+    assert all(
+        build(name, in_chans=chans, **options)(torch.randn(1, chans, 8, 8)).shape == (1, 10)
+        for chans in (1, 3, 5)
+    )
     model.set_grad_checkpointing()
     assert torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
     model.set_grad_checkpointing(False)
@@ -149,7 +184,10 @@ def test_default_cfg_and_classifier(name):
     x = images(model, 1)
     features = model.forward_features(x)
     before = model.forward_head(features, pre_logits=True)
-    assert features.shape == (1, 17, model.num_features) and before.shape == (1, model.head_hidden_size)
+    assert features.shape == (1, 17, model.num_features) and before.shape == (
+        1,
+        model.head_hidden_size,
+    )
     assert f"{cfg['classifier']}.weight" in weights and f"{cfg['first_conv']}.weight" in weights
     assert model.get_classifier() is model.head
     model.reset_classifier(0)
@@ -165,6 +203,7 @@ def test_default_cfg_and_classifier(name):
 def test_scripted_traced_and_exported_models_agree(name, options):
     from timm.models import get_notrace_functions, get_notrace_modules
     from torchvision.models.feature_extraction import create_feature_extractor, get_graph_node_names
+
     model = build(name, **options).eval()
     x = images(model)
     with torch.no_grad():
@@ -172,8 +211,11 @@ def test_scripted_traced_and_exported_models_agree(name, options):
         assert torch.allclose(torch.jit.script(model)(x), y, atol=1e-5)
         assert torch.allclose(torch.jit.trace(model, x)(x), y, atol=1e-5)
         assert torch.allclose(torch.export.export(model, (x,)).module()(x), y, atol=1e-5)
-        options = dict(leaf_modules=list(get_notrace_modules()), param_shapes_constant=True,
-                       autowrap_functions=list(get_notrace_functions()))
+        options = dict(
+            leaf_modules=list(get_notrace_modules()),
+            param_shapes_constant=True,
+            autowrap_functions=list(get_notrace_functions()),
+        )
         _, nodes = get_graph_node_names(model, tracer_kwargs=options)
         traced = create_feature_extractor(model, return_nodes=[nodes[-1]], tracer_kwargs=options)
         assert torch.equal(traced(x)[nodes[-1]], y)
@@ -185,7 +227,7 @@ def test_features_of_every_block(name):
     x = images(model, 1)
     final, kept = model.forward_intermediates(x)
     info = timm.models.FeatureInfo(model.feature_info, len(model.feature_info))
-    assert len(kept) == len(info.channels()) == 3 # timm's tests want at least as many
+    assert len(kept) == len(info.channels()) == 3  # timm's tests want at least as many
     for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
         side = math.ceil(8 / reduction)
         assert feature.shape == (1, channels, side, side) and not feature.isnan().any()
@@ -214,12 +256,24 @@ def test_exported_traced_and_scripted_models_have_the_gradients_of_eager_mode(na
     for n, slope in want.items():
         torch.testing.assert_close(got[n], slope, rtol=1e-4, atol=1e-5 * slope.abs().max().item())
     if how == "trace":
-        with pytest.raises(RuntimeError, match="a scripted or traced vision model has no second derivative"):
+        with pytest.raises(
+            RuntimeError, match="a scripted or traced vision model has no second derivative"
+        ):
             torch.autograd.grad((other(x) ** 2).sum(), x, create_graph=True)
 
 
-@pytest.mark.parametrize("options", ({}, dict(global_pool="avg"), dict(global_pool="max"), dict(key_norm=True), dict(dynamic_img_size=True),
-                                     slow_case(dict(scan="mamba")), slow_case(dict(scan="longhorn_exact"))))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        dict(global_pool="avg"),
+        dict(global_pool="max"),
+        dict(key_norm=True),
+        dict(dynamic_img_size=True),
+        slow_case(dict(scan="mamba")),
+        slow_case(dict(scan="longhorn_exact")),
+    ),
+)
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(options):
     model = build(NANO[0], **options)
     scores = model(torch.zeros(0, 1, 8, 8))
@@ -231,7 +285,9 @@ def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(options):
 def test_intermediates_in_every_form():
     model = build(NANO[0]).eval()
     x = images(model)
-    pairs = model.forward_intermediates(x, [0, 2], return_prefix_tokens=True, intermediates_only=True)
+    pairs = model.forward_intermediates(
+        x, [0, 2], return_prefix_tokens=True, intermediates_only=True
+    )
     assert [(a.shape, b.shape) for a, b in pairs] == [((2, 64, 4, 4), (2, 1, 64))] * 2
     early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
     assert torch.equal(early[0], pairs[0][0])
@@ -255,10 +311,17 @@ def test_features_only_and_pruning():
 
 # what timm's training tools read
 
+
 def test_parameter_groups():
     from timm.models import group_parameters
     from timm.optim import param_groups_weight_decay
-    assert len([n for n in build(NANO[1], key_norm=True).no_weight_decay() if n.endswith(".key_scale")]) == 6
+
+    assert (
+        len(
+            [n for n in build(NANO[1], key_norm=True).no_weight_decay() if n.endswith(".key_scale")]
+        )
+        == 6
+    )
     model = build("mamba_vim_nano_patch2_8")
     kept = model.no_weight_decay()
     assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
@@ -268,7 +331,7 @@ def test_parameter_groups():
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers["cls_token"] == layers["patch_embed.proj.weight"] == 0
     assert layers["blocks.0.norm.weight"] == 1 and layers["blocks.1.norm.weight"] == 2
-    assert layers["norm.weight"] == 3 and layers["head.weight"] == 4 # as timm groups its own ViT
+    assert layers["norm.weight"] == 3 and layers["head.weight"] == 4  # as timm groups its own ViT
 
 
 def test_drop_path_and_dropout_are_off_in_evaluation():
@@ -282,6 +345,7 @@ def test_drop_path_and_dropout_are_off_in_evaluation():
 
 # reversal and the middle
 
+
 def blocks_by_hand(model, x):
     "The model with explicit loops over time in float64, both directions."
     tokens = vision.put_middle(model._pos_embed(model.patch_embed(x)))
@@ -292,13 +356,15 @@ def blocks_by_hand(model, x):
         for part, turn in ((mixer.ahead, False), (mixer.back, True)):
             v = u.flip(1) if turn else u
             padded = torch.nn.functional.pad(v, (0, 0, 3, 0))
-            taps = part.conv1d.weight[:, 0] # (D,4)
-            x_ = torch.stack([(padded[:, t:t + 4] * taps.T).sum(1) for t in range(v.shape[1])], 1)
+            taps = part.conv1d.weight[:, 0]  # (D,4)
+            x_ = torch.stack([(padded[:, t : t + 4] * taps.T).sum(1) for t in range(v.shape[1])], 1)
             x_ = torch.nn.functional.silu(x_ + part.conv1d.bias)
             dt_low_rank, k, q = part.x_proj(x_).split(part.sizes, -1)
             if part.key_scale is not None:
                 k = part.key_scale * k / torch.sqrt((k * k).sum(-1, keepdim=True))
-            y, _ = reference_scan(q, k, x_, dt_low_rank @ part.b_proj.weight.T, part.b_proj.bias, part.D_skip)
+            y, _ = reference_scan(
+                q, k, x_, dt_low_rank @ part.b_proj.weight.T, part.b_proj.bias, part.D_skip
+            )
             total = total + (y.flip(1) if turn else y)
         tokens = tokens + mixer.out_proj(total / 2 * torch.nn.functional.silu(z))
     return model.head(model.norm(tokens)[:, (tokens.shape[1] - 1) // 2])
@@ -307,7 +373,7 @@ def blocks_by_hand(model, x):
 @pytest.mark.parametrize("key_norm", (False, True))
 def test_model_equals_the_written_out_equations(key_norm):
     model = build(NANO[0], key_norm=key_norm).double().eval()
-    for name, parameter in model.named_parameters(): # the two directions do not share a length
+    for name, parameter in model.named_parameters():  # the two directions do not share a length
         if name.endswith("key_scale"):
             parameter.data += torch.randn_like(parameter)
     x = images(model).double()
@@ -316,10 +382,12 @@ def test_model_equals_the_written_out_equations(key_norm):
 
 def test_turned_image_and_exchanged_directions():
     "An image turned by 180 degrees is the reversed sequence: exchanging the directions undoes it (no positions)."
-    model = VisionLonghorn(8, 2, 1, 10, embed_dim=16, depth=2, global_pool="avg", class_token=False).eval()
+    model = VisionLonghorn(
+        8, 2, 1, 10, embed_dim=16, depth=2, global_pool="avg", class_token=False
+    ).eval()
     torch.nn.init.zeros_(model.pos_embed)
     weight = model.patch_embed.proj.weight
-    weight.data = (weight + weight.flip(-1, -2)) / 2 # a patch and the turned patch look the same
+    weight.data = (weight + weight.flip(-1, -2)) / 2  # a patch and the turned patch look the same
     x = torch.randn(1, 1, 8, 8)
     y = model(x)
     for block in model.blocks:
@@ -329,6 +397,7 @@ def test_turned_image_and_exchanged_directions():
 
 
 # sizes
+
 
 def test_trained_at_224_evaluated_at_384():
     model = build("longhorn_vim_tiny_patch16_224", depth=1).eval()
@@ -347,18 +416,31 @@ def test_trained_at_224_evaluated_at_384():
         assert torch.allclose(again(x), y, atol=1e-5) and torch.allclose(moved(x), y, atol=1e-5)
         small = torch.randn(1, 3, 224, 224)
         assert torch.equal(again(small), model(small))
-    assert torch.equal(larger.pos_embed[:, 0], model.pos_embed[:, 0]) # the class token keeps its own
+    assert torch.equal(
+        larger.pos_embed[:, 0], model.pos_embed[:, 0]
+    )  # the class token keeps its own
 
 
 def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
     model = build(NANO[0], img_size=(4, 12))
-    same, other, state = build(NANO[0], img_size=(4, 12)), build(NANO[0], img_size=(12, 8)), model.state_dict()
-    with pytest.raises(ValueError, match="^the weights have 12 positions, which are not a square grid; .* then call set_input_size$"):
+    same, other, state = (
+        build(NANO[0], img_size=(4, 12)),
+        build(NANO[0], img_size=(12, 8)),
+        model.state_dict(),
+    )
+    with pytest.raises(
+        ValueError,
+        match="^the weights have 12 positions, which are not a square grid; .* then call set_input_size$",
+    ):
         vision_timm.checkpoint_filter_fn(state, other)
     same.load_state_dict(vision_timm.checkpoint_filter_fn(state, same))
     same.set_input_size((12, 8))
     grid = model.pos_embed[:, 1:].unflatten(1, (2, 6)).permute(0, 3, 1, 2)
-    assert torch.allclose(same.pos_embed[:, 1:].mT, torch.nn.functional.interpolate(grid, (6, 4), mode="bicubic", antialias=True).flatten(2), atol=1e-6)
+    assert torch.allclose(
+        same.pos_embed[:, 1:].mT,
+        torch.nn.functional.interpolate(grid, (6, 4), mode="bicubic", antialias=True).flatten(2),
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 6), (2, 2), (2, 10)])
@@ -372,19 +454,30 @@ def test_any_size_and_padding(shape):
 
 def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_path):
     from timm.layers import resample_patch_embed
+
     model = build(NANO[0]).eval()
     x, filters = images(model), model.patch_embed.proj.weight.detach()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     overlay = dict(file=str(tmp_path / "weights.pt"))
-    loaded, other, coarse = (timm.create_model(NANO[0], pretrained=True, pretrained_cfg_overlay=overlay, **options).eval()
-                             for options in ({}, dict(num_classes=3), dict(patch_size=4)))
+    loaded, other, coarse = (
+        timm.create_model(
+            NANO[0], pretrained=True, pretrained_cfg_overlay=overlay, **options
+        ).eval()
+        for options in ({}, dict(num_classes=3), dict(patch_size=4))
+    )
     assert torch.equal(loaded(x), model(x))
     assert coarse.patch_embed.proj.weight.shape[-1] == 4 and coarse(images(coarse)).isfinite().all()
-    assert torch.allclose(coarse.patch_embed.proj.weight, resample_patch_embed(filters, [4, 4]), atol=1e-6)
-    assert other(x).shape == (2, 3) and torch.equal(other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight)
+    assert torch.allclose(
+        coarse.patch_embed.proj.weight, resample_patch_embed(filters, [4, 4]), atol=1e-6
+    )
+    assert other(x).shape == (2, 3) and torch.equal(
+        other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight
+    )
 
 
-@pytest.mark.parametrize("classes, options", ((10, {}), (7, {}), (1000, {}), (10, dict(global_pool="avg", in_chans=4))))
+@pytest.mark.parametrize(
+    "classes, options", ((10, {}), (7, {}), (1000, {}), (10, dict(global_pool="avg", in_chans=4)))
+)
 @pytest.mark.parametrize("name", (NANO[0], "longhorn_vim_tiny_patch16_224"))
 def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
     "As the message says, and without the number of classes; with another number the model gets a new head."
@@ -396,19 +489,30 @@ def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
     assert "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)" in str(told.value)
     file, x = dict(file=str(tmp_path / "weights.pt")), torch.randn(2, trained.in_chans, 32, 32)
     for overlay in (file | dict(num_classes=classes), file):
-        loaded = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **small).eval()
-        assert torch.equal(loaded(x), trained(x)) and loaded.pretrained_cfg["num_classes"] == classes
-    other = timm.create_model(name, pretrained=True, pretrained_cfg_overlay=file, **small | dict(num_classes=3)).eval()
-    assert other(x).shape == (2, 3) and torch.equal(other.forward_features(x), trained.forward_features(x))
+        loaded = timm.create_model(
+            name, pretrained=True, pretrained_cfg_overlay=overlay, **small
+        ).eval()
+        assert (
+            torch.equal(loaded(x), trained(x)) and loaded.pretrained_cfg["num_classes"] == classes
+        )
+    other = timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=file, **small | dict(num_classes=3)
+    ).eval()
+    assert other(x).shape == (2, 3) and torch.equal(
+        other.forward_features(x), trained.forward_features(x)
+    )
 
 
 # timm's contract of models that change
+
 
 def test_resizing_freezes_and_unfreezes_nothing():
     for learns in (False, True):
         model = build(NANO[0]).requires_grad_(learns)
         model.set_input_size((16, 12))
-        assert {p.requires_grad for p in model.parameters()} == {learns} and model.pos_embed.shape == (1, 1 + 48, 64)
+        assert {p.requires_grad for p in model.parameters()} == {
+            learns
+        } and model.pos_embed.shape == (1, 1 + 48, 64)
 
 
 @pytest.mark.parametrize("training", (True, False))
@@ -429,31 +533,46 @@ CHANGES = {
     "no classes": (lambda m: m.reset_classifier(0), {}),
     "no pool": (lambda m: m.reset_classifier(0, ""), {}),
     "fewer blocks": (lambda m: m.prune_intermediate_layers([1]), {}),
-    "fewer blocks, same head": (lambda m: m.prune_intermediate_layers([0], prune_head=False), dict(global_pool="avg")),
+    "fewer blocks, same head": (
+        lambda m: m.prune_intermediate_layers([0], prune_head=False),
+        dict(global_pool="avg"),
+    ),
     "no norm": (lambda m: m.prune_intermediate_layers([1], prune_norm=True), {}),
     "no norm after the mean": (lambda m: m.prune_intermediate_layers([1]), dict(global_pool="avg")),
-    "all": (lambda m: (m.set_input_size((12, 12)), m.reset_classifier(4, "max"), m.prune_intermediate_layers([1], prune_head=False)),
-            dict(key_norm=True, in_chans=3)),
+    "all": (
+        lambda m: (
+            m.set_input_size((12, 12)),
+            m.reset_classifier(4, "max"),
+            m.prune_intermediate_layers([1], prune_head=False),
+        ),
+        dict(key_norm=True, in_chans=3),
+    ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_model_is_saved_and_loaded(change, tmp_path):
     from timm.models._hub import save_for_hf
+
     do, options = CHANGES[change]
     model = build(NANO[0], **options).eval()
     do(model)
     save_for_hf(model, tmp_path)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(2, model.in_chans, *model.patch_embed.img_size)
-    assert loaded.patch_embed.img_size == model.patch_embed.img_size and loaded.global_pool == model.global_pool
+    assert (
+        loaded.patch_embed.img_size == model.patch_embed.img_size
+        and loaded.global_pool == model.global_pool
+    )
     assert torch.equal(loaded(x), model(x))
 
 
 def test_an_unknown_pool_is_both_errors():
     "A ValueError as everywhere in the kit, and an AssertionError as in timm's models."
     for error in (ValueError, AssertionError):
-        with pytest.raises(error, match="global_pool is 'map'; expected one of '', 'token', 'avg', 'avgmax', 'max'"):
+        with pytest.raises(
+            error, match="global_pool is 'map'; expected one of '', 'token', 'avg', 'avgmax', 'max'"
+        ):
             build(NANO[0], global_pool="map")
         with pytest.raises(error, match="global_pool is 'map'"):
             build(NANO[0]).reset_classifier(3, "map")
@@ -461,13 +580,17 @@ def test_an_unknown_pool_is_both_errors():
 
 # bad input
 
-@pytest.mark.parametrize("options, message", [
-    (dict(scan="gru"), "scan is 'gru'; expected one of longhorn, longhorn_exact, mamba"),
-    (dict(global_pool="map"), "global_pool is 'map'; expected one of '', 'token'"),
-    (dict(class_token=False), "global_pool is 'token'; expected one of '', 'avg'"),
-    (dict(key_norm=2.5), "key_norm is 2.5; expected one of True, False"),
-    (dict(scan="mamba", key_norm=True), "key_norm is True; expected False with scan='mamba'"),
-])
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(scan="gru"), "scan is 'gru'; expected one of longhorn, longhorn_exact, mamba"),
+        (dict(global_pool="map"), "global_pool is 'map'; expected one of '', 'token'"),
+        (dict(class_token=False), "global_pool is 'token'; expected one of '', 'avg'"),
+        (dict(key_norm=2.5), "key_norm is 2.5; expected one of True, False"),
+        (dict(scan="mamba", key_norm=True), "key_norm is True; expected False with scan='mamba'"),
+    ],
+)
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         VisionLonghorn(8, 2, 1, 10, embed_dim=16, depth=1, **options)
@@ -479,9 +602,15 @@ def test_bad_options(options, message):
 def test_every_adapter_of_peft_learns(name):
     peft = pytest.importorskip("peft")
     model = build(name)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+    )
     adapted(images(model)).square().sum().backward()
-    assert not [n for n, p in adapted.named_parameters() if p.requires_grad and (p.grad is None or not p.grad.any())]
+    assert not [
+        n
+        for n, p in adapted.named_parameters()
+        if p.requires_grad and (p.grad is None or not p.grad.any())
+    ]
 
 
 @pytest.mark.cuda
@@ -494,4 +623,6 @@ def test_gpu_agrees_with_cpu(name, options):
     model.zero_grad()
     model.cuda()(x.cuda()).sum().backward()
     assert torch.allclose(model(x.cuda()).cpu(), expected, atol=1e-3)
-    assert torch.allclose(model.blocks[0].mixer.in_proj.weight.grad.cpu(), slope, rtol=1e-2, atol=1e-3)
+    assert torch.allclose(
+        model.blocks[0].mixer.in_proj.weight.grad.cpu(), slope, rtol=1e-2, atol=1e-3
+    )

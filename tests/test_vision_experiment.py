@@ -1,4 +1,5 @@
 """The vision experiment: pictures, whole-set accuracy, models of one size, jobs, and the record of a tiny run."""
+
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -10,7 +11,16 @@ from PIL import Image
 from longhorn_kit.lab import vision as lab
 from longhorn_kit.lab.claims import outcomes
 from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.vision import EXPERIMENT, MODELS, PRESETS, Config, ImageSet, batches, learn, make_model
+from longhorn_kit.lab.vision import (
+    EXPERIMENT,
+    MODELS,
+    PRESETS,
+    Config,
+    ImageSet,
+    batches,
+    learn,
+    make_model,
+)
 from longhorn_kit.records import read_record, to_plain
 from test_vision_training import encoded, parquet
 
@@ -19,53 +29,102 @@ PLAIN = Config(batch_size=8, pad=0, smoothing=0.0, cutmix=0.0)
 
 def easy(count=64):
     labels = torch.arange(count) % 10
-    return ImageSet((labels * 25)[:, None, None, None].expand(count, 1, 8, 8).to(torch.uint8).contiguous(), labels)
+    return ImageSet(
+        (labels * 25)[:, None, None, None].expand(count, 1, 8, 8).to(torch.uint8).contiguous(),
+        labels,
+    )
 
 
 def test_cifar10_from_a_folder_and_digits(tmp_path):
-    images = [Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8), dtype=np.uint8)) for i in range(4)]
+    images = [
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (8, 8), dtype=np.uint8))
+        for i in range(4)
+    ]
     for part in ("train", "test"):
         parquet(tmp_path / f"{part}.parquet", map(encoded, images), [0, 1, 0, 1], Value("int64"))
     train, _ = lab.cifar10(str(tmp_path))
     assert train.images.shape == (4, 3, 8, 8) and train.labels.tolist() == [0, 1, 0, 1]
     assert torch.equal(train.images[2, 1], torch.from_numpy(np.array(images[2])))
     digits, val = lab.digits()
-    assert (len(digits.labels), len(val.labels), digits.images.max(), len(val.labels.unique())) == (1438, 359, 255, 10)
+    assert (len(digits.labels), len(val.labels), digits.images.max(), len(val.labels.unique())) == (
+        1438,
+        359,
+        255,
+        10,
+    )
 
 
 def test_pictures_are_moved_mirrored_and_mixed_consistently():
     torch.manual_seed(0)
-    images = ImageSet(torch.randint(1, 255, (32, 1, 8, 8), dtype=torch.uint8), torch.arange(32) % 10)
+    images = ImageSet(
+        torch.randint(1, 255, (32, 1, 8, 8), dtype=torch.uint8), torch.arange(32) % 10
+    )
     code = lambda image: image.contiguous().numpy().tobytes()
-    got = {code(x): int(y.argmax()) for batch in islice(batches(images, PLAIN), 4) for x, y in zip(*batch)}
+    got = {
+        code(x): int(y.argmax())
+        for batch in islice(batches(images, PLAIN), 4)
+        for x, y in zip(*batch)
+    }
     assert got == {code(x): int(y) for x, y in zip(*images)}
-    same = [islice(batches(images, replace(PLAIN, pad=4, flip=True, cutmix=0.5), seed=3), 9) for _ in range(2)]
+    same = [
+        islice(batches(images, replace(PLAIN, pad=4, flip=True, cutmix=0.5), seed=3), 9)
+        for _ in range(2)
+    ]
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(*same))
-    mirrored = {code(x) for x, _ in islice(batches(images, replace(PLAIN, flip=True, batch_size=1)), 32)}
-    assert mirrored < {code(part) for x in images.images for part in (x, x.flip(-1))} and mirrored != set(got)
-    ones = ImageSet(torch.arange(8, dtype=torch.uint8)[:, None, None, None].expand(8, 1, 8, 8).contiguous(), torch.arange(8))
+    mirrored = {
+        code(x) for x, _ in islice(batches(images, replace(PLAIN, flip=True, batch_size=1)), 32)
+    }
+    assert mirrored < {
+        code(part) for x in images.images for part in (x, x.flip(-1))
+    } and mirrored != set(got)
+    ones = ImageSet(
+        torch.arange(8, dtype=torch.uint8)[:, None, None, None].expand(8, 1, 8, 8).contiguous(),
+        torch.arange(8),
+    )
     images, labels = next(batches(ones, replace(PLAIN, cutmix=1.0), classes=8))
-    shares = (images == torch.arange(8)[:, None, None]).float().mean((2, 3)) # of pixels, and of the label
+    shares = (
+        (images == torch.arange(8)[:, None, None]).float().mean((2, 3))
+    )  # of pixels, and of the label
     assert torch.allclose(shares, labels, atol=1e-6) and len(shares.unique()) > 2
 
 
 def test_accuracy_counts_every_image_once():
     class Guess(torch.nn.Module):
         pretrained_cfg = dict(mean=(0.0,), std=(1.0,))
+
         def forward(self, x):
-            return torch.nn.functional.one_hot((x[:, 0, 0, 0] * 255 / 25).round().long(), 10).float()
+            return torch.nn.functional.one_hot(
+                (x[:, 0, 0, 0] * 255 / 25).round().long(), 10
+            ).float()
+
     wrong = ImageSet(easy(25).images, (torch.arange(25) + (torch.arange(25) < 5)) % 10)
-    assert all(lab.accuracy(Guess(), wrong, size)[0] == pytest.approx(20 / 25) for size in (1000, 7))
+    assert all(
+        lab.accuracy(Guess(), wrong, size)[0] == pytest.approx(20 / 25) for size in (1000, 7)
+    )
 
 
 def test_the_same_seed_gives_the_same_curve_and_the_models_are_of_one_size():
     config = replace(PRESETS["laptop"], epochs=1, batch_size=16, evaluations=2)
-    found = [learn(make_model("longhorn", "nano_patch2_8", 1), easy(), easy(20), config) for _ in range(2)]
-    assert found[0]["curve"] == found[1]["curve"] and found[0]["loss"] == found[1]["loss"] and found[0]["epochs"] == [0.5, 1.0]
+    found = [
+        learn(make_model("longhorn", "nano_patch2_8", 1), easy(), easy(20), config)
+        for _ in range(2)
+    ]
+    assert (
+        found[0]["curve"] == found[1]["curve"]
+        and found[0]["loss"] == found[1]["loss"]
+        and found[0]["epochs"] == [0.5, 1.0]
+    )
     for size in ("nano_patch2_8", "tiny_patch4_32"):
-        counts = {name: sum(p.numel() for p in make_model(name, size).parameters()) for name in MODELS}
+        counts = {
+            name: sum(p.numel() for p in make_model(name, size).parameters()) for name in MODELS
+        }
         assert counts["deit"] == pytest.approx(counts["longhorn"], rel=0.01)
-        assert counts["longhorn"] == counts["longhorn_exact"] < counts["mamba"] < 1.07 * counts["longhorn"]
+        assert (
+            counts["longhorn"]
+            == counts["longhorn_exact"]
+            < counts["mamba"]
+            < 1.07 * counts["longhorn"]
+        )
 
 
 def test_a_run_that_diverges():
@@ -75,10 +134,20 @@ def test_a_run_that_diverges():
         learn(model, easy(), easy(20), replace(PLAIN, epochs=1))
 
 
-@pytest.mark.parametrize("override, message", [
-    (dict(models=("longhorn", "mambo")), "unknown: mambo; there are: longhorn, longhorn_exact, mamba, deit"),
-    (dict(batch_size=5000), "batch_size is 5000; it must be from 1 to 1438"),
-    (dict(lr=float("nan")), "lr is nan"), (dict(clip=-1), "clip is -1"), (dict(min_lr_ratio=2), "min_lr_ratio is 2"), (dict(size="huge"), "unknown: huge; there are: tiny_patch4_32")])
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        (
+            dict(models=("longhorn", "mambo")),
+            "unknown: mambo; there are: longhorn, longhorn_exact, mamba, deit",
+        ),
+        (dict(batch_size=5000), "batch_size is 5000; it must be from 1 to 1438"),
+        (dict(lr=float("nan")), "lr is nan"),
+        (dict(clip=-1), "clip is -1"),
+        (dict(min_lr_ratio=2), "min_lr_ratio is 2"),
+        (dict(size="huge"), "unknown: huge; there are: tiny_patch4_32"),
+    ],
+)
 def test_settings_that_cannot_be(override, message):
     with pytest.raises(ValueError, match=message):
         EXPERIMENT.config("laptop", **override)
@@ -86,23 +155,44 @@ def test_settings_that_cannot_be(override, message):
 
 def test_jobs_are_ordered_by_seed_and_only_a_gpu_measures(tmp_path):
     known = {scale: list(lab.jobs(config, Results(tmp_path))) for scale, config in PRESETS.items()}
-    assert [(s["model"], s["seed"]) for s in known["laptop"]] == [(name, 1000 * m + 4 + i) for i in range(4) for m, name in enumerate(MODELS, 1)]
+    assert [(s["model"], s["seed"]) for s in known["laptop"]] == [
+        (name, 1000 * m + 4 + i) for i in range(4) for m, name in enumerate(MODELS, 1)
+    ]
     assert [s["job"] for s in known["gpu"]] == ["training"] * 16 + ["speed"] * 4 + ["memory"] * 5
-    assert known["gpu"][-1]["model"] == "deit, plain attention" and all(s["gpu"] for s in known["gpu"])
+    assert known["gpu"][-1]["model"] == "deit, plain attention" and all(
+        s["gpu"] for s in known["gpu"]
+    )
 
 
-def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged(tmp_path, monkeypatch):
-    sets = tuple(ImageSet(part.images[:n], part.labels[:n]) for part, n in zip(lab.digits(), (96, 40)))
+def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged(
+    tmp_path, monkeypatch
+):
+    sets = tuple(
+        ImageSet(part.images[:n], part.labels[:n]) for part, n in zip(lab.digits(), (96, 40))
+    )
     monkeypatch.setattr(lab, "digits", lambda: sets)
     tiny = dict(workers=0, epochs=1, evaluations=2, judged=2)
     partial = run(EXPERIMENT, folder=tmp_path, **tiny, minutes=0)
-    assert partial["missing"] == 8 and partial["results"]["seeds"] == [] and outcomes("vision", partial) == []
+    assert (
+        partial["missing"] == 8
+        and partial["results"]["seeds"] == []
+        and outcomes("vision", partial) == []
+    )
     record = run(EXPERIMENT, folder=tmp_path, **tiny)
-    for committed in (read_record(Path(lab.__file__).parents[2] / f"nbs/lab/results/vision/{scale}.json") for scale in PRESETS):
+    for committed in (
+        read_record(Path(lab.__file__).parents[2] / f"nbs/lab/results/vision/{scale}.json")
+        for scale in PRESETS
+    ):
         assert set(record["results"]) == set(committed["results"])
         for key in ("top1", "top5", "loss", "curves", "seconds", "images_per_second", "parameters"):
             assert list(record["results"][key]) == list(committed["results"][key]) == list(MODELS)
-        assert committed["settings"] == {name: value for name, value in to_plain(PRESETS[committed["scale"]]).items() if name != "judged"} | {"seeds": [0, 1, 2]}
+        assert committed["settings"] == {
+            name: value
+            for name, value in to_plain(PRESETS[committed["scale"]]).items()
+            if name != "judged"
+        } | {"seeds": [0, 1, 2]}
     found = outcomes("vision", record)
-    assert [c.label for c, _ in found] == [f"{name} as good as Mamba, at one rate for all" for name in ("diagonal", "exact")]
+    assert [c.label for c, _ in found] == [
+        f"{name} as good as Mamba, at one rate for all" for name in ("diagonal", "exact")
+    ]
     assert {(j.verdict, j.why) for _, j in found} == {("not run", "4 seeds are needed")}

@@ -1,4 +1,5 @@
 """`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, other sizes, weights to start from, timm's script."""
+
 import argparse, dataclasses, io, json, multiprocessing, os, random, re, shutil, signal, subprocess, sys, tarfile, time
 from pathlib import Path
 
@@ -13,8 +14,22 @@ from safetensors.torch import load_file
 from sweep import slow_case
 from longhorn_kit import cli
 from longhorn_kit.lab import images as images_module, vision_training as lab
-from longhorn_kit.lab.images import Augmented, ImageBatches, Images, open_data, open_part, posterize, transforms
-from longhorn_kit.lab.vision_training import VISION_PRESETS, eval_vision, make_model, train_vision, vision_config
+from longhorn_kit.lab.images import (
+    Augmented,
+    ImageBatches,
+    Images,
+    open_data,
+    open_part,
+    posterize,
+    transforms,
+)
+from longhorn_kit.lab.vision_training import (
+    VISION_PRESETS,
+    eval_vision,
+    make_model,
+    train_vision,
+    vision_config,
+)
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import read_json, read_jsonl
 
@@ -48,31 +63,69 @@ def small(out, data, **options):
 def results(out):
     "Return the metrics without measured times, and the weights."
     timed = lambda name: name.endswith("per_second") or name == "waiting_percent"
-    lines = [{name: value for name, value in line.items() if not timed(name)} for line in read_jsonl(out / "metrics.jsonl")]
-    return lines, {name: value.tolist() for name, value in load_file(out / "model" / "model.safetensors").items()}
+    lines = [
+        {name: value for name, value in line.items() if not timed(name)}
+        for line in read_jsonl(out / "metrics.jsonl")
+    ]
+    return lines, {
+        name: value.tolist()
+        for name, value in load_file(out / "model" / "model.safetensors").items()
+    }
 
 
 def test_presets_are_the_published_recipe():
-    for size, own in (("tiny", (1024, 5e-4 * 1024 / 512, 0.1, 0.0)), ("small", (512, 1e-3, 0.05, 0.05))):
+    for size, own in (
+        ("tiny", (1024, 5e-4 * 1024 / 512, 0.1, 0.0)),
+        ("small", (512, 1e-3, 0.05, 0.05)),
+    ):
         config = VISION_PRESETS[f"imagenet-vim-{size}"].config
         assert (config.batch_size, config.lr, config.weight_decay, config.drop_path) == own
-        assert (config.epochs, config.warmup_epochs, config.beta1, config.beta2, config.clip) == (300, 5, 0.9, 0.999, 0)
+        assert (config.epochs, config.warmup_epochs, config.beta1, config.beta2, config.clip) == (
+            300,
+            5,
+            0.9,
+            0.999,
+            0,
+        )
         assert config.lr * config.min_lr_ratio == pytest.approx(1e-5)
-        assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (0.8, 1.0, 0.1, 0.25, 3)
-        assert config.auto_augment == "rand-m9-mstd0.5-inc1" and config.ema == 0.99996 and config.precision == "no"
+        assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (
+            0.8,
+            1.0,
+            0.1,
+            0.25,
+            3,
+        )
+        assert (
+            config.auto_augment == "rand-m9-mstd0.5-inc1"
+            and config.ema == 0.99996
+            and config.precision == "no"
+        )
     known = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
-    assert (known.eval_every, known.steps, known.warmup) == (9, 18, 17) # all steps but one, as five epochs of warm-up exceed two epochs
+    assert (known.eval_every, known.steps, known.warmup) == (
+        9,
+        18,
+        17,
+    )  # all steps but one, as five epochs of warm-up exceed two epochs
 
 
-@pytest.mark.parametrize("arguments, override, message", [
-    (["imagnet-vim-tiny"], {}, "unknown preset 'imagnet-vim-tiny'; did you mean 'imagenet-vim-tiny'"),
-    (["imagenet-vim-tiny"], {}, "preset imagenet-vim-tiny needs data"),
-    (["digits"], dict(model="longhorn_vim_huge"), "unknown model 'longhorn_vim_huge'"),
-    (["digits"], dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
-    (["digits"], dict(steps=9), "unknown setting 'steps'"),
-    (["digits"], dict(epochs=0), "epochs is 0; it must be from 1 to"), (["digits"], dict(flip=7.0), "flip is 7.0"), (["digits"], dict(crop_pct=0.0), "crop_pct is 0.0"),
-    (["digits"], dict(precision="fp8"), "precision is 'fp8'"),
-])
+@pytest.mark.parametrize(
+    "arguments, override, message",
+    [
+        (
+            ["imagnet-vim-tiny"],
+            {},
+            "unknown preset 'imagnet-vim-tiny'; did you mean 'imagenet-vim-tiny'",
+        ),
+        (["imagenet-vim-tiny"], {}, "preset imagenet-vim-tiny needs data"),
+        (["digits"], dict(model="longhorn_vim_huge"), "unknown model 'longhorn_vim_huge'"),
+        (["digits"], dict(batchsize=8), "unknown setting 'batchsize'; did you mean 'batch_size'"),
+        (["digits"], dict(steps=9), "unknown setting 'steps'"),
+        (["digits"], dict(epochs=0), "epochs is 0; it must be from 1 to"),
+        (["digits"], dict(flip=7.0), "flip is 7.0"),
+        (["digits"], dict(crop_pct=0.0), "crop_pct is 0.0"),
+        (["digits"], dict(precision="fp8"), "precision is 'fp8'"),
+    ],
+)
 def test_bad_names_and_settings(arguments, override, message):
     with pytest.raises(ValueError, match=message):
         vision_config(*arguments, **override)
@@ -104,23 +157,44 @@ def shards(folder, part, rows):
 def test_four_sources_hold_the_same_images(folder, tmp_path):
     readers, rows = {"folder": open_data(str(folder))}, {}
     for part, reader, name in zip(("train", "val"), readers["folder"], ("train", "validation")):
-        row = rows[part] = [(file.read(), label) for file, label in map(reader.__getitem__, range(len(reader)))]
-        parquet(tmp_path / "hub" / f"{name}.parquet", *zip(*row), datasets.ClassLabel(names=["dark", "light"]))
+        row = rows[part] = [
+            (file.read(), label) for file, label in map(reader.__getitem__, range(len(reader)))
+        ]
+        parquet(
+            tmp_path / "hub" / f"{name}.parquet",
+            *zip(*row),
+            datasets.ClassLabel(names=["dark", "light"]),
+        )
         shards(tmp_path, part, row)
-    readers["hub"], readers["shards"] = open_data(f"hf:{tmp_path / 'hub'}"), open_data(f"wds:{tmp_path}")
+    readers["hub"], readers["shards"] = (
+        open_data(f"hf:{tmp_path / 'hub'}"),
+        open_data(f"wds:{tmp_path}"),
+    )
     for train, val in readers.values():
         assert (len(train), len(val), len(train.classes)) == (24, 10, 2)
         for part, reader in (("train", train), ("val", val)):
             for i in (0, len(reader) - 1):
                 file, label = reader[i]
                 assert (file.read(), label) == rows[part][i] and reader.filename(i, absolute=True)
-    summaries = small(tmp_path / "run", f"wds:{tmp_path}", epochs=1), small(tmp_path / "same", folder, epochs=1)
-    assert summaries[0]["loss"] == summaries[1]["loss"] and results(tmp_path / "run") == results(tmp_path / "same")
+    summaries = (
+        small(tmp_path / "run", f"wds:{tmp_path}", epochs=1),
+        small(tmp_path / "same", folder, epochs=1),
+    )
+    assert summaries[0]["loss"] == summaries[1]["loss"] and results(tmp_path / "run") == results(
+        tmp_path / "same"
+    )
 
 
 def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tmp_path):
-    images, names = [encoded(picture(i, i % 2)) for i in range(2)], datasets.ClassLabel(names=["dark", "light"])
-    for labels, kind in (((1, 4), datasets.Value("int64")), (("dark", "light"), datasets.Value("string")), ((0, 1), names)):
+    images, names = (
+        [encoded(picture(i, i % 2)) for i in range(2)],
+        datasets.ClassLabel(names=["dark", "light"]),
+    )
+    for labels, kind in (
+        ((1, 4), datasets.Value("int64")),
+        (("dark", "light"), datasets.Value("string")),
+        ((0, 1), names),
+    ):
         for part in ("train", "validation"):
             parquet(tmp_path / f"{part}.parquet", images, labels, kind)
         train, val = open_data(f"hf:{tmp_path}")
@@ -139,43 +213,81 @@ def test_bad_folders(tmp_path):
         open_data("nowhere")
     for part in ("train", "val"):
         (tmp_path / part / "dark").mkdir(parents=True)
-    with pytest.raises(FileNotFoundError, match="train contains no images; expected .*CLASS/IMAGE.jpg"):
+    with pytest.raises(
+        FileNotFoundError, match="train contains no images; expected .*CLASS/IMAGE.jpg"
+    ):
         open_data(str(tmp_path))
     picture(0, 0).save(tmp_path / "train" / "dark" / "0.png")
     (tmp_path / "val" / "odd").mkdir()
     picture(0, 0).save(tmp_path / "val" / "odd" / "0.png")
-    with pytest.raises(ValueError, match="the class folder .*val/dark has no image that can be read; it has no files"):
+    with pytest.raises(
+        ValueError,
+        match="the class folder .*val/dark has no image that can be read; it has no files",
+    ):
         open_data(str(tmp_path))
     (tmp_path / "val" / "dark").rmdir()
-    with pytest.raises(ValueError, match="training and held-out images have different classes .*dark, odd"):
+    with pytest.raises(
+        ValueError, match="training and held-out images have different classes .*dark, odd"
+    ):
         open_data(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="no shards match"):
         open_data(f"wds:{tmp_path}")
 
 
-ENDINGS = {"png": "png", "jpg": "jpg", "JPEG": "jpg", "webp": "webp", "tif": "tif", "tiff": "tif", "bmp": "bmp", "gif": "gif", "ppm": "ppm"}
+ENDINGS = {
+    "png": "png",
+    "jpg": "jpg",
+    "JPEG": "jpg",
+    "webp": "webp",
+    "tif": "tif",
+    "tiff": "tif",
+    "bmp": "bmp",
+    "gif": "gif",
+    "ppm": "ppm",
+}
 
 
 def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tmp_path, capsys):
     for part in ("train", "val"):
         for i, (ending, kind) in enumerate(ENDINGS.items()):
             (tmp_path / part / f"class {ending}").mkdir(parents=True)
-            picture(i, i % 2).save(tmp_path / part / f"class {ending}" / f"x [{i}].{ending}", {"jpg": "jpeg", "tif": "tiff"}.get(kind, kind))
-    for name in ("class png/a.heic", "class png/b.heic", "class gif/drawing.eps", "class gif/notes", "stray.png", ".hidden.png", "class gif/._x.png", "class gif/Thumbs.db"):
+            picture(i, i % 2).save(
+                tmp_path / part / f"class {ending}" / f"x [{i}].{ending}",
+                {"jpg": "jpeg", "tif": "tiff"}.get(kind, kind),
+            )
+    for name in (
+        "class png/a.heic",
+        "class png/b.heic",
+        "class gif/drawing.eps",
+        "class gif/notes",
+        "stray.png",
+        ".hidden.png",
+        "class gif/._x.png",
+        "class gif/Thumbs.db",
+    ):
         (tmp_path / "train" / name).write_text("x")
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
-    (tmp_path / "train" / "class png" / "again").symlink_to(tmp_path / "train") # the same images once more
+    (tmp_path / "train" / "class png" / "again").symlink_to(
+        tmp_path / "train"
+    )  # the same images once more
     train, val = open_data(str(tmp_path))
-    assert len(train) == len(val) == 9 and list(train.classes) == sorted(train.classes, key=str.lower) and len(train.classes) == 9
+    assert (
+        len(train) == len(val) == 9
+        and list(train.classes) == sorted(train.classes, key=str.lower)
+        and len(train.classes) == 9
+    )
     assert {Path(train.filename(i)).suffix[1:] for i in range(9)} == set(ENDINGS)
     assert all(Images(train, None).load(i) for i in range(9))
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "left out 5 files that are no images in a class folder (.heic: 2, " in err
+    assert (
+        err.count("\n") == 1
+        and "left out 5 files that are no images in a class folder (.heic: 2, " in err
+    )
     assert all(part in err for part in (".eps: 1", "no ending: 1", ".png: 1", "such as"))
     (tmp_path / "train" / "stray.png").unlink()
     (tmp_path / "train" / "class png" / "again").unlink()
     (tmp_path / "train" / "class gif" / "drawing.eps").unlink()
-    hub = open_data(f"hf:{tmp_path}") # datasets reads the same
+    hub = open_data(f"hf:{tmp_path}")  # datasets reads the same
     assert [len(part) for part in hub] == [9, 9] and list(hub[0].classes) == sorted(train.classes)
     assert ".heic: 2" in capsys.readouterr().err
 
@@ -184,21 +296,30 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
 def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
     good, rows = encoded(picture(0, 0)), [[b"no image", 1], [b"no image", 1]]
     source = {"folder": f"{tmp_path}", "hub": f"hf:{tmp_path}", "shards": f"wds:{tmp_path}"}[kind]
+
     def write():
         for part in ("train", "val"):
             both = [(good, 0), *rows]
             if kind == "hub":
-                parquet(tmp_path / f"{'validation' if part == 'val' else part}.parquet", *zip(*both), datasets.ClassLabel(names=["zero", "one"]))
+                parquet(
+                    tmp_path / f"{'validation' if part == 'val' else part}.parquet",
+                    *zip(*both),
+                    datasets.ClassLabel(names=["zero", "one"]),
+                )
             elif kind == "shards":
                 shards(tmp_path, part, both)
             for i, (image, label) in enumerate(both if kind == "folder" else ()):
                 (tmp_path / part / ("zero", "one")[label]).mkdir(parents=True, exist_ok=True)
                 (tmp_path / part / ("zero", "one")[label] / f"{i}.png").write_bytes(image)
+
     write()
-    with pytest.raises(ValueError, match=f"none of the 2 images of class {'1' if kind == 'shards' else 'one'} can be read; the first is .*1") as caught:
+    with pytest.raises(
+        ValueError,
+        match=f"none of the 2 images of class {'1' if kind == 'shards' else 'one'} can be read; the first is .*1",
+    ) as caught:
         open_data(source)
     assert "\n" not in str(caught.value)
-    rows[1][0] = good # one is enough
+    rows[1][0] = good  # one is enough
     write()
     train, _ = open_data(source)
     assert len(train) == 3 and sum(Images(train, None).load(i) is None for i in range(3)) == 1
@@ -206,10 +327,12 @@ def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
 
 def test_a_folder_that_cannot_be_listed_is_not_left_out(folder, monkeypatch):
     real = os.scandir
+
     def scandir(path):
         if str(path).endswith("light"):
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
+
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(PermissionError, match="light"):
         open_data(str(folder))
@@ -219,9 +342,11 @@ def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
     for part, name in (("train", "cats/small"), ("train", "dogs/small"), ("val", "cats/small")):
         (tmp_path / part / name).mkdir(parents=True)
         picture(0, 0).save(tmp_path / part / name / "0.png")
-    with pytest.raises(ValueError, match="cats/small and .*dogs/small would both be the class small; rename one"):
+    with pytest.raises(
+        ValueError, match="cats/small and .*dogs/small would both be the class small; rename one"
+    ):
         open_data(str(tmp_path))
-    for folder in (tmp_path, tmp_path / "train"): # datasets gives them no labels
+    for folder in (tmp_path, tmp_path / "train"):  # datasets gives them no labels
         with pytest.raises(ValueError, match="has the columns image; expected one of label"):
             open_part(f"hf:{folder}", "train")
     with pytest.raises(ValueError, match="`datasets` takes .* for a pattern; rename the folder"):
@@ -232,26 +357,50 @@ def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
 def test_a_row_without_an_image_is_a_broken_one(tmp_path):
     good = encoded(picture(0, 0))
     column = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
-    rows = [{"image": image, "label": i % 2} for i, image in enumerate([*[{"bytes": good, "path": None}] * 3, {"bytes": b"no image", "path": None}, None])]
+    rows = [
+        {"image": image, "label": i % 2}
+        for i, image in enumerate(
+            [*[{"bytes": good, "path": None}] * 3, {"bytes": b"no image", "path": None}, None]
+        )
+    ]
     for part in ("train", "validation"):
         datasets.Dataset.from_list(rows, column).to_parquet(tmp_path / f"{part}.parquet")
     images = Images(open_data(f"hf:{tmp_path}")[0], np.asarray)
     assert [images[i][2] for i in range(5)] == [[], [], [], [3], [4]]
 
 
-@pytest.mark.parametrize("labels, says", [([0.5, 1.5], "'label' holds a float, not a class"), ([[0], [1]], "'label' holds a list, not a class"), (range(70), "more than 50 classes")])
+@pytest.mark.parametrize(
+    "labels, says",
+    [
+        ([0.5, 1.5], "'label' holds a float, not a class"),
+        ([[0], [1]], "'label' holds a list, not a class"),
+        (range(70), "more than 50 classes"),
+    ],
+)
 def test_a_column_that_is_no_class_is_refused(tmp_path, monkeypatch, labels, says):
     monkeypatch.setattr(images_module, "LARGEST_CLASS", 50)
     good = encoded(picture(0, 0))
-    datasets.Dataset.from_list([{"image": good, "label": label} for label in labels]).to_parquet(tmp_path / "train.parquet")
-    with pytest.raises(ValueError, match=f"train: the column {says}|train: the column 'label' has {says}"):
+    datasets.Dataset.from_list([{"image": good, "label": label} for label in labels]).to_parquet(
+        tmp_path / "train.parquet"
+    )
+    with pytest.raises(
+        ValueError, match=f"train: the column {says}|train: the column 'label' has {says}"
+    ):
         open_data(f"hf:{tmp_path}")
 
 
-@pytest.mark.parametrize("change, says", [
-    ({"num_classes": 10**12}, "sizes are missing or out of range"), ({"num_classes": "10"}, "sizes are missing"), ({"num_classes": -1}, "sizes are missing"),
-    ({"pretrained_cfg": {"input_size": [1, 10**9, 10**9]}}, "sizes are missing"), ({"pretrained_cfg": {"input_size": [1]}}, "sizes are missing"),
-    ({"pretrained_cfg": 3}, "sizes are missing"), ([], "sizes are missing")])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        ({"num_classes": 10**12}, "sizes are missing or out of range"),
+        ({"num_classes": "10"}, "sizes are missing"),
+        ({"num_classes": -1}, "sizes are missing"),
+        ({"pretrained_cfg": {"input_size": [1, 10**9, 10**9]}}, "sizes are missing"),
+        ({"pretrained_cfg": {"input_size": [1]}}, "sizes are missing"),
+        ({"pretrained_cfg": 3}, "sizes are missing"),
+        ([], "sizes are missing"),
+    ],
+)
 def test_sizes_of_a_foreign_model_are_checked_before_it_is_built(tmp_path, change, says):
     config = vision_config("digits")
     model = make_model(config, 10)
@@ -259,7 +408,9 @@ def test_sizes_of_a_foreign_model_are_checked_before_it_is_built(tmp_path, chang
     (tmp_path / "model" / "manifest.json").unlink()
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(read_json(path) | change if isinstance(change, dict) else change))
-    with pytest.raises(ValueError, match=f"config.json does not describe a model of train-vision: its {says}"):
+    with pytest.raises(
+        ValueError, match=f"config.json does not describe a model of train-vision: its {says}"
+    ):
         eval_vision(tmp_path / "model", "digits", workers=0, cpu=True)
 
 
@@ -268,12 +419,18 @@ def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatc
     for i, name in enumerate("ab"):
         model = make_model(dataclasses.replace(config, seed=i), 10)
         lab.save_model(model, config, [str((9 * i + n) % 10) for n in range(10)], tmp_path / name)
+
     def read(name, path, **options):
-        lab.save_model(make_model(config, 10), config, list("0123456789"), tmp_path / "b") if not seen else None # another process trains anew
+        lab.save_model(
+            make_model(config, 10), config, list("0123456789"), tmp_path / "b"
+        ) if not seen else None  # another process trains anew
         seen.append(path)
         return real(name, path, **options)
+
     monkeypatch.setattr(lab, "with_weights", read)
-    again = eval_vision(tmp_path / "b", "digits", workers=0, cpu=True) # the classes of the first model would be refused
+    again = eval_vision(
+        tmp_path / "b", "digits", workers=0, cpu=True
+    )  # the classes of the first model would be refused
     monkeypatch.undo()
     assert len(seen) == 2 and again == eval_vision(tmp_path / "a", "digits", workers=0, cpu=True)
 
@@ -295,15 +452,46 @@ def tar(path, *members):
 PNG = encoded(picture(0, 0))
 
 
-@pytest.mark.parametrize("members, says", [
-    *(([("a.png", PNG), ("a.cls", label)], "train.tar, a.cls: the label b'.*' is not a class from 0 to 262,143") for label in
-      (b"3000000000", b"cat", b"", b"9" * 5000, b"-1", b"1_0", "٣".encode(), b"262144", b"0 1", b"\x1b[31m")),
-    *(([("a.png", PNG), ("a.cls", kind)], "train.tar, a.cls is no plain file") for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)),
-    ([("a.png", tarfile.SYMTYPE), ("a.cls", b"00")], "train.tar, a.png is no plain file"),
-    ([("a.png", PNG), ("a.png", PNG), ("a.cls", b"00")], "train.tar, a.png is the second image of its key"),
-    ([("a.png", PNG), ("a.jpg", PNG), ("a.cls", b"00")], "train.tar, a.jpg is the second image of its key"),
-    ([("a.png", PNG), ("a.cls", b"00"), ("a.cls", b"01")], "train.tar, a.cls is the second label of its key"),
-])
+@pytest.mark.parametrize(
+    "members, says",
+    [
+        *(
+            (
+                [("a.png", PNG), ("a.cls", label)],
+                "train.tar, a.cls: the label b'.*' is not a class from 0 to 262,143",
+            )
+            for label in (
+                b"3000000000",
+                b"cat",
+                b"",
+                b"9" * 5000,
+                b"-1",
+                b"1_0",
+                "٣".encode(),
+                b"262144",
+                b"0 1",
+                b"\x1b[31m",
+            )
+        ),
+        *(
+            ([("a.png", PNG), ("a.cls", kind)], "train.tar, a.cls is no plain file")
+            for kind in (tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE)
+        ),
+        ([("a.png", tarfile.SYMTYPE), ("a.cls", b"00")], "train.tar, a.png is no plain file"),
+        (
+            [("a.png", PNG), ("a.png", PNG), ("a.cls", b"00")],
+            "train.tar, a.png is the second image of its key",
+        ),
+        (
+            [("a.png", PNG), ("a.jpg", PNG), ("a.cls", b"00")],
+            "train.tar, a.jpg is the second image of its key",
+        ),
+        (
+            [("a.png", PNG), ("a.cls", b"00"), ("a.cls", b"01")],
+            "train.tar, a.cls is the second label of its key",
+        ),
+    ],
+)
 def test_a_shard_that_is_wrong_is_named_with_its_key(tmp_path, members, says):
     for part in ("train", "val"):
         tar(tmp_path / f"{part}.tar", *members)
@@ -313,19 +501,36 @@ def test_a_shard_that_is_wrong_is_named_with_its_key(tmp_path, members, says):
 
 
 def test_damaged_and_doubled_shards_are_named(tmp_path, capsys):
-    whole = tar(tmp_path / "train.tar", *(member for i in range(30) for member in ((f"{i}.png", PNG), (f"{i}.cls", b"00"))))
+    whole = tar(
+        tmp_path / "train.tar",
+        *(member for i in range(30) for member in ((f"{i}.png", PNG), (f"{i}.cls", b"00"))),
+    )
     tar(tmp_path / "val.tar", ("a.png", PNG), ("a.cls", b"00"))
     middle = whole.index(b"20.png")
-    for data, says in ((b"no tar" * 200, "is damaged or no tar file"), (whole[:middle + 700], "is damaged or no tar file"), (b"", "is damaged or no tar file"),
-                       (whole[:middle] + b"\xff" + whole[middle + 1:], "is damaged, or several tar files joined: after byte"), (whole + whole, ".* several tar files joined")):
+    for data, says in (
+        (b"no tar" * 200, "is damaged or no tar file"),
+        (whole[: middle + 700], "is damaged or no tar file"),
+        (b"", "is damaged or no tar file"),
+        (
+            whole[:middle] + b"\xff" + whole[middle + 1 :],
+            "is damaged, or several tar files joined: after byte",
+        ),
+        (whole + whole, ".* several tar files joined"),
+    ):
         (tmp_path / "train.tar").write_bytes(data)
         with pytest.raises(ValueError, match=f"train.tar {says}"):
             open_data(f"wds:{tmp_path}")
-    (tmp_path / "train.tar").write_bytes(whole[:middle]) # between two files
-    assert len(open_data(f"wds:{tmp_path}")[0]) == 20 and "train.tar has no mark of its end; it may have been cut off" in capsys.readouterr().err
+    (tmp_path / "train.tar").write_bytes(whole[:middle])  # between two files
+    assert (
+        len(open_data(f"wds:{tmp_path}")[0]) == 20
+        and "train.tar has no mark of its end; it may have been cut off" in capsys.readouterr().err
+    )
     (tmp_path / "train.tar").write_bytes(whole)
     (tmp_path / "train-1.tar.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match="train-1.tar.gz is compressed, and images are read from the middle of a shard"):
+    with pytest.raises(
+        ValueError,
+        match="train-1.tar.gz is compressed, and images are read from the middle of a shard",
+    ):
         open_data(f"wds:{tmp_path}")
     (tmp_path / "train-1.tar.gz").rename(tmp_path / "other.tar.gz")
     (tmp_path / "val.tar").rename(tmp_path / "train-val.tar")
@@ -337,27 +542,56 @@ def test_keys_alone_are_counted_and_a_folder_with_brackets_is_no_pattern(tmp_pat
     for folder, rows in (("mask [1]", 2), ("mask 1", 1)):
         (tmp_path / folder).mkdir()
         for part in ("TRAIN-train.TAR", "test.tar"):
-            tar(tmp_path / folder / part, *((f"\x1b[31m{i}.{kind}", content) for i in range(rows) for kind, content in (("tif", PNG), ("cls", b"00"))),
-                ("b.png", PNG), ("c.cls", b"00"), ("d.json", b"{}"))
+            tar(
+                tmp_path / folder / part,
+                *(
+                    (f"\x1b[31m{i}.{kind}", content)
+                    for i in range(rows)
+                    for kind, content in (("tif", PNG), ("cls", b"00"))
+                ),
+                ("b.png", PNG),
+                ("c.cls", b"00"),
+                ("d.json", b"{}"),
+            )
     train, val = open_data(f"wds:{tmp_path}/mask [1]")
-    assert len(train) == len(val) == 2 and "mask [1]" in train.filename(0) and len(open_data(f"wds:{tmp_path}/mask ?")[0]) == 1
+    assert (
+        len(train) == len(val) == 2
+        and "mask [1]" in train.filename(0)
+        and len(open_data(f"wds:{tmp_path}/mask ?")[0]) == 1
+    )
     err = capsys.readouterr().err
-    assert err.count("left out 2 keys with an image or a label alone, such as") == 4 and "\x1b" not in err
+    assert (
+        err.count("left out 2 keys with an image or a label alone, such as") == 4
+        and "\x1b" not in err
+    )
 
 
 class Noise:
     "Reader of 64 intact images that counts the images read."
+
     pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
-    def __init__(self): self.read = []
-    def __len__(self): return 64
-    def filename(self, i, absolute): return f"image {i}"
-    def __getitem__(self, i): return self.read.append(i) or self.pixels[i], i
+
+    def __init__(self):
+        self.read = []
+
+    def __len__(self):
+        return 64
+
+    def filename(self, i, absolute):
+        return f"image {i}"
+
+    def __getitem__(self, i):
+        return self.read.append(i) or self.pixels[i], i
 
 
 def batches(rank=0, world=1, **options):
     "Return batches of the ViM recipe at 32 × 32 pixels: 4 epochs of 5 steps."
-    config = vision_config("imagenet-vim-tiny", model="longhorn_vim_tiny_patch4_32", data="noise",
-                           **dict(batch_size=12, epochs=4, workers=0, seed=3) | options)
+    config = vision_config(
+        "imagenet-vim-tiny",
+        model="longhorn_vim_tiny_patch4_32",
+        data="noise",
+        **dict(batch_size=12, epochs=4, workers=0, seed=3) | options,
+    )
     config = lab.with_steps(config, 64)
     augment, *_ = transforms(config, default_cfgs[config.model].default.to_dict())
     return ImageBatches(Augmented(Noise(), augment, "RGB", config), config, rank, world)
@@ -366,19 +600,25 @@ def batches(rank=0, world=1, **options):
 def test_order_and_pixels_depend_on_seed_and_place_alone():
     one = batches()
     whole = [one.next_batch() for _ in range(20)]
-    for options in (dict(world=2, workers=2), dict(world=3, gradient_accumulation_steps=2), dict(gradient_accumulation_steps=3)):
+    for options in (
+        dict(world=2, workers=2),
+        dict(world=3, gradient_accumulation_steps=2),
+        dict(gradient_accumulation_steps=3),
+    ):
         config = dict(options)
         world, parts = config.pop("world", 1), config.get("gradient_accumulation_steps", 1)
         for rank in range(world):
             random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
             mine = batches(rank, world, **config)
-            mine.load_state_dict({"drawn": 7 * 12, "broken": []}) # inside the second epoch
+            mine.load_state_dict({"drawn": 7 * 12, "broken": []})  # inside the second epoch
             for images, labels in whole[7:]:
                 for part in range(parts):
                     got, names = mine.next_batch()
                     rows = slice(part * (12 // parts) + rank, (part + 1) * (12 // parts), world)
                     assert torch.equal(got, images[rows]) and torch.equal(names, labels[rows])
-            assert mine.drawn == 20 * 12 and (config.get("workers") or len(mine.images.reader.read) == 13 * 12 // world)
+            assert mine.drawn == 20 * 12 and (
+                config.get("workers") or len(mine.images.reader.read) == 13 * 12 // world
+            )
     assert batches(seed=4).next_batch()[1].tolist() != whole[0][1].tolist()
 
 
@@ -394,15 +634,23 @@ def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
 def test_no_intact_image_is_reported_broken():
     "Pillow 13 refuses to posterize with 0 bits, which RandAugment draws once in about 600 images: here it only posterizes."
     images, bits = batches(repeats=1, batch_size=64, epochs=200).images, []
-    augment = next(part for part in images.transform.transforms if isinstance(part, timm.data.auto_augment.RandAugment))
+    augment = next(
+        part
+        for part in images.transform.transforms
+        if isinstance(part, timm.data.auto_augment.RandAugment)
+    )
     augment.ops = [operation for operation in augment.ops if operation.name.startswith("Posterize")]
     for operation in augment.ops:
         assert operation.aug_fn is posterize
-        operation.aug_fn = lambda image, kept, **options: bits.append(kept) or posterize(image, kept, **options)
+        operation.aug_fn = lambda image, kept, **options: (
+            bits.append(kept) or posterize(image, kept, **options)
+        )
     for place in range(500):
-        assert images[place][1:] == (images.number(place), []) # and not its neighbour
+        assert images[place][1:] == (images.number(place), [])  # and not its neighbour
     assert bits.count(0) > 3
-    images.transform = lambda image: image.no_such_method # an error of the augmentation does not mean a broken image
+    images.transform = lambda image: (
+        image.no_such_method
+    )  # an error of the augmentation does not mean a broken image
     with pytest.raises(AttributeError, match="no_such_method"):
         images[3]
 
@@ -410,7 +658,9 @@ def test_no_intact_image_is_reported_broken():
 def test_sixteen_bits_are_scaled_and_an_enormous_image_is_a_broken_one(tmp_path, monkeypatch):
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
-        Image.fromarray(np.arange(0, 65536, 1024, np.uint16).reshape(8, 8)).save(tmp_path / part / "a" / "0.png")
+        Image.fromarray(np.arange(0, 65536, 1024, np.uint16).reshape(8, 8)).save(
+            tmp_path / part / "a" / "0.png"
+        )
     images = Images(open_data(str(tmp_path))[0], None)
     assert np.array_equal(np.asarray(images.load(0)[0])[..., 0].flatten(), np.arange(0, 256, 4))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)
@@ -421,59 +671,85 @@ def test_sixteen_bits_are_scaled_and_an_enormous_image_is_a_broken_one(tmp_path,
 def test_posterize_with_0_bits_is_black(mode):
     image = picture(0, 0).convert(mode)
     for bits in (0, 1, 4, 8):
-        assert np.array_equal(posterize(image, bits), np.array(image, int) // 2 ** (8 - bits) * 2 ** (8 - bits))
+        assert np.array_equal(
+            posterize(image, bits), np.array(image, int) // 2 ** (8 - bits) * 2 ** (8 - bits)
+        )
 
 
 def interrupted(monkeypatch, step, what):
     "Call a function before a step of the next run in this process."
     draw = ImageBatches.next_batch
+
     def next_batch(self):
         if self.drawn == step * self.config.batch_size:
             monkeypatch.setattr(ImageBatches, "next_batch", draw)
             what()
         return draw(self)
+
     monkeypatch.setattr(ImageBatches, "next_batch", next_batch)
 
 
 @pytest.mark.parametrize("workers", [slow_case(0), 2])
-def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(folder, tmp_path, monkeypatch, workers):
+def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(
+    folder, tmp_path, monkeypatch, workers
+):
     options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9, drop_path=0.5, save_every=4)
     whole = small(tmp_path / "whole", folder, **options)
-    assert (whole["epoch"], whole["val_images"], whole["skipped"], whole["steps"]) == (3, 10, 0, 9) and "ema_top5" in whole
+    assert (whole["epoch"], whole["val_images"], whole["skipped"], whole["steps"]) == (
+        3,
+        10,
+        0,
+        9,
+    ) and "ema_top5" in whole
     assert whole["engine"]["scan"] == "chunked"
     interrupted(monkeypatch, 5, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         small(tmp_path / "parts", folder, **options, workers=workers)
     assert not (tmp_path / "parts" / "model").exists()
-    shutil.copytree(folder, tmp_path / "moved") # data and workers may change
-    assert small(tmp_path / "parts", tmp_path / "moved", **options, workers=workers)["resumed_from"] == 4
+    shutil.copytree(folder, tmp_path / "moved")  # data and workers may change
+    assert (
+        small(tmp_path / "parts", tmp_path / "moved", **options, workers=workers)["resumed_from"]
+        == 4
+    )
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
-    small(tmp_path / "whole", folder, **options) # nothing left to do
+    small(tmp_path / "whole", folder, **options)  # nothing left to do
     assert results(tmp_path / "parts") == results(tmp_path / "whole")
-    with pytest.raises(ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"):
+    with pytest.raises(
+        ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"
+    ):
         small(tmp_path / "whole", folder, **options, lr=3e-3)
-    with pytest.raises(ValueError, match="holds a run with train=24; this one has train=1438; use another folder"):
+    with pytest.raises(
+        ValueError, match="holds a run with train=24; this one has train=1438; use another folder"
+    ):
         small(tmp_path / "whole", "digits", **options)
 
 
 def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch):
     "A scheduler sends SIGTERM also to the processes that load images."
+
     def ends():
         for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
             os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.3)
+
     interrupted(monkeypatch, 4, ends)
     with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 5"):
         small(tmp_path / "run", folder, workers=2)
-    assert small(tmp_path / "run", folder)["resumed_from"] == 5 and small(tmp_path / "whole", folder)
+    assert small(tmp_path / "run", folder)["resumed_from"] == 5 and small(
+        tmp_path / "whole", folder
+    )
     assert results(tmp_path / "run") == results(tmp_path / "whole")
 
 
 def ends_while_loading(out, folder, **options):
     "Train while the process that loads images dies as it reads ahead in step 5."
-    multiprocessing.set_start_method("fork", force=True) # otherwise the change below would not reach the process
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # otherwise the change below would not reach the process
     number = Augmented.number
-    Augmented.number = lambda images, place: os.kill(os.getpid(), signal.SIGKILL) if place == 6 * 8 else number(images, place)
+    Augmented.number = lambda images, place: (
+        os.kill(os.getpid(), signal.SIGKILL) if place == 6 * 8 else number(images, place)
+    )
     small(out, folder, **options)
 
 
@@ -482,16 +758,26 @@ def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
     "Runs in another process, because torch may later raise the loss of a loading process anywhere."
     options, pool = dict(workers=1, save_every=4, epochs=4), Pool(1, daemon=False)
     try:
-        message, = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
+        (message,) = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
     finally:
         pool.close()
-    assert re.match("WorkerLost: a process that loads images is gone, seen at step [456] .*same command again", message) and "\n" not in message
+    assert (
+        re.match(
+            "WorkerLost: a process that loads images is gone, seen at step [456] .*same command again",
+            message,
+        )
+        and "\n" not in message
+    )
     assert f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in message
-    assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4 and small(tmp_path / "whole", folder, epochs=4)
+    assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4 and small(
+        tmp_path / "whole", folder, epochs=4
+    )
     assert results(tmp_path / "run") == results(tmp_path / "whole")
 
 
-def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_path, capsys, monkeypatch):
+def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
+    tmp_path, capsys, monkeypatch
+):
     filled(tmp_path, 9, 4)
     cut = tmp_path / "train" / "dark" / "3.png"
     cut.write_bytes(cut.read_bytes()[:60])
@@ -499,14 +785,25 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
     whole = small(tmp_path / "whole", tmp_path)
     assert whole["skipped"] == 2 and whole["val_images"] == 7
     errors = capsys.readouterr().err
-    assert errors.count("train/dark/3.png; skipped") == 1 and errors.count("val/light/1.png; skipped") == 1
+    assert (
+        errors.count("train/dark/3.png; skipped") == 1
+        and errors.count("val/light/1.png; skipped") == 1
+    )
     interrupted(monkeypatch, 3, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         small(tmp_path / "parts", tmp_path, save_every=1)
     small(tmp_path / "parts", tmp_path, save_every=1)
-    assert results(tmp_path / "parts") == results(tmp_path / "whole") and capsys.readouterr().err.count("dark/3.png") == 1
-    monkeypatch.setattr(images_module, "check_readable", lambda *_: None) # images that break during a run
-    for part, message in (("val", "none of the held-out images can be read"), ("train", "^none of 18 images can be read; the first is .*0.png$")):
+    assert (
+        results(tmp_path / "parts") == results(tmp_path / "whole")
+        and capsys.readouterr().err.count("dark/3.png") == 1
+    )
+    monkeypatch.setattr(
+        images_module, "check_readable", lambda *_: None
+    )  # images that break during a run
+    for part, message in (
+        ("val", "none of the held-out images can be read"),
+        ("train", "^none of 18 images can be read; the first is .*0.png$"),
+    ):
         for path in (tmp_path / part).rglob("*.png"):
             path.write_bytes(b"")
         with pytest.raises(ValueError, match=message):
@@ -514,12 +811,21 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(tmp_pa
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
-    for options, says in ((dict(batch_size=64), "24 training images are fewer than batch_size=64"),
-                          (dict(gradient_accumulation_steps=3), "batch_size=8 cannot be shared by 1 processes with gradient_accumulation_steps=3"),
-                          (dict(img_size=2**20), "GB; lower img_size or batch_size"), (dict(batch_size=7, mixup=0.8), "a micro-batch has 7 images")):
+    for options, says in (
+        (dict(batch_size=64), "24 training images are fewer than batch_size=64"),
+        (
+            dict(gradient_accumulation_steps=3),
+            "batch_size=8 cannot be shared by 1 processes with gradient_accumulation_steps=3",
+        ),
+        (dict(img_size=2**20), "GB; lower img_size or batch_size"),
+        (dict(batch_size=7, mixup=0.8), "a micro-batch has 7 images"),
+    ):
         with pytest.raises(ValueError, match=says):
             small(tmp_path, folder, **options)
-    one, two = small(tmp_path / "one", folder), small(tmp_path / "two", folder, gradient_accumulation_steps=2)
+    one, two = (
+        small(tmp_path / "one", folder),
+        small(tmp_path / "two", folder, gradient_accumulation_steps=2),
+    )
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["steps"] == 6
 
 
@@ -534,71 +840,130 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
     for place in (out, out / "model", out / "model" / "model.safetensors"):
         again = eval_vision(place, str(folder), workers=0, cpu=True, batch_size=3)
         assert again == {"top1": found["ema_top1"], "top5": 1.0, "val_images": 10, "skipped": 0}
-    assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).pretrained_cfg["input_size"] == (1, 8, 8)
-    assert cli.main(["eval-vision", str(out), "--data", str(folder), "--img-size", "12", "--cpu"]) == 0
+    assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).pretrained_cfg[
+        "input_size"
+    ] == (1, 8, 8)
+    assert (
+        cli.main(["eval-vision", str(out), "--data", str(folder), "--img-size", "12", "--cpu"]) == 0
+    )
     assert "of 10 images, 0 skipped" in capsys.readouterr().out
     shards(tmp_path, "val", [(encoded(picture(0, 1)), 1)])
     filled(tmp_path / "more", 1, 1, ("dark", "dim", "light"))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "model.safetensors").write_bytes(b"nothing")
     for words, says in (
-            ([str(tmp_path), "--data", str(folder)], f"checkpoint {tmp_path} holds no model"),
-            ([str(out), "--data", "nowhere"], "nowhere/val does not exist"),
-            ([str(out), "--data", f"wds:{tmp_path}"], "class '0' of wds:"),
-            ([str(out), "--data", str(tmp_path / "more")], "class 'dim' of .*more is not number 1 of the 2 classes"),
-            ([str(out), "--data", str(folder), "--img-size", "9"], "img_size is 9; it must be a multiple of the patch, 2 pixels"),
-            ([str(tmp_path / "a" / "model.safetensors"), "--data", str(folder)], "has no config.json")):
+        ([str(tmp_path), "--data", str(folder)], f"checkpoint {tmp_path} holds no model"),
+        ([str(out), "--data", "nowhere"], "nowhere/val does not exist"),
+        ([str(out), "--data", f"wds:{tmp_path}"], "class '0' of wds:"),
+        (
+            [str(out), "--data", str(tmp_path / "more")],
+            "class 'dim' of .*more is not number 1 of the 2 classes",
+        ),
+        (
+            [str(out), "--data", str(folder), "--img-size", "9"],
+            "img_size is 9; it must be a multiple of the patch, 2 pixels",
+        ),
+        ([str(tmp_path / "a" / "model.safetensors"), "--data", str(folder)], "has no config.json"),
+    ):
         assert cli.main(["eval-vision", *words]) == 1
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and re.search(says, error), error
     for words in (["generate", str(out)], ["export", str(out), str(tmp_path / "export")]):
-        assert cli.main(words) == 1 and f"{out / 'model'} holds a vision model; expected" in capsys.readouterr().err
+        assert (
+            cli.main(words) == 1
+            and f"{out / 'model'} holds a vision model; expected" in capsys.readouterr().err
+        )
 
 
 def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):
     out, _ = trained
     config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(out), img_size=12)
-    weights, same, other = load_file(out / "model" / "model.safetensors"), make_model(config, 2), make_model(config, 10)
+    weights, same, other = (
+        load_file(out / "model" / "model.safetensors"),
+        make_model(config, 2),
+        make_model(config, 10),
+    )
     assert torch.equal(same.head.weight, weights["head.weight"]) and other.head.out_features == 10
     first = timm.create_model(config.model, num_classes=2)
     first.load_state_dict(weights)
     first.set_input_size(12)
     for model in (same, other):
-        assert torch.equal(model.pos_embed, first.pos_embed) and torch.equal(model.norm.weight, weights["norm.weight"])
+        assert torch.equal(model.pos_embed, first.pos_embed) and torch.equal(
+            model.norm.weight, weights["norm.weight"]
+        )
     start = small(tmp_path / "fine", folder, img_size=12, init_from=str(out), lr=1e-5)
-    assert start["top1"] == 1.0 and read_json(tmp_path / "fine" / "model" / "config.json")["pretrained_cfg"]["input_size"] == [1, 12, 12]
+    assert start["top1"] == 1.0 and read_json(tmp_path / "fine" / "model" / "config.json")[
+        "pretrained_cfg"
+    ]["input_size"] == [1, 12, 12]
     assert eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"] == start["top1"]
     shutil.copytree(out / "model", tmp_path / "model")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True) # from a run that was killed before its first checkpoint
-    for here, name in ((tmp_path, "model"), (tmp_path / "fine", "../model"), (folder, tmp_path / "model")): # a resumed run does not read them again
+    (tmp_path / "run" / "checkpoints").mkdir(
+        parents=True
+    )  # from a run that was killed before its first checkpoint
+    for here, name in (
+        (tmp_path, "model"),
+        (tmp_path / "fine", "../model"),
+        (folder, tmp_path / "model"),
+    ):  # a resumed run does not read them again
         monkeypatch.chdir(here)
         small(tmp_path / "run", folder, epochs=1, lr=0.0, init_from=str(name))
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
     assert results(tmp_path / "run")[1] == results(out)[1]
 
 
-@pytest.mark.parametrize("damage, says", [
-    (lambda folder: (folder / "model.safetensors").write_bytes(b"nothing"), "model.safetensors is damaged; train the model again"),
-    (lambda folder: ((folder / "manifest.json").unlink(), (folder / "model.safetensors").write_bytes(b"nothing")), "does not fit longhorn_vim_nano_patch2_8"),
-    (lambda folder: shutil.rmtree(folder), "holds no model"),
-    (lambda folder: ((folder / "manifest.json").unlink(), lab.save_for_hf(timm.create_model("longhorn_vim_nano_patch2_8", img_size=(4, 16)), folder, safe_serialization=True)), "_patch2_8: its positions are those of images with 4x16 pixels; expected a square"),
-    (dict(model="longhorn_vim_nano_patch2_8", scan="mamba"), None)])
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (
+            lambda folder: (folder / "model.safetensors").write_bytes(b"nothing"),
+            "model.safetensors is damaged; train the model again",
+        ),
+        (
+            lambda folder: (
+                (folder / "manifest.json").unlink(),
+                (folder / "model.safetensors").write_bytes(b"nothing"),
+            ),
+            "does not fit longhorn_vim_nano_patch2_8",
+        ),
+        (lambda folder: shutil.rmtree(folder), "holds no model"),
+        (
+            lambda folder: (
+                (folder / "manifest.json").unlink(),
+                lab.save_for_hf(
+                    timm.create_model("longhorn_vim_nano_patch2_8", img_size=(4, 16)),
+                    folder,
+                    safe_serialization=True,
+                ),
+            ),
+            "_patch2_8: its positions are those of images with 4x16 pixels; expected a square",
+        ),
+        (dict(model="longhorn_vim_nano_patch2_8", scan="mamba"), None),
+    ],
+)
 def test_weights_that_do_not_fit_are_one_sentence(trained, tmp_path, damage, says):
     shutil.copytree(trained[0], tmp_path / "run")
     config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(tmp_path / "run"))
     if says:
         damage(tmp_path / "run" / "model")
-    else: # Mamba's weights have more tensors; three classes, so that timm is not strict
-        config, says = dataclasses.replace(config, model="mamba_vim_nano_patch2_8"), "does not fit mamba_vim_nano_patch2_8: only one of them has blocks.0"
+    else:  # Mamba's weights have more tensors; three classes, so that timm is not strict
+        config, says = (
+            dataclasses.replace(config, model="mamba_vim_nano_patch2_8"),
+            "does not fit mamba_vim_nano_patch2_8: only one of them has blocks.0",
+        )
     with pytest.raises((ValueError, OSError), match=says) as error:
         make_model(config, 3)
     assert "\n" not in str(error.value)
 
 
 def start(*words, launcher=()):
-    return subprocess.Popen([sys.executable, *launcher, "-m", "longhorn_kit.cli", *words], cwd=Path(__file__).parent.parent,
-                            env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""), stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, *launcher, "-m", "longhorn_kit.cli", *words],
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | dict(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def finished(process):
@@ -609,20 +974,51 @@ def finished(process):
 @pytest.mark.slow
 def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_weights(tmp_path):
     folder = filled(tmp_path, 8, 4)
-    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png" # held out: one per process
+    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png"  # held out: one per process
     for path in broken:
         (folder / path).write_bytes(b"not an image")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
-    code, output, errors = finished(start("train-vision", "--preset", "digits", "--data", str(folder), "--out", str(folder / "whole"), "--epochs", "3",
-                                        "--batch-size", "8", "--workers", "1", "--sharding", "fsdp", launcher=torchrun))
+    code, output, errors = finished(
+        start(
+            "train-vision",
+            "--preset",
+            "digits",
+            "--data",
+            str(folder),
+            "--out",
+            str(folder / "whole"),
+            "--epochs",
+            "3",
+            "--batch-size",
+            "8",
+            "--workers",
+            "1",
+            "--sharding",
+            "fsdp",
+            launcher=torchrun,
+        )
+    )
     lines = [line for line in read_jsonl(folder / "whole" / "metrics.jsonl") if "top1" in line]
     assert code == 0, errors
-    assert [(line["skipped"], line["val_images"], line["epoch"]) for line in lines] == [(3, 6, 1), (3, 6, 2), (3, 6, 3)]
+    assert [(line["skipped"], line["val_images"], line["epoch"]) for line in lines] == [
+        (3, 6, 1),
+        (3, 6, 2),
+        (3, 6, 3),
+    ]
     assert all(errors.count(f"{path}; skipped") == 1 for path in broken)
-    assert output.count("\n") == 2 and "of 6 images, 3 skipped" in output and "went to waiting for images" in output
+    assert (
+        output.count("\n") == 2
+        and "of 6 images, 3 skipped" in output
+        and "went to waiting for images" in output
+    )
     one = small(folder / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1)
-    mine, whole = (load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole"))
-    assert all(torch.allclose(mine[name], whole[name], atol=1e-4) for name in whole) and mine.keys() == whole.keys()
+    mine, whole = (
+        load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole")
+    )
+    assert (
+        all(torch.allclose(mine[name], whole[name], atol=1e-4) for name in whole)
+        and mine.keys() == whole.keys()
+    )
     assert one["top1"] == lines[-1]["top1"]
 
 
@@ -633,11 +1029,35 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
         for label, name in enumerate(classes):
             (data / part / name).mkdir(parents=True)
             for i in range(count):
-                pixels = np.random.default_rng((label, i)).integers(0, 256, (4, 4, 3), dtype=np.uint8)
+                pixels = np.random.default_rng((label, i)).integers(
+                    0, 256, (4, 4, 3), dtype=np.uint8
+                )
                 Image.fromarray(pixels).resize((40, 32)).save(data / part / name / f"{i}.JPEG")
-    words = lambda out: ["train-vision", "--preset", "imagenet-vim-tiny", "--model", "longhorn_vim_nano_patch2_8", "--img-size", "16",
-                         "--data", str(data), "--out", str(out), "--epochs", "2", "--batch-size", "100", "--workers", "2",
-                         "--ema", "0.9", "--save-every", "3", "--log-every", "1"]
+    words = lambda out: [
+        "train-vision",
+        "--preset",
+        "imagenet-vim-tiny",
+        "--model",
+        "longhorn_vim_nano_patch2_8",
+        "--img-size",
+        "16",
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--epochs",
+        "2",
+        "--batch-size",
+        "100",
+        "--workers",
+        "2",
+        "--ema",
+        "0.9",
+        "--save-every",
+        "3",
+        "--log-every",
+        "1",
+    ]
     killed = start(*words(tmp_path / "killed"))
     while not any(line["step"] >= 26 for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl")):
         assert killed.poll() is None
@@ -645,10 +1065,17 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
     killed.kill()
     assert finished(killed)[0] == -signal.SIGKILL and not (tmp_path / "killed" / "model").exists()
     outputs = [finished(start(*words(tmp_path / name))) for name in ("killed", "whole")]
-    assert [code for code, *_ in outputs] == [0, 0] and outputs[0][1].split(";")[0] == outputs[1][1].split(";")[0]
+    assert [code for code, *_ in outputs] == [0, 0] and outputs[0][1].split(";")[0] == outputs[1][
+        1
+    ].split(";")[0]
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    assert len(results(tmp_path / "whole")[0]) == 40 and read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
-    code, output, _ = finished(start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu"))
+    assert (
+        len(results(tmp_path / "whole")[0]) == 40
+        and read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
+    )
+    code, output, _ = finished(
+        start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu")
+    )
     assert code == 0 and output.strip() == outputs[0][1].split("epoch 2: ")[1].split(";")[0]
 
 
@@ -657,20 +1084,54 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
     from timm.data import create_dataset, create_loader, resolve_data_config
     from timm.models import resume_checkpoint, safe_model_name
     from timm.utils import CheckpointSaver
-    model = timm.create_model("longhorn_vim_nano_patch2_8", pretrained=False, in_chans=1, num_classes=2, drop_rate=0.0,
-                              drop_path_rate=None, global_pool=None, bn_momentum=None, bn_eps=None, scriptable=False, checkpoint_path="")
+
+    model = timm.create_model(
+        "longhorn_vim_nano_patch2_8",
+        pretrained=False,
+        in_chans=1,
+        num_classes=2,
+        drop_rate=0.0,
+        drop_path_rate=None,
+        global_pool=None,
+        bn_momentum=None,
+        bn_eps=None,
+        scriptable=False,
+        checkpoint_path="",
+    )
     config = resolve_data_config(dict(img_size=None, input_size=None, crop_pct=None), model=model)
-    data = create_dataset("", root=str(folder), split="train", is_training=True, batch_size=8, input_img_mode="L")
-    images, labels = next(iter(create_loader(data, config["input_size"], 8, is_training=True, use_prefetcher=False, num_workers=0,
-                                             mean=config["mean"], std=config["std"], device=torch.device("cpu"))))
+    data = create_dataset(
+        "", root=str(folder), split="train", is_training=True, batch_size=8, input_img_mode="L"
+    )
+    images, labels = next(
+        iter(
+            create_loader(
+                data,
+                config["input_size"],
+                8,
+                is_training=True,
+                use_prefetcher=False,
+                num_workers=0,
+                mean=config["mean"],
+                std=config["std"],
+                device=torch.device("cpu"),
+            )
+        )
+    )
     optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
     torch.nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
     arguments = argparse.Namespace(model=safe_model_name("longhorn_vim_nano_patch2_8"))
-    saver = CheckpointSaver(model, optimizer, args=arguments, checkpoint_dir=str(tmp_path), recovery_dir=str(tmp_path))
+    saver = CheckpointSaver(
+        model, optimizer, args=arguments, checkpoint_dir=str(tmp_path), recovery_dir=str(tmp_path)
+    )
     saver.save_checkpoint(0, metric=1.0)
     other = timm.create_model("longhorn_vim_nano_patch2_8", num_classes=2)
     assert resume_checkpoint(other, str(tmp_path / "last.pth.tar"), log_info=False) == 1
-    config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(tmp_path / "last.pth.tar"))
-    for mine in (other, make_model(config, 2)): # `--init-from` takes it too
-        assert all(torch.equal(value, mine.state_dict()[name]) for name, value in model.state_dict().items())
+    config = dataclasses.replace(
+        VISION_PRESETS["digits"].config, init_from=str(tmp_path / "last.pth.tar")
+    )
+    for mine in (other, make_model(config, 2)):  # `--init-from` takes it too
+        assert all(
+            torch.equal(value, mine.state_dict()[name])
+            for name, value in model.state_dict().items()
+        )

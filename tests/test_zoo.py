@@ -1,4 +1,5 @@
 """The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
+
 import math, re
 from dataclasses import replace
 
@@ -7,8 +8,22 @@ import torch
 
 from fla_files import naive
 from longhorn_kit.theory.zoo import (
-    FAMILIES, GATED, ZOO, draw_gates, gated_deltanet_step, gated_step,
-    gla_step, hgrn2_step, mamba2_step, mamba_input_a_step, mamba_step, rglru_step, rwkv7_step, verify, zoo_markdown)
+    FAMILIES,
+    GATED,
+    ZOO,
+    draw_gates,
+    gated_deltanet_step,
+    gated_step,
+    gla_step,
+    hgrn2_step,
+    mamba2_step,
+    mamba_input_a_step,
+    mamba_step,
+    rglru_step,
+    rwkv7_step,
+    verify,
+    zoo_markdown,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -51,10 +66,15 @@ def test_a_batch_of_states_gives_the_same_as_one_at_a_time(name):
     pairs = (layer.batch,) if layer.batch > 1 else ()
     keys, values = layer.keys(draw(3, 4, *pairs, N)), draw(4, 4, *pairs, D)
     states = draw(5, 4, D, keys.shape[-1])
-    gates = {name: gate.double() for name, gate in draw_gates(layer, D, N, torch.Generator().manual_seed(6)).items()}
+    gates = {
+        name: gate.double()
+        for name, gate in draw_gates(layer, D, N, torch.Generator().manual_seed(6)).items()
+    }
     together = layer.step(states, keys, values, **gates)
     for i in range(4):
-        assert torch.allclose(together[i], layer.step(states[i], keys[i], values[i], **gates), atol=1e-12)
+        assert torch.allclose(
+            together[i], layer.step(states[i], keys[i], values[i], **gates), atol=1e-12
+        )
 
 
 def test_gates_keep_every_fading_row_stable():
@@ -67,6 +87,7 @@ def test_gates_keep_every_fading_row_stable():
 
 
 # The published recurrences, written as matrix products.
+
 
 def test_gla_and_hgrn2_and_retnet_as_matrices():
     alpha = rate(7, N)
@@ -81,8 +102,12 @@ def test_mamba_is_the_discretised_state_equation():
         expected = torch.linalg.matrix_exp(dt[d] * torch.diag(A[d])) @ S[d] + dt[d] * k * x[d]
         assert torch.allclose(mamba_step(S, k, x, dt, A)[d], expected)
     shared = -rate(11, N)
-    assert torch.allclose(mamba_input_a_step(S, k, x, dt, -shared), mamba_step(S, k, x, dt, shared.expand(D, N)))
-    expected = mamba_step(S, k, x, torch.full((D,), 0.3).double(), torch.full((D, N), -2.0).double())
+    assert torch.allclose(
+        mamba_input_a_step(S, k, x, dt, -shared), mamba_step(S, k, x, dt, shared.expand(D, N))
+    )
+    expected = mamba_step(
+        S, k, x, torch.full((D,), 0.3).double(), torch.full((D, N), -2.0).double()
+    )
     for number in (0.3, torch.tensor([0.3])):
         assert torch.allclose(mamba2_step(S, k, x, number, -2.0), expected)
 
@@ -94,20 +119,40 @@ def test_gated_delta_rule_as_matrices():
 
 
 def test_rwkv7_is_that_of_flash_linear_attention():
-    T, erased, r = 6, torch.nn.functional.normalize(draw(30, 6, N), dim=-1), draw(31, 6, N).sigmoid()
-    log_w, keys, values = -math.exp(-0.5) * draw(32, T, N).sigmoid(), draw(33, T, N), draw(34, T, D) # as in fla.layers.rwkv7
+    T, erased, r = (
+        6,
+        torch.nn.functional.normalize(draw(30, 6, N), dim=-1),
+        draw(31, 6, N).sigmoid(),
+    )
+    log_w, keys, values = (
+        -math.exp(-0.5) * draw(32, T, N).sigmoid(),
+        draw(33, T, N),
+        draw(34, T, D),
+    )  # as in fla.layers.rwkv7
     state = S
     for t in range(T):
         state = rwkv7_step(state, keys[t], values[t], log_w[t].exp(), erased[t], r[t])
     wide = lambda t: t[None, None].float()
     _, theirs = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
-        wide(keys), wide(keys), wide(values), wide(-erased), wide(erased * r), wide(log_w), wide(S.T))
+        wide(keys),
+        wide(keys),
+        wide(values),
+        wide(-erased),
+        wide(erased * r),
+        wide(log_w),
+        wide(S.T),
+    )
     assert torch.allclose(theirs[0, 0].T.double(), state, atol=1e-5)
 
 
 def test_rglru_keeps_unit_variance():
     state = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(0))
-    new = rglru_step(state, torch.ones(1), torch.randn(200_000, generator=torch.Generator().manual_seed(1)), torch.tensor(0.8))
+    new = rglru_step(
+        state,
+        torch.ones(1),
+        torch.randn(200_000, generator=torch.Generator().manual_seed(1)),
+        torch.tensor(0.8),
+    )
     assert abs(new.var().item() - 1) < 0.02
 
 
@@ -117,9 +162,26 @@ def test_the_lemma_at_gate_zero_forgets_everything():
 
 
 def test_the_table_is_complete():
-    needed = ["Linear attention", "RetNet", "GLA", "RWKV-5", "RWKV-6", "HGRN2", "Mamba (S6)", "Mamba, input-dependent A",
-              "Mamba-2 (SSD)", "mLSTM (xLSTM)", "Griffin (RG-LRU)", "DeltaNet", "Gated DeltaNet", "RWKV-7", "TTT-Linear",
-              "Longhorn, exact", "Longhorn, diagonal", "Longhorn, decoupled"]
+    needed = [
+        "Linear attention",
+        "RetNet",
+        "GLA",
+        "RWKV-5",
+        "RWKV-6",
+        "HGRN2",
+        "Mamba (S6)",
+        "Mamba, input-dependent A",
+        "Mamba-2 (SSD)",
+        "mLSTM (xLSTM)",
+        "Griffin (RG-LRU)",
+        "DeltaNet",
+        "Gated DeltaNet",
+        "RWKV-7",
+        "TTT-Linear",
+        "Longhorn, exact",
+        "Longhorn, diagonal",
+        "Longhorn, decoupled",
+    ]
     assert list(ZOO) == needed
     for name, layer in ZOO.items():
         assert layer.name == name and layer.family in FAMILIES
@@ -130,6 +192,7 @@ def test_the_table_is_complete():
 
 def test_the_formulas_are_valid_for_matplotlib():
     from matplotlib.mathtext import MathTextParser
+
     for layer in ZOO.values():
         for formula in filter(None, (layer.objective, layer.where, layer.update)):
             MathTextParser("path").parse(f"${formula}$")

@@ -1,4 +1,5 @@
 """The hardest agenda of the lab as a toy: every learning rate with the first seed, then the best rate with the other seeds."""
+
 import os
 import random
 import time
@@ -12,11 +13,14 @@ class Config:
     models: tuple = ("exact", "diagonal", "mamba")
     lrs: tuple = (0.001, 0.003, 0.01)
     seeds: tuple = (0, 1, 2)
-    pause: float = 0.05 # seconds per step
+    pause: float = 0.05  # seconds per step
 
 
 def tried(config, results, model):
-    settings = [{"model": model, "lr": lr, "seed": config.seeds[0], "pause": config.pause} for lr in config.lrs]
+    settings = [
+        {"model": model, "lr": lr, "seed": config.seeds[0], "pause": config.pause}
+        for lr in config.lrs
+    ]
     done = [results.get(s) for s in settings]
     return settings, max(done, key=lambda row: row["accuracy"])["settings"] if all(done) else None
 
@@ -43,13 +47,23 @@ def run_job(settings, folder):
         if settings["model"] == os.environ.get("TOY_FAILS"):
             raise ValueError("the toy is broken")
         steps.write_text(str(step + 1))
-    return {"accuracy": random.Random(f"{settings['model']} {settings['lr']} {settings['seed']}").random()}
+    return {
+        "accuracy": random.Random(
+            f"{settings['model']} {settings['lr']} {settings['seed']}"
+        ).random()
+    }
 
 
 def summarize(config, results):
     best = {model: tried(config, results, model)[1] for model in config.models}
-    return {model: [row["accuracy"] for seed in config.seeds if at and (row := results.get(at | {"seed": seed}))]
-            for model, at in best.items()}
+    return {
+        model: [
+            row["accuracy"]
+            for seed in config.seeds
+            if at and (row := results.get(at | {"seed": seed}))
+        ]
+        for model, at in best.items()
+    }
 
 
 EXPERIMENT = Experiment("toy", {"laptop": Config()}, jobs, run_job, summarize, later)

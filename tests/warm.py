@@ -1,6 +1,7 @@
 """A Python that imports PyTorch and Triton once and forks a child per command, which saves each command the import.
 
 As a program it reads lines of JSON, [command, file for the output, file for the errors], and answers with exit codes."""
+
 import json
 import os
 import runpy
@@ -13,9 +14,12 @@ from pathlib import Path
 
 class WarmPython:
     "Run commands as `python -c CODE` or `python FILE ARGUMENTS` would. environment: of all of them."
+
     def __init__(self, environment, cwd):
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.process = subprocess.Popen([sys.executable, __file__], env=environment, cwd=cwd, **pipes)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, cwd=cwd, **pipes
+        )
 
     def run(self, *command):
         "Return (exit code, output, errors)."
@@ -65,7 +69,8 @@ def in_child(command, output, errors):
 
 
 if __name__ == "__main__":
-    import torch, triton # noqa: F401
-    sys.path[0] = "" # as for `python -c`
+    import torch, triton  # noqa: F401
+
+    sys.path[0] = ""  # as for `python -c`
     for line in sys.stdin:
         print(in_child(*json.loads(line)), flush=True)

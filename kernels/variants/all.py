@@ -1,8 +1,9 @@
 """Run every variant of this folder on a GPU, one script after the other.
 
-    python kernels/variants/all.py              # every script
-    python kernels/variants/all.py plans exact  # those whose name starts with a word
+python kernels/variants/all.py              # every script
+python kernels/variants/all.py plans exact  # those whose name starts with a word
 """
+
 import pathlib
 import subprocess
 import sys

@@ -11,6 +11,7 @@ compiler does interleave them. Slower all the same, wherever it was measured (on
 Two chunks with all their steps unrolled are one loop of 1000 to 1900 instructions, against 620 with a loop of 350 inside. The
 likely reason is the instruction cache: in the backward, too, halving the loop's body made it faster though it does more work.
 """
+
 import sys
 
 from shared import SHAPES, inputs
@@ -56,9 +57,13 @@ def _buffers(N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr):
     # One set: eps, x, k, q, y as tiles.
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     rows4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    return (gl.allocate_shared_memory(gl.float32, [CHUNK, BD], rows2), gl.allocate_shared_memory(gl.float32, [CHUNK, BD], rows2),
-            gl.allocate_shared_memory(gl.float32, [CHUNK, N], rows2), gl.allocate_shared_memory(gl.float32, [CHUNK, N], rows2),
-            gl.allocate_shared_memory(gl.float32, [2, 8, NW, BD], rows4))
+    return (
+        gl.allocate_shared_memory(gl.float32, [CHUNK, BD], rows2),
+        gl.allocate_shared_memory(gl.float32, [CHUNK, BD], rows2),
+        gl.allocate_shared_memory(gl.float32, [CHUNK, N], rows2),
+        gl.allocate_shared_memory(gl.float32, [CHUNK, N], rows2),
+        gl.allocate_shared_memory(gl.float32, [2, 8, NW, BD], rows4),
+    )
 
 
 @gluon.jit
@@ -77,12 +82,29 @@ def _tile_in(x, b, k, q, bias, se, sx, sk, sq):
 
 
 @gluon.jit
-def _pipelined_fwd_kernel(x, b, z, k, q, bias, skip, out, ckpt, hT, T, D,
-                          N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr):
+def _pipelined_fwd_kernel(
+    x,
+    b,
+    z,
+    k,
+    q,
+    bias,
+    skip,
+    out,
+    ckpt,
+    hT,
+    T,
+    D,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+):
     STATE: gl.constexpr = gl.BlockedLayout([N // NW, BD // 32], [1, 32], [NW, 1], [1, 0])
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [128 // BD, BD // 4], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [NW, 1], [1, 0])
-    PARTS: gl.constexpr = gl.BlockedLayout([1, NW, 4], [128 // BD, 1, BD // 4], [NW, 1, 1], [2, 1, 0])
+    PARTS: gl.constexpr = gl.BlockedLayout(
+        [1, NW, 4], [128 // BD, 1, BD // 4], [NW, 1, 1], [2, 1, 0]
+    )
     rows3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     pd = gl.program_id(0)
     batch = gl.program_id(1).to(gl.int64)
@@ -91,7 +113,10 @@ def _pipelined_fwd_kernel(x, b, z, k, q, bias, skip, out, ckpt, hT, T, D,
     nd = n2[:, None] * D + d2[None, :]
     dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     oT = gl.arange(0, CHUNK, gl.SliceLayout(1, TILE))[:, None] * D + dT[None, :]
-    oK = gl.arange(0, CHUNK, gl.SliceLayout(1, KEYS))[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
+    oK = (
+        gl.arange(0, CHUNK, gl.SliceLayout(1, KEYS))[:, None] * N
+        + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
+    )
     bi = -LOG2E * gl.load(bias + dT)[None, :]
     ds = gl.load(skip + dT)[None, :]
     se0, sx0, sk0, sq0, sy0 = _buffers(N, BD, NW)
@@ -106,11 +131,11 @@ def _pipelined_fwd_kernel(x, b, z, k, q, bias, skip, out, ckpt, hT, T, D,
     k += batch * T * N
     q += batch * T * N
     ckpt += batch * (T // 8) * N * D
-    chunks = T // CHUNK                                # even
+    chunks = T // CHUNK  # even
     x0 = gl.load(x + oT)
     z0 = gl.load(z + oT)
     _tile_in(x0, gl.load(b + oT), gl.load(k + oK), gl.load(q + oK), bi, se0, sx0, sk0, sq0)
-    x1 = x0                                            # x of the chunk before, of this one, of the next one
+    x1 = x0  # x of the chunk before, of this one, of the next one
     x2 = gl.load(x + CHUNK * D + oT)
     b2 = gl.load(b + CHUNK * D + oT)
     k2 = gl.load(k + CHUNK * N + oK)
@@ -124,8 +149,29 @@ def _pipelined_fwd_kernel(x, b, z, k, q, bias, skip, out, ckpt, hT, T, D,
         q2 = gl.load(q + t64 * N + oK)
         t64 = c.to(gl.int64) * CHUNK
         z1 = gl.load(z + t64 * D + oT)
-        _tile_out(ry1, x0, z0, ds, out + (t64 - CHUNK) * D, oT, (c > 0) & (dT[None, :] < D), PARTS, True, True)
-        S = _sixteen_steps(S, _rows(se0, BD), _rows(sx0, BD), _rows(sk0, N), _rows(sq0, N), sy0, ckpt + t64 // 8 * N * D, nd, D)
+        _tile_out(
+            ry1,
+            x0,
+            z0,
+            ds,
+            out + (t64 - CHUNK) * D,
+            oT,
+            (c > 0) & (dT[None, :] < D),
+            PARTS,
+            True,
+            True,
+        )
+        S = _sixteen_steps(
+            S,
+            _rows(se0, BD),
+            _rows(sx0, BD),
+            _rows(sk0, N),
+            _rows(sq0, N),
+            sy0,
+            ckpt + t64 // 8 * N * D,
+            nd,
+            D,
+        )
         _tile_in(x3, b2, k2, q2, bi, se0, sx0, sk0, sq0)
         t64 = gl.minimum(c + 3, chunks - 1).to(gl.int64) * CHUNK
         x4 = gl.load(x + t64 * D + oT)
@@ -135,11 +181,32 @@ def _pipelined_fwd_kernel(x, b, z, k, q, bias, skip, out, ckpt, hT, T, D,
         t64 = (c + 1).to(gl.int64) * CHUNK
         z0 = gl.load(z + t64 * D + oT)
         _tile_out(ry0, x1, z1, ds, out + (t64 - CHUNK) * D, oT, dT[None, :] < D, PARTS, True, False)
-        S = _sixteen_steps(S, _rows(se1, BD), _rows(sx1, BD), _rows(sk1, N), _rows(sq1, N), sy1, ckpt + t64 // 8 * N * D, nd, D)
+        S = _sixteen_steps(
+            S,
+            _rows(se1, BD),
+            _rows(sx1, BD),
+            _rows(sk1, N),
+            _rows(sq1, N),
+            sy1,
+            ckpt + t64 // 8 * N * D,
+            nd,
+            D,
+        )
         x0 = x2
         x1 = x3
         x2 = x4
-    _tile_out(ry1, x0, z0, ds, out + (chunks - 1).to(gl.int64) * CHUNK * D, oT, dT[None, :] < D, PARTS, True, False)
+    _tile_out(
+        ry1,
+        x0,
+        z0,
+        ds,
+        out + (chunks - 1).to(gl.int64) * CHUNK * D,
+        oT,
+        dT[None, :] < D,
+        PARTS,
+        True,
+        False,
+    )
     gl.store(hT + batch * N * D + d2[None, :] * N + n2[:, None], S)
 
 
@@ -148,22 +215,34 @@ def pipelined(q, k, x, b, bias, skip, z, BD, warps):
     (B, T, D), N = x.shape, k.shape[-1]
     new = lambda *s: empty(s, device=x.device, dtype=torch.float32)
     out, ckpt, final = torch.empty_like(x), new(B * T // 8, N, D), new(B, D, N)
-    _pipelined_fwd_kernel[(D // BD, B)](x, b, z, k, q, bias, skip, out, ckpt, final, T, D, N=N, BD=BD, NW=warps, num_warps=warps)
+    _pipelined_fwd_kernel[(D // BD, B)](
+        x, b, z, k, q, bias, skip, out, ckpt, final, T, D, N=N, BD=BD, NW=warps, num_warps=warps
+    )
     return out, final, ckpt
 
 
 def main():
     for name, (B, T, D, N) in SHAPES.items():
         a, _, _, _ = inputs(B, T, D, N)
-        won = lambda segment=None: diagonal_forward(diagonal_plan(B, T, D, N, segment=segment), *a.values(), None, None)
+        won = lambda segment=None: diagonal_forward(
+            diagonal_plan(B, T, D, N, segment=segment), *a.values(), None, None
+        )
         right = won()
         for BD, warps in ((64, 4), (32, 4), (32, 2)):
             run = lambda: pipelined(*a.values(), BD, warps)
-            worst = max(((m.double() - r.double()).norm() / r.double().norm()).item() for m, r in zip(run(), right))
+            worst = max(
+                ((m.double() - r.double()).norm() / r.double().norm()).item()
+                for m, r in zip(run(), right)
+            )
             if not worst < 6e-3:
                 sys.exit(f"{name} {BD} channels, {warps} warps: wrong by {worst:.1e}, no time")
-            ms = [do_bench(f, warmup=10, rep=40, return_mode="median") for f in (run, won, lambda: won(0))]
-            print(f"{name}  {BD} channels, {warps} warps: pipelined {ms[0]:.3f} ms, won {ms[1]:.3f}, won without segments {ms[2]:.3f}")
+            ms = [
+                do_bench(f, warmup=10, rep=40, return_mode="median")
+                for f in (run, won, lambda: won(0))
+            ]
+            print(
+                f"{name}  {BD} channels, {warps} warps: pipelined {ms[0]:.3f} ms, won {ms[1]:.3f}, won without segments {ms[2]:.3f}"
+            )
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ memory that shared memory leaves free. In column `driver` nothing is requested. 
 cent of 228 KiB; the driver takes the next of its settings (100, 132, 164, 196 KiB). Each ring is compared
 with the default before it is timed.
 """
+
 import argparse
 import json
 import pathlib
@@ -20,8 +21,15 @@ from shared import SHAPES, inputs
 from longhorn_kit.records import commit_of_kit
 from longhorn_kit.scan import triton_exact
 
-SIZES = {f"{name}, D={D}": (*SHAPES[name][:2], D, 16) for name, widths in
-         (("S1", (2048, 2040, 2044, 2046)), ("S2", (1536, 1532)), ("S3", (4096, 4092))) for D in widths}
+SIZES = {
+    f"{name}, D={D}": (*SHAPES[name][:2], D, 16)
+    for name, widths in (
+        ("S1", (2048, 2040, 2044, 2046)),
+        ("S2", (1536, 1532)),
+        ("S3", (4096, 4092)),
+    )
+    for D in widths
+}
 PERCENT = {"driver": -1, "100": 30, "132": 44, "164": 58, "196": 72}
 RINGS = (3, 4, 6)
 
@@ -41,7 +49,14 @@ def measure(size, slots):
     forward = lambda: triton_exact.exact_forward(plan, *a.values(), None, None)
     right, found = forward()[0], {name: [] for name in PERCENT}
     with patch.object(triton_exact, "_ring", lambda plan: slots):
-        if not (difference := ((forward()[0].float() - right.float()).norm() / right.float().norm()).item()) < 5e-3:
+        if (
+            not (
+                difference := (
+                    (forward()[0].float() - right.float()).norm() / right.float().norm()
+                ).item()
+            )
+            < 5e-3
+        ):
             raise SystemExit(f"{size} with {slots} slots is wrong by {difference:.1e}: no time")
         for name, percent in 2 * list(PERCENT.items()):
             divide(percent)
@@ -53,7 +68,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    triton_exact._leave_to_cache = lambda kernel, programs: None     # the default's own wish
+    triton_exact._leave_to_cache = lambda kernel, programs: None  # the default's own wish
     rows = []
     for size in SIZES:
         for slots in RINGS:
@@ -61,8 +76,15 @@ def main():
             print(rows[-1], flush=True)
         torch.cuda.empty_cache()
     if args.out:
-        record = dict(gpu=torch.cuda.get_device_name(0), torch=torch.__version__, triton=triton.__version__, commit=commit_of_kit(),
-                      command="python kernels/variants/exact_cache.py", seed=0, rows=rows)
+        record = dict(
+            gpu=torch.cuda.get_device_name(0),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            commit=commit_of_kit(),
+            command="python kernels/variants/exact_cache.py",
+            seed=0,
+            rows=rows,
+        )
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

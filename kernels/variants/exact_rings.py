@@ -6,6 +6,7 @@ A ring of n slots has n - 1 chunks on their way from memory. Each variant is com
 (forward / backward, ms, as in kernels/bench.py). In the backward two slots beat three at S1 and S2: a chunk takes longer
 than a copy, the slot's number is one bit, and at S2 one more program finds room on a multiprocessor.
 """
+
 import argparse
 import json
 import pathlib
@@ -28,7 +29,10 @@ def run(shape, rings, few):
     "Forward and backward as functions, with the given rings and the given choice for few channels (None: the default)."
     B, T, D, N = SIZES[shape]
     a, _, dout, _ = inputs(B, T, D, N, "exact")
-    plans = [triton_exact.exact_plan(B, T, D, N, None, way, few=few) for way in ("forward", "backward")]
+    plans = [
+        triton_exact.exact_plan(B, T, D, N, None, way, few=few) for way in ("forward", "backward")
+    ]
+
     def with_ring(f):
         for way, module in modules.items():
             module._ring = lambda plan, way=way: rings.get(way) or default_ring[way](plan)
@@ -37,9 +41,14 @@ def run(shape, rings, few):
         finally:
             for way, module in modules.items():
                 module._ring = default_ring[way]
-    forward = lambda: with_ring(lambda: triton_exact.exact_forward(plans[0], *a.values(), None, None))
+
+    forward = lambda: with_ring(
+        lambda: triton_exact.exact_forward(plans[0], *a.values(), None, None)
+    )
     ckpt = forward()[2]
-    backward = lambda: with_ring(lambda: triton_exact_backward.exact_backward(plans[1], dout, None, ckpt, *a.values(), None))
+    backward = lambda: with_ring(
+        lambda: triton_exact_backward.exact_backward(plans[1], dout, None, ckpt, *a.values(), None)
+    )
     return forward, backward
 
 
@@ -47,10 +56,14 @@ def measure(shape, right, rings, few=None):
     "Largest relative difference from the default, and milliseconds (forward, backward)."
     forward, backward = run(shape, rings, few)
     results = [t for t in (forward()[0], *backward()) if t is not None]
-    difference = max(((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(results, right))
+    difference = max(
+        ((x.float() - y.float()).norm() / y.float().norm()).item() for x, y in zip(results, right)
+    )
     if not difference < 5e-3:
         raise SystemExit(f"{shape} {rings} few={few} is wrong by {difference:.1e}: no time")
-    return difference, [round(do_bench(f, warmup=5, rep=25, return_mode="median"), 4) for f in (forward, backward)]
+    return difference, [
+        round(do_bench(f, warmup=5, rep=25, return_mode="median"), 4) for f in (forward, backward)
+    ]
 
 
 def main():
@@ -61,17 +74,30 @@ def main():
     for shape in SIZES:
         forward, backward = run(shape, {}, None)
         right = [t for t in (forward()[0], *backward()) if t is not None]
-        variants = [({}, None)] + [({way: n}, None) for way, depths in RINGS.items() for n in depths]
-        variants.append(({}, shape != "S3"))                     # the other choice for few channels
+        variants = [({}, None)] + [
+            ({way: n}, None) for way, depths in RINGS.items() for n in depths
+        ]
+        variants.append(({}, shape != "S3"))  # the other choice for few channels
         for rings, few in variants:
             difference, ms = measure(shape, right, rings, few)
-            rows.append(dict(shape=shape, rings=rings, few=few, forward_ms=ms[0], backward_ms=ms[1]))
-            print(f"{shape} {str(rings) if rings else 'default rings':<16} few={few!s:<5} {ms[0]:7.4f} / {ms[1]:7.4f} ms"
-                  f"   difference {difference:.0e}", flush=True)
+            rows.append(
+                dict(shape=shape, rings=rings, few=few, forward_ms=ms[0], backward_ms=ms[1])
+            )
+            print(
+                f"{shape} {str(rings) if rings else 'default rings':<16} few={few!s:<5} {ms[0]:7.4f} / {ms[1]:7.4f} ms"
+                f"   difference {difference:.0e}",
+                flush=True,
+            )
         torch.cuda.empty_cache()
     if args.out:
-        record = dict(gpu=torch.cuda.get_device_name(0), torch=torch.__version__, triton=triton.__version__,
-                      command="python kernels/variants/exact_rings.py", seed=0, rows=rows)
+        record = dict(
+            gpu=torch.cuda.get_device_name(0),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            command="python kernels/variants/exact_rings.py",
+            seed=0,
+            rows=rows,
+        )
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

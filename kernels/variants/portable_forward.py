@@ -5,6 +5,7 @@
 Forward / backward in ms as in kernels/bench.py. "small" lines time the whole operation with one byte an element kept
 (`checkpoint="small"`) against the default, for the portable and the fast kernels.
 """
+
 import argparse
 import json
 import pathlib
@@ -44,8 +45,15 @@ def blocks(shape, form):
         difference = apart(run(other)[0], right)
         if not difference < 1e-2:
             raise SystemExit(f"{shape} {form} block {block} is wrong by {difference:.1e}: no time")
-        rows.append(dict(shape=shape, form=form, what=f"block {block}" + (" (default)" if other == plan else ""),
-                         forward_ms=median(lambda: run(other)), backward_ms=backward if other == plan else None))
+        rows.append(
+            dict(
+                shape=shape,
+                form=form,
+                what=f"block {block}" + (" (default)" if other == plan else ""),
+                forward_ms=median(lambda: run(other)),
+                backward_ms=backward if other == plan else None,
+            )
+        )
     return rows
 
 
@@ -60,10 +68,20 @@ def memory(shape, form, path):
         out = run()
         grads[checkpoint] = torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
         back = lambda: torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
-        rows.append(dict(shape=shape, form=form, what=f"{path}, checkpoint={checkpoint}", forward_ms=median(run), backward_ms=median(back)))
+        rows.append(
+            dict(
+                shape=shape,
+                form=form,
+                what=f"{path}, checkpoint={checkpoint}",
+                forward_ms=median(run),
+                backward_ms=median(back),
+            )
+        )
     worst = max(apart(s, f) for s, f in zip(grads["small"], grads["fast"]))
     if not worst < 1e-2:
-        raise SystemExit(f"{shape} {form} {path}: gradients of the small mode are off by {worst:.1e}: no time")
+        raise SystemExit(
+            f"{shape} {form} {path}: gradients of the small mode are off by {worst:.1e}: no time"
+        )
     first, second = (r["forward_ms"] + r["backward_ms"] for r in rows)
     rows[-1]["against_fast"] = round(second / first, 3)
     return rows
@@ -75,17 +93,35 @@ def main():
     args = parser.parse_args()
     rows = []
     jobs = [lambda s=s, f=f: blocks(s, f) for f in BLOCKS for s in SHAPES]
-    jobs += [lambda s=s, f=f, p=p: memory(s, f, p) for p in ("fast", "portable") for f in ("diagonal", "exact") for s in SHAPES]
+    jobs += [
+        lambda s=s, f=f, p=p: memory(s, f, p)
+        for p in ("fast", "portable")
+        for f in ("diagonal", "exact")
+        for s in SHAPES
+    ]
     for job in jobs:
         for row in job():
             rows.append(row)
             rival = OFFICIAL[row["shape"]]
-            against = f"  {row['against_fast']:.2f} of fast" if "against_fast" in row else f"  x{rival[0] / row['forward_ms']:.2f} of CUDA"
-            print(f"{row['shape']} {row['form']:<9} {row['what']:<28} {row['forward_ms']:7.3f} / {row['backward_ms'] or '':>7} ms{against}", flush=True)
+            against = (
+                f"  {row['against_fast']:.2f} of fast"
+                if "against_fast" in row
+                else f"  x{rival[0] / row['forward_ms']:.2f} of CUDA"
+            )
+            print(
+                f"{row['shape']} {row['form']:<9} {row['what']:<28} {row['forward_ms']:7.3f} / {row['backward_ms'] or '':>7} ms{against}",
+                flush=True,
+            )
         torch.cuda.empty_cache()
     if args.out:
-        record = dict(gpu=torch.cuda.get_device_name(0), torch=torch.__version__, triton=triton.__version__,
-                      command="python kernels/variants/portable_forward.py", seed=0, rows=rows)
+        record = dict(
+            gpu=torch.cuda.get_device_name(0),
+            torch=torch.__version__,
+            triton=triton.__version__,
+            command="python kernels/variants/portable_forward.py",
+            seed=0,
+            rows=rows,
+        )
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -1,4 +1,5 @@
 """Parts that the scripts of this folder share: the shapes, the inputs of a scan, and the official kernels' times."""
+
 import pathlib
 import sys
 
@@ -13,8 +14,8 @@ if not torch.cuda.is_available():
 from bench_gpu import ANCHORS, Case, draw
 from bench_gpu import SHAPES as BTD
 
-SHAPES = {name: (*shape, 16) for name, shape in BTD.items()}      # B, T, D, N
-OFFICIAL = ANCHORS["official_longhorn_cuda"]                      # (forward, backward) in ms on one H200, diagonal
+SHAPES = {name: (*shape, 16) for name, shape in BTD.items()}  # B, T, D, N
+OFFICIAL = ANCHORS["official_longhorn_cuda"]  # (forward, backward) in ms on one H200, diagonal
 
 
 def inputs(B, T, D, N, form="diagonal", dtype="bfloat16", seed=0):

@@ -16,14 +16,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map
 from .processes import gathered, is_main_process, together
-from ..records import (
-    atomic_path, cannot_write, discard, final_name, read_jsonl, read_record, write_jsonl, write_record)
+from longhorn_kit.records import (
+    atomic_path,
+    cannot_write,
+    discard,
+    final_name,
+    read_jsonl,
+    read_record,
+    write_jsonl,
+    write_record,
+)
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled") # one process is intended
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-006
 class Damaged(ValueError):
     "A stored file has changed."
+
 
 def checked(data: bytes, sha256: str, path) -> bytes:
     "Return the data; `Damaged` if the hash differs."
@@ -31,10 +40,12 @@ def checked(data: bytes, sha256: str, path) -> bytes:
         raise Damaged(f"{path} is damaged")
     return data
 
+
 class Writer(dcp.FileSystemWriter):
     "Writer of pieces, each with its hash."
+
     def storage_meta(self):
-        return None # it would be the path on this machine
+        return None  # it would be the path on this machine
 
     def write_data(self, plan, planner):
         future = super().write_data(plan, planner)
@@ -48,25 +59,33 @@ class Writer(dcp.FileSystemWriter):
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-007
 class Reader(dcp.FileSystemReader):
     "Reader that compares each piece with its hash; `metadata` is the hash of their list."
+
     def __init__(self, path, metadata):
         super().__init__(path)
         self.expected = metadata
 
     def read_metadata(self, *args, **options):
         path = Path(self.path) / ".metadata"
-        checked(path.read_bytes(), self.expected, path) # before unpickling
+        checked(path.read_bytes(), self.expected, path)  # before unpickling
         return super().read_metadata(*args, **options)
 
     def _slice_file(self, file, piece):
         file.seek(piece.offset)
-        return io.BytesIO(checked(file.read(piece.length), piece.sha256, Path(self.path) / piece.relative_path))
+        return io.BytesIO(
+            checked(file.read(piece.length), piece.sha256, Path(self.path) / piece.relative_path)
+        )
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-009
 def checkpoints(folder: str | Path | None) -> list[Path]:
     "Return the complete checkpoints of a run, oldest first."
-    return sorted(path.parent for path in Path(folder).glob("checkpoints/step-*/checkpoint.json")) if folder else []
+    return (
+        sorted(path.parent for path in Path(folder).glob("checkpoints/step-*/checkpoint.json"))
+        if folder
+        else []
+    )
 
-def tidy(folder: str | Path, save_total_limit: int) -> None: # folder: of the run
+
+def tidy(folder: str | Path, save_total_limit: int) -> None:  # folder: of the run
     "Remove unfinished checkpoints, and all but the newest complete ones."
     newest = checkpoints(folder)[-save_total_limit:]
     for place in folder.glob("checkpoints/*"):
@@ -74,8 +93,14 @@ def tidy(folder: str | Path, save_total_limit: int) -> None: # folder: of the ru
             discard(place)
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-009-3
-def write_checkpoint(path: Path, state: dict, about: dict, metrics: list, save_total_limit: int = 2,
-                     group: object = None) -> None:
+def write_checkpoint(
+    path: Path,
+    state: dict,
+    about: dict,
+    metrics: list,
+    save_total_limit: int = 2,
+    group: object = None,
+) -> None:
     "Write a checkpoint with all processes, and remove old ones; OSError names the folder."
     main = is_main_process()
     with ExitStack() as stack:
@@ -88,29 +113,37 @@ def write_checkpoint(path: Path, state: dict, about: dict, metrics: list, save_t
             if main:
                 with final_name(partial, path):
                     write_jsonl(partial / "metrics.jsonl", metrics)
-                    files = {name: hashlib.sha256((partial / name).read_bytes()).hexdigest() for name in LISTED}
+                    files = {
+                        name: hashlib.sha256((partial / name).read_bytes()).hexdigest()
+                        for name in LISTED
+                    }
                     write_record(partial / "checkpoint.json", {**about, "files": files})
                 stack.close()
                 tidy(path.parents[1], save_total_limit)
 
+
 LISTED = (".metadata", "metrics.jsonl")
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-010
-def store_state(state, place, path, group): # place: folder to write to; path: its final name
+def store_state(state, place, path, group):  # place: folder to write to; path: its final name
     "Store a state; OSError in all processes if one of them cannot write."
     try:
         dcp.save(state, storage_writer=Writer(place), process_group=group)
     except CheckpointException as error:
         rank, (cause, _) = min(error.failures.items())
         message = cannot_write(path, cause)
-        raise OSError(f"process {rank}: {message}" if len(gathered(None, group)) > 1 else str(message)) from None
+        raise OSError(
+            f"process {rank}: {message}" if len(gathered(None, group)) > 1 else str(message)
+        ) from None
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-012
 def read_checkpoint(path: Path) -> tuple[dict, list]:
     "Return (record, metrics) of a checkpoint; `Damaged` if a file has changed since it was written."
     if (path / "manifest.json").exists():
-        raise ValueError(f"checkpoint {path} is from an earlier version of the kit; resume it with that version, or "
-                         "use another folder")
+        raise ValueError(
+            f"checkpoint {path} is from an earlier version of the kit; resume it with that version, or "
+            "use another folder"
+        )
     try:
         about = read_record(path / "checkpoint.json")
         for name in LISTED:
@@ -118,6 +151,7 @@ def read_checkpoint(path: Path) -> tuple[dict, list]:
         return about, read_jsonl(path / "metrics.jsonl")
     except (OSError, ValueError, TypeError) as error:
         raise Damaged(f"{path} is damaged: {str(error).split(';')[0]}") from None
+
 
 def load_state(path: Path, state: dict, sha256: str) -> None:
     "Fill the tensors of a state; `Damaged`, or ValueError for another model."
@@ -133,37 +167,48 @@ def load_state(path: Path, state: dict, sha256: str) -> None:
         raise ValueError(f"checkpoint {path} does not fit this model: {reason}") from None
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-014
-def state_of(model, optimizer, average=None): # average: name -> averaged weight
+def state_of(model, optimizer, average=None):  # average: name -> averaged weight
     "Return the tensors that a checkpoint stores."
     known = next(iter(optimizer.state.values()), {})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in (p for p in parameters if known and p not in optimizer.state): # no gradient so far
-        optimizer.state[p] = {name: torch.zeros_like(p if t.dim() else t) for name, t in known.items()}
+    for p in (p for p in parameters if known and p not in optimizer.state):  # no gradient so far
+        optimizer.state[p] = {
+            name: torch.zeros_like(p if t.dim() else t) for name, t in known.items()
+        }
     weights, moments = get_state_dict(model, optimizer)
     return {"model": weights, "optimizer": moments} | ({"average": average} if average else {})
+
 
 def restore(path, model, optimizer, average, sha256):
     "Restore model, optimizer and averages from a checkpoint."
     state = state_of(model, optimizer, average)
     load_state(path, state, sha256)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-019
 class Saving:
     "Write checkpoints, in the background if asked; on exit, wait until the last one is complete."
+
     def __init__(self, in_background=False, processes=1):
         self.waiting = None
         self.pool = ThreadPoolExecutor(1) if in_background else None
-        self.group = torch.distributed.new_group(backend="gloo") if in_background and processes > 1 else None
+        self.group = (
+            torch.distributed.new_group(backend="gloo") if in_background and processes > 1 else None
+        )
 
     def write(self, path, state, about, metrics, save_total_limit):
         "Write a checkpoint, after the previous one is complete."
         self.wait()
         if self.pool is None:
             return write_checkpoint(path, state, about, metrics, save_total_limit)
-        state = tree_map(lambda t: t.detach().to("cpu", copy=True) if isinstance(t, torch.Tensor) else t, state)
-        self.waiting = self.pool.submit(write_checkpoint, path, state, about, list(metrics),
-                                        save_total_limit, self.group)
+        state = tree_map(
+            lambda t: t.detach().to("cpu", copy=True) if isinstance(t, torch.Tensor) else t, state
+        )
+        self.waiting = self.pool.submit(
+            write_checkpoint, path, state, about, list(metrics), save_total_limit, self.group
+        )
 
     def wait(self):
         "Wait for the checkpoint that is being written, and raise its error."

@@ -18,16 +18,52 @@ from statistics import mean
 from types import ModuleType
 
 import longhorn_kit.lab
-from .compare import (
-    EXACT_PAIRS, about_language, about_length, about_mqar, about_recall, about_rewritten,
-    about_states, about_vision, by_plan, compare_at_one_rate, compare_designs, compare_language,
-    compare_leads, compare_length, compare_mqar, compare_needles, compare_recall, compare_states, compare_times,
-    compare_tokens, compare_training, compare_vision, contrast_rows, looks_of, no_fast_kernel, reads)
+from longhorn_kit.lab.compare import (
+    EXACT_PAIRS,
+    about_language,
+    about_length,
+    about_mqar,
+    about_recall,
+    about_rewritten,
+    about_states,
+    about_vision,
+    by_plan,
+    compare_at_one_rate,
+    compare_designs,
+    compare_language,
+    compare_leads,
+    compare_length,
+    compare_mqar,
+    compare_needles,
+    compare_recall,
+    compare_states,
+    compare_times,
+    compare_tokens,
+    compare_training,
+    compare_vision,
+    contrast_rows,
+    looks_of,
+    no_fast_kernel,
+    reads,
+)
 from .looks import POOLS, QUESTIONS, by_looks, rows_of_claim, questions_of
-from .plan import (
-    EXPLORATORY, about_one_pass, compare_exploratory, compare_losses, compare_tokens_saved)
-from .published import (
-    CODE, FIGURE, INDEPENDENT, LOWER_IS_BETTER, MUON, OFFICIAL_PARAMETERS, THREAD, recall_gains)
+from longhorn_kit.lab.plan import (
+    EXPLORATORY,
+    about_one_pass,
+    compare_exploratory,
+    compare_losses,
+    compare_tokens_saved,
+)
+from longhorn_kit.lab.published import (
+    CODE,
+    FIGURE,
+    INDEPENDENT,
+    LOWER_IS_BETTER,
+    MUON,
+    OFFICIAL_PARAMETERS,
+    THREAD,
+    recall_gains,
+)
 from .run import Experiment
 from .stats import LEVEL, MARGINS, Comparison, Contrast, Judgement, judge
 from ..records import NAMES
@@ -36,36 +72,49 @@ from ..records import NAMES
 @dataclass(frozen=True)
 class Claim:
     "One claim, with its evidence and the rule that judges it."
-    name: str       # short id, used by `longhorn reproduce NAME`
+
+    name: str  # short id, used by `longhorn reproduce NAME`
     statement: str  # the claim, in our words
     published: str  # the number, as published
-    source: str     # of the number
-    rule: str       # the condition under which it holds
-    module: str | None = None       # with an EXPERIMENT; None if the kit has no run
-    compare: Callable | None = None # record -> list of `Comparison`
-    about: Callable | None = None   # record -> a description of the run
-    reads: str | None = None        # the claim whose record `compare` reads, if not this one
-    also: dict = field(default_factory=dict) # further claim whose record is read -> (compare, about)
-    timed: Callable | None = None   # record of times -> list of (Comparison, Judgement)
-    times: str = "kernels/results/h200.json" # path of that record in a checkout
-    later: str = "" # path of a newer record of times, which `timed` gets as its second argument
-    settled: Callable | None = None # () -> list of (Comparison, Judgement), without a run
-    basis: str = "published"        # of `settled`: a key of `BASES`
-    limits: dict = field(default_factory=dict) # scale -> why a run of it gets no verdict
+    source: str  # of the number
+    rule: str  # the condition under which it holds
+    module: str | None = None  # with an EXPERIMENT; None if the kit has no run
+    compare: Callable | None = None  # record -> list of `Comparison`
+    about: Callable | None = None  # record -> a description of the run
+    reads: str | None = None  # the claim whose record `compare` reads, if not this one
+    also: dict = field(
+        default_factory=dict
+    )  # further claim whose record is read -> (compare, about)
+    timed: Callable | None = None  # record of times -> list of (Comparison, Judgement)
+    times: str = "kernels/results/h200.json"  # path of that record in a checkout
+    later: str = ""  # path of a newer record of times, which `timed` gets as its second argument
+    settled: Callable | None = None  # () -> list of (Comparison, Judgement), without a run
+    basis: str = "published"  # of `settled`: a key of `BASES`
+    limits: dict = field(default_factory=dict)  # scale -> why a run of it gets no verdict
     minutes: dict = field(default_factory=dict)  # scale -> expected minutes, on its `PLATFORM`
-    by_name: tuple = ()             # scales at which it runs only if named
-    stages: int = 1                 # looks at the results; they share the 5 % level
-    commands: dict = field(default_factory=dict) # scale or variant -> command, if it is not `reproduce`
+    by_name: tuple = ()  # scales at which it runs only if named
+    stages: int = 1  # looks at the results; they share the 5 % level
+    commands: dict = field(
+        default_factory=dict
+    )  # scale or variant -> command, if it is not `reproduce`
 
     @property
     def has_code(self) -> bool:
         "Tell whether any code reads evidence for this claim."
         return bool(self.compare or self.timed or self.settled)
 
+
 SCALES = ("laptop", "gpu", "paper")
-PLATFORM = {"laptop": "two CPU cores with AVX-512, twice as long without", "gpu": "one GPU", "paper": "four 80 GB GPUs"}
-BASES = {"published": "published numbers alone", "counted": "counted from the official code",
-         "derived": "derived, and tested in theory/"}
+PLATFORM = {
+    "laptop": "two CPU cores with AVX-512, twice as long without",
+    "gpu": "one GPU",
+    "paper": "four 80 GB GPUs",
+}
+BASES = {
+    "published": "published numbers alone",
+    "counted": "counted from the official code",
+    "derived": "derived, and tested in theory/",
+}
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-006
 def outcomes(name: str, record: dict) -> list[tuple[Comparison, Judgement]]:
@@ -74,14 +123,15 @@ def outcomes(name: str, record: dict) -> list[tuple[Comparison, Judgement]]:
     compare, _ = claim.also.get(record.get("experiment"), (claim.compare, None))
     return with_verdicts(compare(record), LEVEL / claim.stages)
 
-def readers(claim: Claim) -> dict: # -> name of an experiment: (compare, about)
+
+def readers(claim: Claim) -> dict:  # -> name of an experiment: (compare, about)
     "Return how the records that a claim reads are compared and described."
     own = {claim.reads or claim.name: (claim.compare, claim.about)} if claim.compare else {}
     return own | claim.also
 
 
 def with_verdicts(
-    found: list, # by a claim's `compare`
+    found: list,  # by a claim's `compare`
     level: float = LEVEL,
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge the comparisons of older plans together; those with looks are judged already."
@@ -96,178 +146,276 @@ def higher_on_all(reading: str) -> tuple[Comparison, Judgement]:
     label = f"{reading}: higher on {sum(gain > 0 for gain in gains)} of 6 sets"
     return settled(label, mean(gains), min(gains) > 0, "score points")
 
+
 def settled(
-    label: str, value: float, holds: bool, unit: str = "points", published: float | None = None,
+    label: str, value: float, holds: bool, unit: str = "points", published: float | None = None
 ) -> tuple[Comparison, Judgement]:
     "Return a comparison that arithmetic decides."
     verdict = "holds" if holds else "does not hold"
-    return Comparison(label, (value,), unit, published=published), Judgement(0, value, value, value, 0.0, verdict)
+    return Comparison(label, (value,), unit, published=published), Judgement(
+        0, value, value, value, 0.0, verdict
+    )
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-008
-def longhorn_below(*others: str) -> tuple: # mixers -> ((first, second), ...)
+def longhorn_below(*others: str) -> tuple:  # mixers -> ((first, second), ...)
     "Return the pairs that give diagonal Longhorn the lower loss."
     return tuple(("longhorn", name) for name in others)
 
-def at_one_rate(*pairs: tuple, sizes: str = "120M") -> Callable: # record -> comparisons
+
+def at_one_rate(*pairs: tuple, sizes: str = "120M") -> Callable:  # record -> comparisons
     "Return the comparison of losses after one pass, at one learning rate for all models."
     new = partial(compare_at_one_rate, pairs=pairs, sizes=sizes)
     old = partial(compare_language, pairs=pairs, sizes=sizes)
     return reads("once", by_plan(new, old))
 
-_KIT = dict(source="this kit", published="–") # a question of this kit, without a published number
 
-def second_plan(name: str, first: Callable | None = None) -> Callable: # record of one-pass -> comparisons
+_KIT = dict(source="this kit", published="–")  # a question of this kit, without a published number
+
+
+def second_plan(
+    name: str, first: Callable | None = None
+) -> Callable:  # record of one-pass -> comparisons
     "Return the reading of a claim in both plans of one-pass; without `first` it is new in the second."
+
     def compare(record):
         if by_looks(record):
             return rows_of_claim(record, name)
         return first(record) if first else []
+
     return compare
 
-def pools_of(name: str) -> list[str]: # claim with a question of the second plan
+
+def pools_of(name: str) -> list[str]:  # claim with a question of the second plan
     "Return the pools whose runs answer a question, and those that choose the common rate."
     models = QUESTIONS[name].models()
-    needed = {pool for pool, planned in POOLS.items() if models & {model.name for model in planned.models}}
+    needed = {
+        pool for pool, planned in POOLS.items() if models & {model.name for model in planned.models}
+    }
     needed |= {POOLS[pool].rate_of for pool in needed} - {""}
     return [pool for pool in POOLS if pool in needed and pool != "laptop"]
 
-def about_both_plans(name: str, *groups: str, pairs: tuple = ()) -> Callable: # of the first plan
+
+def about_both_plans(name: str, *groups: str, pairs: tuple = ()) -> Callable:  # of the first plan
     "Return the description of a one-pass record, by the plan that it follows."
+
     def about(record):
         if not by_looks(record):
             return about_one_pass(record, *groups, "laptop", pairs=pairs)
         question = questions_of(tuple(record["results"]["groups"])).get(name)
         return about_one_pass(record, pairs=(tuple(question.models()),) if question else ())
+
     return about
+
 
 def _one_pass(name: str, *groups: str, minutes: int, compare: Callable = compare_losses) -> dict:
     "Return the entries of a claim of both plans: its readings, and the command of the second."
-    command = f"longhorn reproduce one-pass --scale gpu --groups {' '.join(pools_of(name))} --data FOLDER"
+    command = (
+        f"longhorn reproduce one-pass --scale gpu --groups {' '.join(pools_of(name))} --data FOLDER"
+    )
     first = (lambda record: compare(record, *groups)) if groups else None
-    return dict(compare=second_plan(name, first), about=about_both_plans(name, *groups), reads="one-pass",
-                minutes={"gpu": minutes}, commands={"gpu": command})
+    return dict(
+        compare=second_plan(name, first),
+        about=about_both_plans(name, *groups),
+        reads="one-pass",
+        minutes={"gpu": minutes},
+        commands={"gpu": command},
+    )
+
 
 _LOOKS = "at each model's own best learning rate, and apart from this at one rate for all; at 4, 8 or 16 seeds"
-_OTHERS = ("retnet", "rwkv5", "rwkv6") # which the official code trains too
+_OTHERS = ("retnet", "rwkv5", "rwkv6")  # which the official code trains too
 _PUBLISHED = longhorn_below("mamba", "attention", "gla")
 _EXACT = ("longhorn_exact", "longhorn")
 _VARIANT = ("mamba", "mamba_input_a")
 _REPEATED = (*_PUBLISHED, *longhorn_below("longhorn_scalar", *_OTHERS), _EXACT, _VARIANT)
-_AT_ONE_RATE = ("at one learning rate for all, as the authors compare, after one pass over the text, "
-                "at 4, 8 or 16 seeds")
+_AT_ONE_RATE = (
+    "at one learning rate for all, as the authors compare, after one pass over the text, "
+    "at 4, 8 or 16 seeds"
+)
 
-def models_in(pairs: tuple) -> list[str]: # ((first, second), ...)
+
+def models_in(pairs: tuple) -> list[str]:  # ((first, second), ...)
     "Return the models of some pairs, each once."
     return list(dict.fromkeys(name for pair in pairs for name in pair))
 
-def _language(pairs: tuple, gpu: int, paper: int, sizes: str = "120M") -> dict: # gpu, paper: minutes
+
+def _language(
+    pairs: tuple, gpu: int, paper: int, sizes: str = "120M"
+) -> dict:  # gpu, paper: minutes
     "Return the entries of a claim about losses at one rate, with the commands of its runs."
     run = "LONGHORN_TEXT=FOLDER longhorn reproduce language"
     models = " ".join(models_in(pairs))
     commands = {scale: f"{run} --scale {scale} --models {models}" for scale in SCALES[1:]}
-    return dict(compare=at_one_rate(*pairs, sizes=sizes), about=about_language,
-                minutes={"gpu": gpu, "paper": paper}, commands=commands)
+    return dict(
+        compare=at_one_rate(*pairs, sizes=sizes),
+        about=about_language,
+        minutes={"gpu": gpu, "paper": paper},
+        commands=commands,
+    )
+
 
 _repeated_before = reads(
-    "repeated", partial(compare_language, pairs=_REPEATED[:-1]),
-    partial(compare_language, pairs=_REPEATED[-1:], sizes="350M"), compare_tokens)
+    "repeated",
+    partial(compare_language, pairs=_REPEATED[:-1]),
+    partial(compare_language, pairs=_REPEATED[-1:], sizes="350M"),
+    compare_tokens,
+)
 _repeated_command = (
     "LONGHORN_TEXT=FOLDER longhorn reproduce language --scale gpu --passes 4 --out runs/repeated "
-    f"--models {' '.join(models_in(_REPEATED))} && longhorn claims repetition --out runs/repeated")
+    f"--models {' '.join(models_in(_REPEATED))} && longhorn claims repetition --out runs/repeated"
+)
 CLAIMS = [
     Claim(
-        name="one-pass", source=THREAD, published="nats per token, another text and size: Longhorn 0.013 below Mamba",
+        name="one-pass",
+        source=THREAD,
+        published="nats per token, another text and size: Longhorn 0.013 below Mamba",
         statement="Read once, at equal block and state and with the best learning rate of each model, Longhorn has a "
-                  "lower loss than Mamba, and the exact form a lower one than the diagonal form.",
+        "lower loss than Mamba, and the exact form a lower one than the diagonal form.",
         rule=f"lower held-out loss in 12 blocks without MLP and with N = 16, {_LOOKS} (first plan: 8 seeds)",
-        module="longhorn_kit.lab.one_pass", by_name=("laptop", "gpu"),
-        **_one_pass("one-pass", "paper", "laptop", minutes=120) | dict(
-            reads=None, minutes={"laptop": 3, "gpu": 120})),
+        module="longhorn_kit.lab.one_pass",
+        by_name=("laptop", "gpu"),
+        **_one_pass("one-pass", "paper", "laptop", minutes=120)
+        | dict(reads=None, minutes={"laptop": 3, "gpu": 120}),
+    ),
     Claim(
-        name="equal-state", **_KIT, **_one_pass("equal-state", "equal-state", minutes=320),
+        name="equal-state",
+        **_KIT,
+        **_one_pass("equal-state", "equal-state", minutes=320),
         statement="Read once, at equal block and with a state of the same size over the whole model, the exact "
-                  "form has a lower loss than Gated DeltaNet, Mamba and the diagonal form.",
+        "form has a lower loss than Gated DeltaNet, Mamba and the diagonal form.",
         rule=f"lower held-out loss in 12 blocks without MLP, 590k numbers in the state, {_LOOKS} (first plan: 5 seeds; "
-             "as good: at most 0.005 bits per byte above)"),
+        "as good: at most 0.005 bits per byte above)",
+    ),
     Claim(
-        name="equal-state-mlp", **_KIT, **_one_pass("equal-state-mlp", "equal-state-mlp", minutes=174),
+        name="equal-state-mlp",
+        **_KIT,
+        **_one_pass("equal-state-mlp", "equal-state-mlp", minutes=174),
         statement="Read once, with an MLP in every block and at equal state, the exact form has a lower loss than "
-                  "Gated DeltaNet, Mamba, attention, and itself with half of the state.",
+        "Gated DeltaNet, Mamba, attention, and itself with half of the state.",
         rule="lower held-out loss in 6 blocks with MLP, 295k numbers in the state (exact N=32: 147k; attention has a "
-             f"cache instead), {_LOOKS} (first plan: 5 seeds; as good: at most 0.005 bits per byte above)"),
+        f"cache instead), {_LOOKS} (first plan: 5 seeds; as good: at most 0.005 bits per byte above)",
+    ),
     Claim(
-        name="approximation", **_KIT, **_one_pass("approximation", minutes=513),
+        name="approximation",
+        **_KIT,
+        **_one_pass("approximation", minutes=513),
         statement="The diagonal approximation costs more as the state grows: its gap to the exact form is larger with "
-                  "N = 64 than with N = 16. With N = 32 the exact form has the lower loss.",
-        rule=f"the difference of the two gaps is above 0, and a lower held-out loss with N = 32, {_LOOKS}"),
+        "N = 64 than with N = 16. With N = 32 the exact form has the lower loss.",
+        rule=f"the difference of the two gaps is above 0, and a lower held-out loss with N = 32, {_LOOKS}",
+    ),
     Claim(
-        name="key-norm", **_KIT, **_one_pass("key-norm", minutes=614),
+        name="key-norm",
+        **_KIT,
+        **_one_pass("key-norm", minutes=614),
         statement="With keys of one learned length, an option of this kit that the paper does not have, Longhorn has a "
-                  "lower loss than without it.",
+        "lower loss than without it.",
         rule="lower held-out loss for exact with N = 16, 64 and 64 with MLP, and for diagonal with N = 64, "
-             f"{_LOOKS}; an exploratory run led to this plan"),
+        f"{_LOOKS}; an exploratory run led to this plan",
+    ),
     Claim(
-        name="key-norm-others", **_KIT, **_one_pass("key-norm-others", minutes=614),
+        name="key-norm-others",
+        **_KIT,
+        **_one_pass("key-norm-others", minutes=614),
         statement="With keys of one learned length, the exact form has a lower loss than Mamba and Gated DeltaNet.",
-        rule=f"lower held-out loss in the same block, at equal state, {_LOOKS}; an exploratory run led to this plan"),
+        rule=f"lower held-out loss in the same block, at equal state, {_LOOKS}; an exploratory run led to this plan",
+    ),
     Claim(
-        name="control", **_KIT, **_one_pass("control", minutes=141),
+        name="control",
+        **_KIT,
+        **_one_pass("control", minutes=141),
         statement="A control of the rule: the exact form has a lower loss with N = 16 than with N = 4.",
-        rule="lower held-out loss, at each model's own best learning rate, at 4, 8 or 16 seeds"),
+        rule="lower held-out loss, at each model's own best learning rate, at 4, 8 or 16 seeds",
+    ),
     Claim(
-        name="other-layers-once", **_KIT,
+        name="other-layers-once",
+        **_KIT,
         **_one_pass("other-layers-once", "others", "others-mlp", minutes=758),
         statement="Read once, the exact form has a lower loss than its other forms, Mamba-2, DeltaNet and GLA, and "
-                  "letting Mamba's A depend on the input does not help Mamba.",
+        "letting Mamba's A depend on the input does not help Mamba.",
         rule=f"lower held-out loss in the same block, {_LOOKS}, planned after the other rows (first plan: 3 seeds, and "
-             "one rate too: a diagonal form, so that pair differs in two things; scalar-rate compares it with "
-             "diagonal)"),
+        "one rate too: a diagonal form, so that pair differs in two things; scalar-rate compares it with "
+        "diagonal)",
+    ),
     Claim(
-        name="one-pass-width", **_KIT,
+        name="one-pass-width",
+        **_KIT,
         statement="The order at equal state is the same at width 768, on GPT-2's tokens.",
-        rule="the same comparisons after one pass, 3 seeds; about two hours on one GPU"),
+        rule="the same comparisons after one pass, 3 seeds; about two hours on one GPU",
+    ),
     Claim(
-        name="recall", source=FIGURE, published="an order, no numbers",
+        name="recall",
+        source=FIGURE,
+        published="an order, no numbers",
         statement="On a toy recall task, one layer of exact Longhorn learns better than one of diagonal Longhorn, "
-                  "which learns better than GLA; exact Longhorn also beats self-attention.",
+        "which learns better than GLA; exact Longhorn also beats self-attention.",
         rule="higher recall after the same number of steps, for every pair and both tasks; a first stage with five "
-             "other seeds decided little, so each of the two stages uses half of the 5 % level",
-        module="longhorn_kit.lab.recall", compare=compare_recall, about=about_recall, minutes={"laptop": 2}, stages=2,
-        commands={"laptop (narrow)": "longhorn reproduce recall --embed 8"}),
+        "other seeds decided little, so each of the two stages uses half of the 5 % level",
+        module="longhorn_kit.lab.recall",
+        compare=compare_recall,
+        about=about_recall,
+        minutes={"laptop": 2},
+        stages=2,
+        commands={"laptop (narrow)": "longhorn reproduce recall --embed 8"},
+    ),
     Claim(
-        name="recall-rewritten", source=FIGURE, published="an order, no numbers",
+        name="recall-rewritten",
+        source=FIGURE,
+        published="an order, no numbers",
         statement="Where the keys of the toy recall task are rewritten, exact Longhorn recalls more than diagonal "
-                  "Longhorn.",
+        "Longhorn.",
         rule="higher recall of 16 pairs after the same number of steps, with values embedded in 32 numbers and in 8; "
-             "rates chosen on 12 seeds, 32 judged seeds, one look (an earlier run on other seeds led to this plan)",
-        module="longhorn_kit.lab.rewritten", compare=compare_designs, about=about_rewritten,
-        minutes={"laptop": 4}, by_name=("laptop",)),
+        "rates chosen on 12 seeds, 32 judged seeds, one look (an earlier run on other seeds led to this plan)",
+        module="longhorn_kit.lab.rewritten",
+        compare=compare_designs,
+        about=about_rewritten,
+        minutes={"laptop": 4},
+        by_name=("laptop",),
+    ),
     Claim(
-        name="language", source=THREAD, published="nats: Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381",
+        name="language",
+        source=THREAD,
+        published="nats: Longhorn 3.225, Mamba 3.238, attention 3.247, GLA 3.381",
         statement="Trained on OpenWebText, Longhorn has a lower validation loss than Mamba, attention (LLaMA) and GLA.",
         rule=f"lower held-out loss at matched parameters, for every pair, {_AT_ONE_RATE} (at each model's own best "
-             "rate: one-pass)",
-        module="longhorn_kit.lab.language", by_name=("gpu", "paper"),
+        "rate: one-pass)",
+        module="longhorn_kit.lab.language",
+        by_name=("gpu", "paper"),
         limits={"laptop": "one seed of each model; --judged 4 gives a verdict in 10 min"},
-        **_language(_PUBLISHED, gpu=28, paper=415) | dict(minutes={"laptop": 2.5, "gpu": 28, "paper": 415})),
+        **_language(_PUBLISHED, gpu=28, paper=415)
+        | dict(minutes={"laptop": 2.5, "gpu": 28, "paper": 415}),
+    ),
     Claim(
-        name="exact-language", **_KIT,
+        name="exact-language",
+        **_KIT,
         statement="The exact form has a lower validation loss than the diagonal form.",
         rule=f"lower held-out loss of the exact form, {_AT_ONE_RATE} (at each model's own best rate: one-pass and "
-             "equal-state)", reads="language", **_language((_EXACT,), gpu=16, paper=210)),
+        "equal-state)",
+        reads="language",
+        **_language((_EXACT,), gpu=16, paper=210),
+    ),
     Claim(
-        name="repetition", **_KIT, reads="language", about=about_language,
+        name="repetition",
+        **_KIT,
+        reads="language",
+        about=about_language,
         statement="Repetition: when a text is read several times, the leads of the first pass remain.",
         rule="at one learning rate for all, a pair's lead is decided after one pass and after the last, at 4, 8 or 16 "
-             "seeds: on the same side it remains, on the other side it does not",
-        compare=reads("repeated", by_plan(partial(compare_leads, pairs=_REPEATED), _repeated_before)),
-        minutes={"gpu": 330}, commands={"gpu": _repeated_command}),
+        "seeds: on the same side it remains, on the other side it does not",
+        compare=reads(
+            "repeated", by_plan(partial(compare_leads, pairs=_REPEATED), _repeated_before)
+        ),
+        minutes={"gpu": 330},
+        commands={"gpu": _repeated_command},
+    ),
     Claim(
-        name="exact-cost", source=THREAD, published="no number",
+        name="exact-cost",
+        source=THREAD,
+        published="no number",
         statement="The exact form has no efficient implementation, and an attempt at one was numerically unstable.",
         rule="the exact kernels take at least twice the time of the diagonal ones at every shape "
-             "(the attempt is not public, so its stability is not judged)",
-        timed=no_fast_kernel),
+        "(the attempt is not public, so its stability is not judged)",
+        timed=no_fast_kernel,
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-010
@@ -275,205 +423,367 @@ def train_all(preset: str, *mixers: str, then: str = "") -> str:
     "Return a shell command that trains several models with one recipe, each in a separate folder."
     run = f"runs/{preset}/$mixer"
     train = f"longhorn train-lm --preset {preset} --mixer $mixer --out {run}"
-    return f"for mixer in {' '.join(mixers)}; do {train}{then and ' && ' + then.format(run=run)}; done"
+    return (
+        f"for mixer in {' '.join(mixers)}; do {train}{then and ' && ' + then.format(run=run)}; done"
+    )
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-011
-BIG = train_all("slimpajama-1.3b", "longhorn", "mamba", "gla", then="longhorn eval --model {run} --tasks "
-    "downstream --context 2048")
+BIG = train_all(
+    "slimpajama-1.3b",
+    "longhorn",
+    "mamba",
+    "gla",
+    then="longhorn eval --model {run} --tasks downstream --context 2048",
+)
 CLAIMS += [
     Claim(
-        name="language-size", source=THREAD, published="120M: 0.013 nats below Mamba; 350M: 0.014",
+        name="language-size",
+        source=THREAD,
+        published="120M: 0.013 nats below Mamba; 350M: 0.014",
         statement="The lead over Mamba at 120M parameters is 0.013 nats per token.",
         rule="the interval of the difference excludes 0 and contains 0.013, at 120M parameters and 2.5B tokens",
-        commands={"paper": train_all("owt-120m", "longhorn", "mamba", "attention", "gla")}),
+        commands={"paper": train_all("owt-120m", "longhorn", "mamba", "attention", "gla")},
+    ),
     Claim(
-        name="language-350m", source=THREAD, published="nats: Longhorn 2.888, attention 2.891, Mamba 2.902, GLA 3.018",
+        name="language-350m",
+        source=THREAD,
+        published="nats: Longhorn 2.888, attention 2.891, Mamba 2.902, GLA 3.018",
         statement="Longhorn also has the lowest validation loss at 350M parameters.",
         rule="lower held-out loss than Mamba, attention and GLA at 350M parameters",
-        commands={"paper": train_all("owt-350m", "longhorn", "mamba", "attention", "gla")}),
+        commands={"paper": train_all("owt-350m", "longhorn", "mamba", "attention", "gla")},
+    ),
     Claim(
-        name="scalar-rate", source=THREAD, published="120M, nats: one rate per channel 3.225, one for all 3.262",
+        name="scalar-rate",
+        source=THREAD,
+        published="120M, nats: one rate per channel 3.225, one for all 3.262",
         statement="One step size per channel is better than one for all channels.",
         rule=f"lower held-out loss of the diagonal form with one rate per channel, {_AT_ONE_RATE}; one-pass plans the "
-             "same pair for N = 16 and 64, as the authors ran it, and at each model's own best rate",
-        reads="language", also={"one-pass": (second_plan("scalar-rate"), about_both_plans("scalar-rate"))},
-        **_language(longhorn_below("longhorn_scalar"), gpu=20, paper=248)),
+        "same pair for N = 16 and 64, as the authors ran it, and at each model's own best rate",
+        reads="language",
+        also={"one-pass": (second_plan("scalar-rate"), about_both_plans("scalar-rate"))},
+        **_language(longhorn_below("longhorn_scalar"), gpu=20, paper=248),
+    ),
     Claim(
-        name="input-dependent-a", source=THREAD, published="350M, nats: Mamba 2.902, with input-dependent A 2.922",
+        name="input-dependent-a",
+        source=THREAD,
+        published="350M, nats: Mamba 2.902, with input-dependent A 2.922",
         statement="Making Mamba's A depend on the input does not help Mamba (here: A through a softplus of the input).",
         rule=f"lower held-out loss for Mamba than for its variant, {_AT_ONE_RATE} (at each model's own best rate: "
-             "other-layers-once)", reads="language", **_language((_VARIANT,), gpu=16, paper=243, sizes="350M")),
+        "other-layers-once)",
+        reads="language",
+        **_language((_VARIANT,), gpu=16, paper=243, sizes="350M"),
+    ),
     Claim(
-        name="other-layers", **_KIT,
+        name="other-layers",
+        **_KIT,
         statement="Longhorn has a lower validation loss than RetNet, RWKV-5 and RWKV-6 of the official code.",
-        rule=f"lower held-out loss, for every layer, {_AT_ONE_RATE}", reads="language",
-        **_language(longhorn_below(*_OTHERS), gpu=33, paper=506)),
+        rule=f"lower held-out loss, for every layer, {_AT_ONE_RATE}",
+        reads="language",
+        **_language(longhorn_below(*_OTHERS), gpu=33, paper=506),
+    ),
     Claim(
-        name="mamba2", **_KIT,
+        name="mamba2",
+        **_KIT,
         **_one_pass("mamba2", "others-mlp", minutes=303, compare=compare_exploratory)
         | dict(about=about_both_plans("mamba2", pairs=EXPLORATORY["others-mlp"])),
         statement="At equal state Mamba has a lower validation loss than Mamba-2.",
         rule=f"lower held-out loss after one pass, with the same block (with MLP) and state (295k numbers), {_LOOKS} "
-             "(first plan: 3 seeds; exploratory, since the pair was chosen after the runs)"),
+        "(first plan: 3 seeds; exploratory, since the pair was chosen after the runs)",
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-012
 _ONE_SEED = "one seed of each model, so no verdict"
+
+
 def _on_long_texts(*mixers):
     "Return a command that trains four seeds of each mixer and reads long texts with them."
     train = f"longhorn reproduce language --scale gpu --data FOLDER --models {' '.join(mixers)}"
-    read = "longhorn reproduce extrapolation --scale gpu --checkpoints runs/language/gpu --data FOLDER"
+    read = (
+        "longhorn reproduce extrapolation --scale gpu --checkpoints runs/language/gpu --data FOLDER"
+    )
     return f"{train} && {read}"
+
 
 CLAIMS += [
     Claim(
-        name="sample-efficiency", source=FIGURE, published="the figure grows from 1.28 times at 20B tokens to 1.79 "
-            "at 100B",
+        name="sample-efficiency",
+        source=FIGURE,
+        published="the figure grows from 1.28 times at 20B tokens to 1.79 at 100B",
         statement="Longhorn needs fewer tokens than Mamba for the same loss.",
         rule="fewer tokens for the same held-out loss, after one pass, at 4, 8 or 16 seeds (first plan: 8)",
-        **_one_pass("sample-efficiency", "paper", "laptop", minutes=120, compare=compare_tokens_saved)),
+        **_one_pass(
+            "sample-efficiency", "paper", "laptop", minutes=120, compare=compare_tokens_saved
+        ),
+    ),
     Claim(
-        name="sample-efficiency-size", source=FIGURE, published="Mamba's result after 100B tokens is reached at "
-            "about 55B",
+        name="sample-efficiency-size",
+        source=FIGURE,
+        published="Mamba's result after 100B tokens is reached at about 55B",
         statement="At 1.3B parameters and 100B tokens Longhorn needs 1.8 times fewer tokens than Mamba.",
-        rule="the measured factor and its interval at that size", commands={"paper": BIG}),
+        rule="the measured factor and its interval at that size",
+        commands={"paper": BIG},
+    ),
     Claim(
-        name="downstream", source=FIGURE, published="perplexity: Longhorn 18.05, Mamba 18.86, GLA 20.86",
+        name="downstream",
+        source=FIGURE,
+        published="perplexity: Longhorn 18.05, Mamba 18.86, GLA 20.86",
         statement="At 1.3B parameters Longhorn has the lowest mean perplexity on eight downstream sets.",
         rule="lower mean perplexity over the same sets than Mamba and GLA (no source names the eight sets: the command "
-             "evaluates Wikitext and LAMBADA)", commands={"paper": BIG}),
+        "evaluates Wikitext and LAMBADA)",
+        commands={"paper": BIG},
+    ),
     Claim(
-        name="extrapolation", source=FIGURE, published="perplexity: 8.30 at 2K, 8.34 at 32K (Mamba 8.43, 8.42)",
+        name="extrapolation",
+        source=FIGURE,
+        published="perplexity: 8.30 at 2K, 8.34 at 32K (Mamba 8.43, 8.42)",
         statement="Trained on 2K tokens, Longhorn keeps its perplexity up to 16 times that length.",
         rule="perplexity at the longest context at most 1 % above that at the training context, on every text",
-        module="longhorn_kit.lab.extrapolation", compare=compare_length, about=about_length,
-        minutes={"laptop": 10, "gpu": 52}, by_name=("laptop", "gpu"), limits={"laptop": _ONE_SEED},
-        commands={"gpu": _on_long_texts("longhorn", "longhorn_exact")}),
+        module="longhorn_kit.lab.extrapolation",
+        compare=compare_length,
+        about=about_length,
+        minutes={"laptop": 10, "gpu": 52},
+        by_name=("laptop", "gpu"),
+        limits={"laptop": _ONE_SEED},
+        commands={"gpu": _on_long_texts("longhorn", "longhorn_exact")},
+    ),
     Claim(
-        name="extrapolation-once", **_KIT, **_one_pass("extrapolation-once", minutes=120),
+        name="extrapolation-once",
+        **_KIT,
+        **_one_pass("extrapolation-once", minutes=120),
         statement="Read once with a context of 1,024 bytes, Longhorn keeps its perplexity up to 16 times that length.",
-        rule="perplexity at 16 times the context less than 1 % above that at the context, at 4, 8 or 16 seeds"),
+        rule="perplexity at 16 times the context less than 1 % above that at the context, at 4, 8 or 16 seeds",
+    ),
     Claim(
-        name="extrapolation-delta", **_KIT,
+        name="extrapolation-delta",
+        **_KIT,
         statement="DeltaNet, which normalises its keys, does not keep its perplexity. Normalised keys are not the "
-                  "reason, since Gated DeltaNet keeps its perplexity.",
+        "reason, since Gated DeltaNet keeps its perplexity.",
         rule="perplexity of DeltaNet grows, and that of Gated DeltaNet stays within 1 %",
-        compare=lambda r: compare_length(r, ("deltanet",), True) + compare_length(r, ("gated_deltanet",)),
-        about=about_length, reads="extrapolation", minutes={"gpu": 48},
-        commands={"gpu": _on_long_texts("deltanet", "gated_deltanet")}),
+        compare=lambda r: (
+            compare_length(r, ("deltanet",), True) + compare_length(r, ("gated_deltanet",))
+        ),
+        about=about_length,
+        reads="extrapolation",
+        minutes={"gpu": 48},
+        commands={"gpu": _on_long_texts("deltanet", "gated_deltanet")},
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-013
 _MQAR = "higher mean accuracy over the sizes and widths where both learning rates are bracketed, for every layer"
 CLAIMS += [
     Claim(
-        name="passkeys", **_KIT, reads="extrapolation", about=about_length, compare=compare_needles,
+        name="passkeys",
+        **_KIT,
+        reads="extrapolation",
+        about=about_length,
+        compare=compare_needles,
         statement="After fine-tuning on short texts, Longhorn finds a hidden number or fact in texts that are 16 times "
-                  "as long, and Mamba does not.",
+        "as long, and Mamba does not.",
         rule="Longhorn writes a higher share of the hidden answers at the longest length, for every kind",
-        minutes={"gpu": 74}, commands={"gpu": _on_long_texts("longhorn", "longhorn_exact", "mamba")}),
+        minutes={"gpu": 74},
+        commands={"gpu": _on_long_texts("longhorn", "longhorn_exact", "mamba")},
+    ),
     Claim(
-        name="training-speed", **_KIT, timed=compare_training, times="nbs/lab/results/language/throughput.json",
+        name="training-speed",
+        **_KIT,
+        timed=compare_training,
+        times="nbs/lab/results/language/throughput.json",
         later="kernels/results/h200_training_step.json",
         statement="A Longhorn model of 120M parameters trains as fast as a Mamba model.",
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 with context 1024",
-        commands={"gpu": "python -c 'from longhorn_kit.lab import run, throughput; run.run(throughput.EXPERIMENT, "
-                         "\"gpu\", contexts=(1024,))'"}),
+        commands={
+            "gpu": "python -c 'from longhorn_kit.lab import run, throughput; run.run(throughput.EXPERIMENT, "
+            '"gpu", contexts=(1024,))\''
+        },
+    ),
     Claim(
-        name="recall-intensive", source=THREAD, published="mean gain +1.15 points read once, +4.25 read twice",
+        name="recall-intensive",
+        source=THREAD,
+        published="mean gain +1.15 points read once, +4.25 read twice",
         statement="At 1.3B parameters Longhorn scores higher than Mamba on six recall-intensive sets.",
         rule="a higher mean score over the same six sets; in the published table, a higher score on every set",
         settled=lambda: [higher_on_all(reading) for reading in ("read once", "read twice")],
         limits={"paper": "it trains one model of each kind, so the published scores decide"},
-        commands={"paper": train_all("slimpajama-1.3b", "longhorn", "mamba", then="longhorn eval --model {run} "
-            "--tasks recall --read both")}),
+        commands={
+            "paper": train_all(
+                "slimpajama-1.3b",
+                "longhorn",
+                "mamba",
+                then="longhorn eval --model {run} --tasks recall --read both",
+            )
+        },
+    ),
     Claim(
-        name="mqar", source="public summary of the paper",
+        name="mqar",
+        source="public summary of the paper",
         published="not available to us; learning rates 1e-4, 4.6e-4, 2.2e-3, 1e-2",
         statement="On multi-query associative recall Longhorn reaches higher accuracy than other state-space "
-                  "models of the same size.",
-        rule=_MQAR, module="longhorn_kit.lab.mqar", compare=compare_mqar, about=about_mqar,
-        minutes={"laptop": 9, "gpu": 180, "paper": 3000}, by_name=("laptop",),
-        limits={"laptop": "two learning rates and two seeds, so no verdict"}),
+        "models of the same size.",
+        rule=_MQAR,
+        module="longhorn_kit.lab.mqar",
+        compare=compare_mqar,
+        about=about_mqar,
+        minutes={"laptop": 9, "gpu": 180, "paper": 3000},
+        by_name=("laptop",),
+        limits={"laptop": "two learning rates and two seeds, so no verdict"},
+    ),
     Claim(
-        name="exact-mqar", **_KIT,
+        name="exact-mqar",
+        **_KIT,
         statement="On multi-query associative recall the exact form reaches higher accuracy than the diagonal one, "
-                  "Mamba and DeltaNet.",
-        rule=_MQAR, compare=partial(compare_mqar, pairs=EXACT_PAIRS), about=about_mqar, reads="mqar"),
+        "Mamba and DeltaNet.",
+        rule=_MQAR,
+        compare=partial(compare_mqar, pairs=EXACT_PAIRS),
+        about=about_mqar,
+        reads="mqar",
+    ),
     Claim(
-        name="larger-state", **_KIT, reads="mqar",
+        name="larger-state",
+        **_KIT,
+        reads="mqar",
         statement="A larger state recalls better (64 pairs in 512 tokens, d_model 64).",
-        rule="higher accuracy with N = 32, 64 and 128 than with 16", compare=compare_states,
-        about=about_states),
+        rule="higher accuracy with N = 32, 64 and 128 than with 16",
+        compare=compare_states,
+        about=about_states,
+    ),
     Claim(
-        name="vision", source="Vision Mamba's code",
+        name="vision",
+        source="Vision Mamba's code",
         published="not available to us; ViM itself 76.1 % (Tiny), 80.5 % (Small)",
         statement="In Vision Mamba's model, Longhorn is as good as Mamba or better on ImageNet.",
         rule="top-1 accuracy at most 0.5 points below that of the same model with Mamba's scan, trained the same way "
-             "and with the recipe's one learning rate, at 4, 8 or 16 seeds",
-        module="longhorn_kit.lab.vision", compare=compare_vision, about=about_vision,
-        minutes={"laptop": 2.7, "gpu": 25}, by_name=("laptop",),
+        "and with the recipe's one learning rate, at 4, 8 or 16 seeds",
+        module="longhorn_kit.lab.vision",
+        compare=compare_vision,
+        about=about_vision,
+        minutes={"laptop": 2.7, "gpu": 25},
+        by_name=("laptop",),
         limits={"paper": "it trains one model, so it gets no verdict"},
-        commands={"paper": "longhorn train-vision --preset imagenet-vim-tiny --data FOLDER --out runs/vision/paper"}),
+        commands={
+            "paper": "longhorn train-vision --preset imagenet-vim-tiny --data FOLDER --out runs/vision/paper"
+        },
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-015
-PAPER_KERNEL = 0.122 / 0.124 # seconds: Mamba, Longhorn
+PAPER_KERNEL = 0.122 / 0.124  # seconds: Mamba, Longhorn
 CLAIMS += [
     Claim(
-        name="kernel-time", source=THREAD, published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated",
+        name="kernel-time",
+        source=THREAD,
+        published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated",
         statement="The Longhorn kernel is as fast as Mamba's.",
         rule="forward plus backward of the kit's diagonal kernel at most 2 % slower than Mamba's CUDA kernel and than "
-             "the kit's kernel for Mamba, at every shape",
-        timed=partial(compare_times, rows=(
-            ("ours against Mamba's CUDA kernel", "mamba_cuda", "diagonal", 1 / 1.02, PAPER_KERNEL),
-            ("ours against our kernel for Mamba", "s6", "diagonal", 1 / 1.02, PAPER_KERNEL)))),
+        "the kit's kernel for Mamba, at every shape",
+        timed=partial(
+            compare_times,
+            rows=(
+                (
+                    "ours against Mamba's CUDA kernel",
+                    "mamba_cuda",
+                    "diagonal",
+                    1 / 1.02,
+                    PAPER_KERNEL,
+                ),
+                ("ours against our kernel for Mamba", "s6", "diagonal", 1 / 1.02, PAPER_KERNEL),
+            ),
+        ),
+    ),
     Claim(
-        name="kernel-official", source=THREAD, published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated",
+        name="kernel-official",
+        source=THREAD,
+        published="Mamba 0.122 s, Longhorn 0.124 s, shapes not stated",
         statement="The official Longhorn kernel is as fast as Mamba's.",
         rule="forward plus backward of the official CUDA kernel at most 2 % slower than Mamba's, at every shape",
-        timed=partial(compare_times, rows=(
-            ("official against Mamba's", "mamba_cuda", "official_longhorn_cuda", 1 / 1.02, PAPER_KERNEL),
-            ("official against Mamba's, measured again", "mamba_cuda_again", "official_longhorn_cuda_again", 1 / 1.02,
-             PAPER_KERNEL),
-            ("ours against the official", "official_longhorn_cuda", "diagonal", 1 / 1.02, None))),
-        commands={"gpu": "python kernels/bench.py --device cuda --sections peers"}),
+        timed=partial(
+            compare_times,
+            rows=(
+                (
+                    "official against Mamba's",
+                    "mamba_cuda",
+                    "official_longhorn_cuda",
+                    1 / 1.02,
+                    PAPER_KERNEL,
+                ),
+                (
+                    "official against Mamba's, measured again",
+                    "mamba_cuda_again",
+                    "official_longhorn_cuda_again",
+                    1 / 1.02,
+                    PAPER_KERNEL,
+                ),
+                ("ours against the official", "official_longhorn_cuda", "diagonal", 1 / 1.02, None),
+            ),
+        ),
+        commands={"gpu": "python kernels/bench.py --device cuda --sections peers"},
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-017
-_SAVED = 24 * 1536 * 16 # blocks × D × N: the numbers in Mamba's A matrices, which Longhorn does not have
+_SAVED = (
+    24 * 1536 * 16
+)  # blocks × D × N: the numbers in Mamba's A matrices, which Longhorn does not have
+
 
 def sizes_differ() -> list:
     "Return how much larger Longhorn is than the models called equal in size."
-    larger = {name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
-              for name in ("attention", "gla")}
-    return [settled(f"as large as {NAMES[name]}", share, abs(share) <= MARGINS["%"], "% larger")
-            for name, share in larger.items()]
+    larger = {
+        name: 100 * (OFFICIAL_PARAMETERS["longhorn"] / OFFICIAL_PARAMETERS[name] - 1)
+        for name in ("attention", "gla")
+    }
+    return [
+        settled(f"as large as {NAMES[name]}", share, abs(share) <= MARGINS["%"], "% larger")
+        for name, share in larger.items()
+    ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-018
 CLAIMS += [
     Claim(
-        name="read-twice", source=THREAD, published="+4.25 points",
+        name="read-twice",
+        source=THREAD,
+        published="+4.25 points",
         statement="Read twice, the gain over Mamba on recall-intensive sets is 4.25 points.",
         rule="the difference of the two means in the authors' own table is 4.25, rounded",
-        settled=lambda: [settled("mean of the table", twice := mean(recall_gains("read twice")),
-                                 round(twice, 2) == 4.25, "score points", published=4.25)]),
+        settled=lambda: [
+            settled(
+                "mean of the table",
+                twice := mean(recall_gains("read twice")),
+                round(twice, 2) == 4.25,
+                "score points",
+                published=4.25,
+            )
+        ],
+    ),
     Claim(
-        name="fewer-parameters", source=THREAD, published="a gap of order N × D per block",
+        name="fewer-parameters",
+        source=THREAD,
+        published="a gap of order N × D per block",
         statement="Longhorn has slightly fewer parameters than Mamba, since it needs no A matrix.",
         rule="the count at the official 120M size is lower (counted from the code; no source prints it)",
-        settled=lambda: [settled("fewer than Mamba", _SAVED / 1e6, _SAVED > 0, "million")], basis="counted"),
+        settled=lambda: [settled("fewer than Mamba", _SAVED / 1e6, _SAVED > 0, "million")],
+        basis="counted",
+    ),
     Claim(
-        name="equal-sizes", source=CODE, published="\"models of the same size\"",
+        name="equal-sizes",
+        source=CODE,
+        published='"models of the same size"',
         statement="The official 120M models of Longhorn, LLaMA and GLA have the same size.",
-        rule="parameters within 1 % (counted from the code; no source prints it)", settled=sizes_differ,
-        basis="counted"),
+        rule="parameters within 1 % (counted from the code; no source prints it)",
+        settled=sizes_differ,
+        basis="counted",
+    ),
     Claim(
-        name="stable", source="the paper's derivation", published="–",
+        name="stable",
+        source="the paper's derivation",
+        published="–",
         statement="The transition of the state is stable for every input, without a forget gate.",
         rule="both closed forms multiply the state by a matrix with eigenvalues in (0, 1]: 1 − εk² elementwise "
-             "with εk² in [0, 1), and I − εkkᵀ with ε‖k‖² in [0, 1); derived and tested in theory/",
-        settled=lambda: [(Comparison("eigenvalues in (0, 1]"), Judgement(0, verdict="holds"))], basis="derived"),
+        "with εk² in [0, 1), and I − εkkᵀ with ε‖k‖² in [0, 1); derived and tested in theory/",
+        settled=lambda: [(Comparison("eigenvalues in (0, 1]"), Judgement(0, verdict="holds"))],
+        basis="derived",
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-019
@@ -483,17 +793,24 @@ def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
     for measure in measures:
         sign, unit = (-1, "lower") if measure in LOWER_IS_BETTER else (1, "points")
         ours, mamba = list(INDEPENDENT[measure].values())[:2]
-        if isinstance(ours, list): # of runs
+        if isinstance(ours, list):  # of runs
             repeated[measure] = sign, unit, ours, mamba
             continue
         ours, mamba = (n if isinstance(n, tuple) else (n,) for n in (ours, mamba))
         leads = tuple(sign * (a - b) for a, b in zip(ours, mamba))
         numbers = lambda scores: "/".join(f"{score:g}" for score in scores)
-        found.append((Comparison(f"{measure}: {numbers(ours)}, Mamba {numbers(mamba)}", leads, unit),
-                      Judgement(1, mean(leads), -math.inf, math.inf, verdict="cannot be judged", why="one run")))
+        found.append(
+            (
+                Comparison(f"{measure}: {numbers(ours)}, Mamba {numbers(mamba)}", leads, unit),
+                Judgement(
+                    1, mean(leads), -math.inf, math.inf, verdict="cannot be judged", why="one run"
+                ),
+            )
+        )
     return found + _rows_of_tables(repeated)
 
-def _rows_of_tables(tables): # measure -> sign, unit, runs of Longhorn, runs of Mamba
+
+def _rows_of_tables(tables):  # measure -> sign, unit, runs of Longhorn, runs of Mamba
     contrasts, outcomes = [], {}
     over_lengths = lambda run: mean(run) if isinstance(run, tuple) else run
     for measure, (sign, unit, *models) in tables.items():
@@ -505,47 +822,91 @@ def _rows_of_tables(tables): # measure -> sign, unit, runs of Longhorn, runs of 
     groups = {name: name.split(", ")[1] for name in outcomes}
     return contrast_rows(contrasts, looks, groups, missing)
 
+
 CLAIMS += [
-    Claim(name="elsewhere-perplexity", source=MUON, published="paper: lower at every size", rule="lower on both sets",
-          statement="Measured by others, with the exact form and one rate in Gated DeltaNet's architecture, Longhorn "
-                    "has a lower perplexity than Mamba.",
-          settled=partial(elsewhere, "Wikitext perplexity", "LAMBADA perplexity")),
-    Claim(name="elsewhere-accuracy", source=MUON, published="paper: better on average", rule="higher mean accuracy",
-          statement="Measured by others, the same layer has a higher mean downstream accuracy than Mamba.",
-          settled=partial(elsewhere, "mean accuracy")),
-    Claim(name="elsewhere-recall", source=MUON, published="paper: better recall", rule="higher at every length, on "
-        "all three needle tasks",
-          statement="Measured by others, this layer (fine-tuned on Alpaca) recalls better than Mamba in long texts.",
-          settled=partial(elsewhere, "pass-key at 2K/4K/8K", "number at 2K/4K/8K", "UUID at 2K/4K/8K")),
-    Claim(name="elsewhere-vision", source=MUON, published="paper: as good or better", rule="as good on every set",
-          statement="Measured by others, the same layer inside MambaVision-T is as good as Mamba in vision.",
-          settled=partial(elsewhere, *(name for name in INDEPENDENT if name.startswith(("ImageNet", "COCO", "ADE"))))),
+    Claim(
+        name="elsewhere-perplexity",
+        source=MUON,
+        published="paper: lower at every size",
+        rule="lower on both sets",
+        statement="Measured by others, with the exact form and one rate in Gated DeltaNet's architecture, Longhorn "
+        "has a lower perplexity than Mamba.",
+        settled=partial(elsewhere, "Wikitext perplexity", "LAMBADA perplexity"),
+    ),
+    Claim(
+        name="elsewhere-accuracy",
+        source=MUON,
+        published="paper: better on average",
+        rule="higher mean accuracy",
+        statement="Measured by others, the same layer has a higher mean downstream accuracy than Mamba.",
+        settled=partial(elsewhere, "mean accuracy"),
+    ),
+    Claim(
+        name="elsewhere-recall",
+        source=MUON,
+        published="paper: better recall",
+        rule="higher at every length, on all three needle tasks",
+        statement="Measured by others, this layer (fine-tuned on Alpaca) recalls better than Mamba in long texts.",
+        settled=partial(
+            elsewhere, "pass-key at 2K/4K/8K", "number at 2K/4K/8K", "UUID at 2K/4K/8K"
+        ),
+    ),
+    Claim(
+        name="elsewhere-vision",
+        source=MUON,
+        published="paper: as good or better",
+        rule="as good on every set",
+        statement="Measured by others, the same layer inside MambaVision-T is as good as Mamba in vision.",
+        settled=partial(
+            elsewhere,
+            *(name for name in INDEPENDENT if name.startswith(("ImageNet", "COCO", "ADE"))),
+        ),
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-021
 CLAIMS += [
-    Claim(name="value-projection", source=THREAD, published="–", rule="lower held-out loss with it than without",
-          statement="A projection of the values lowers the loss (a reviewer's ablation)."),
-    Claim(name="step-size", source=THREAD, published="–", rule="lower held-out loss than with a learned constant "
-        "or other bounds",
-          statement="A step size β that depends on the input is better than a learned constant (another reviewer's "
-                    "ablation)."),
-    Claim(name="heads", **_KIT, rule="lower held-out loss at equal state and block",
-          statement="One shared key with a rate per channel is better than heads with unit keys and a rate per head."),
+    Claim(
+        name="value-projection",
+        source=THREAD,
+        published="–",
+        rule="lower held-out loss with it than without",
+        statement="A projection of the values lowers the loss (a reviewer's ablation).",
+    ),
+    Claim(
+        name="step-size",
+        source=THREAD,
+        published="–",
+        rule="lower held-out loss than with a learned constant or other bounds",
+        statement="A step size β that depends on the input is better than a learned constant (another reviewer's "
+        "ablation).",
+    ),
+    Claim(
+        name="heads",
+        **_KIT,
+        rule="lower held-out loss at equal state and block",
+        statement="One shared key with a rate per channel is better than heads with unit keys and a rate per head.",
+    ),
 ]
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-023
-def suggest(word: str, known: list[str]) -> str: # typed, known -> "; did you mean 'recall'?"
+def suggest(word: str, known: list[str]) -> str:  # typed, known -> "; did you mean 'recall'?"
     "Return the end of an error message about an unknown name."
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
+
 
 @cache
 def claim_modules() -> list[ModuleType]:
     "Import the other modules of the lab with claims: those with a line `CLAIMS = [...]`."
     paths = sorted(Path(longhorn_kit.lab.__path__[0]).glob("*.py"))
-    names = [path.stem for path in paths if path.stem != "claims" and "\nCLAIMS = " in path.read_text(encoding="utf-8")]
+    names = [
+        path.stem
+        for path in paths
+        if path.stem != "claims" and "\nCLAIMS = " in path.read_text(encoding="utf-8")
+    ]
     return [importlib.import_module(f"longhorn_kit.lab.{name}") for name in names]
+
 
 def all_claims() -> list[Claim]:
     "Return the claims of this page, then those defined in the experiments' modules."
@@ -559,9 +920,11 @@ def find_claim(name: str) -> Claim:
         raise ValueError(f"unknown claim '{name}'{suggest(name, list(known))}")
     return known[name]
 
+
 def find_experiment(claim: Claim) -> Experiment:
     "Import the experiment of a claim."
     return importlib.import_module(claim.module).EXPERIMENT
+
 
 def runnable(scale: str) -> list[Claim]:
     "Return the claims that have a run at this scale, in the ledger's order."

@@ -20,13 +20,30 @@ from dataclasses import replace
 from statistics import mean
 
 from .published import EXTRAPOLATION, OPENWEBTEXT
-from .stats import (
-    AHEAD, BEHIND, LEVEL, LOOKS, MARGINS, Comparison, Contrast, Fit, Judgement, effect, fit_mean,
-    fit_rates, is_open, judge_looks, judge_ratios, show)
+from longhorn_kit.lab.stats import (
+    AHEAD,
+    BEHIND,
+    LEVEL,
+    LOOKS,
+    MARGINS,
+    Comparison,
+    Contrast,
+    Fit,
+    Judgement,
+    effect,
+    fit_mean,
+    fit_rates,
+    is_open,
+    judge_looks,
+    judge_ratios,
+    show,
+)
 from ..records import NAMES
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-007
-def edge(rates: dict) -> str: # model -> (best learning rate, all tried rates, as numbers or as keys of a record)
+def edge(
+    rates: dict,
+) -> str:  # model -> (best learning rate, all tried rates, as numbers or as keys of a record)
     "Name the models whose best learning rate lies at the edge of the grid; empty if all lie inside."
     rates = {name: (best, list(map(float, tried))) for name, (best, tried) in rates.items()}
     single = [name for name, (_, tried) in rates.items() if len(tried) == 1]
@@ -43,14 +60,23 @@ def comparison_of(contrast: Contrast, judgement: Judgement) -> Comparison:
     margin = contrast.margin if contrast.kind == "as good" else 0.0
     waits = judgement.verdict == "not run"
     return Comparison(
-        contrast.label, measured, contrast.unit, margin, searched=0, doubt="" if waits else judgement.why,
-        published=contrast.published, planned=True, waits=waits)
+        contrast.label,
+        measured,
+        contrast.unit,
+        margin,
+        searched=0,
+        doubt="" if waits else judgement.why,
+        published=contrast.published,
+        planned=True,
+        waits=waits,
+    )
+
 
 def contrast_rows(
-    contrasts: list[Contrast],   # all that are planned for one claim and one question
-    looks: list[dict[str, Fit]], # looks taken so far: model -> fit
-    groups: dict[str, str],      # model -> group of models that share a variance
-    missing: str = "",           # what the next look waits for
+    contrasts: list[Contrast],  # all that are planned for one claim and one question
+    looks: list[dict[str, Fit]],  # looks taken so far: model -> fit
+    groups: dict[str, str],  # model -> group of models that share a variance
+    missing: str = "",  # what the next look waits for
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge contrasts by the rule with looks, as rows of the ledger."
     rows = []
@@ -62,16 +88,18 @@ def contrast_rows(
     return rows
 
 # %% ../../nbs/machine/compare.ipynb #compare-looks-2
-FIRST_JUDGED = 4 # of a model's seeds; those before it are for searches
+FIRST_JUDGED = 4  # of a model's seeds; those before it are for searches
 
-def own_seeds(number: int, count: int) -> list[int]: # number of the model, from 1; seeds
+
+def own_seeds(number: int, count: int) -> list[int]:  # number of the model, from 1; seeds
     "Return the seeds on which a model is judged."
     first = 1000 * number + FIRST_JUDGED
     return list(range(first, first + count))
 
+
 def looks_of(
-    outcomes: dict[str, list[float]], # model -> outcome of each judged seed; NaN: diverged
-    asked: dict[str, int],            # model -> seeds that its run was asked for
+    outcomes: dict[str, list[float]],  # model -> outcome of each judged seed; NaN: diverged
+    asked: dict[str, int],  # model -> seeds that its run was asked for
 ) -> tuple[list[dict[str, Fit]], str]:
     "Return the fits of every look that is complete, and what the next one waits for."
     looks = []
@@ -82,29 +110,47 @@ def looks_of(
         least = min(len(outcomes.get(name, ())) for name in models)
         if least < count:
             return looks, f"{least} of {count} seeds so far"
-        looks.append({name: fit_mean(values[:count]) for name, values in outcomes.items()
-                      if len(values) >= LOOKS[0]})
+        looks.append(
+            {
+                name: fit_mean(values[:count])
+                for name, values in outcomes.items()
+                if len(values) >= LOOKS[0]
+            }
+        )
     return looks, ""
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-010
-RECALL_ORDER = (("longhorn_exact", "longhorn"), ("longhorn", "gla"), ("longhorn_exact", "attention"),
-                ("longhorn_exact", "attention_without_positions"))
+RECALL_ORDER = (
+    ("longhorn_exact", "longhorn"),
+    ("longhorn", "gla"),
+    ("longhorn_exact", "attention"),
+    ("longhorn_exact", "attention_without_positions"),
+)
 
-def _ahead(ours: list, theirs: list) -> tuple: # (seeds,) shares of right answers
+
+def _ahead(ours: list, theirs: list) -> tuple:  # (seeds,) shares of right answers
     "Return the lead of the first of two models in points, seed by seed."
     return tuple(100 * (x - y) for x, y in zip(ours, theirs))
+
 
 def compare_recall(record: dict) -> list[Comparison]:
     "Compare the recall of two models, for each task and each pair in the authors' order."
     found = []
     for task, results in record["results"]["tasks"].items():
-        for first, second in (pair for pair in RECALL_ORDER if results["recall"].keys() >= set(pair)):
+        for first, second in (
+            pair for pair in RECALL_ORDER if results["recall"].keys() >= set(pair)
+        ):
             a, b = results["recall"][first], results["recall"][second]
             best, grid = results["lr"], results["grid"]
             rates = {name: (best[name], grid[name] or [best[name]]) for name in (first, second)}
-            found.append(Comparison(
-                f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
-                _ahead(a, b), doubt=edge(rates), searched=len(record["results"].get("search_seeds", a))))
+            found.append(
+                Comparison(
+                    f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
+                    _ahead(a, b),
+                    doubt=edge(rates),
+                    searched=len(record["results"].get("search_seeds", a)),
+                )
+            )
     return found
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-011
@@ -118,19 +164,34 @@ def compare_designs(record: dict) -> list[Comparison]:
         differences, doubt = (), ""
         if finished:
             differences = _ahead(design["recall"][first], design["recall"][second])
-            doubt = edge({name: (design["lr"][name], design["grid"][name] or [design["lr"][name]])
-                          for name in (first, second)})
-        comparisons.append(Comparison(
-            f"embedding of {design['embed']}: {NAMES[first]} above {NAMES[second]}", differences, doubt=doubt,
-            searched=len(results["search_seeds"]), planned=True, waits=not finished))
+            doubt = edge(
+                {
+                    name: (design["lr"][name], design["grid"][name] or [design["lr"][name]])
+                    for name in (first, second)
+                }
+            )
+        comparisons.append(
+            Comparison(
+                f"embedding of {design['embed']}: {NAMES[first]} above {NAMES[second]}",
+                differences,
+                doubt=doubt,
+                searched=len(results["search_seeds"]),
+                planned=True,
+                waits=not finished,
+            )
+        )
     return comparisons
+
 
 def about_recall(record: dict) -> str:
     "Describe a run of the toy task: keys, learning rates, seeds."
     asked, searched = record["settings"], record["results"].get("search_seeds", ())
     rates = ", ".join(f"{lr:g}" for lr in asked.get("lrs", ()))
-    return (f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; "
-            f"learning rates {rates} searched on {len(searched)} seeds that are not judged")
+    return (
+        f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; "
+        f"learning rates {rates} searched on {len(searched)} seeds that are not judged"
+    )
+
 
 def about_rewritten(record: dict) -> str:
     "Describe a planned run of the toy task: seeds, chosen rates, and the plan."
@@ -142,34 +203,58 @@ def about_rewritten(record: dict) -> str:
     commit = results["plan"]["commit"]
     plan = f"plan of commit {commit[:7]}" if commit else "not the committed plan"
     asked = record["settings"]
-    return (f"{plan}; {asked['pairs']} pairs, keys {asked['tasks'][0]}; learning rates chosen on "
-            f"{len(results['search_seeds'])} seeds that are not judged: {'; '.join(chosen)}")
+    return (
+        f"{plan}; {asked['pairs']} pairs, keys {asked['tasks'][0]}; learning rates chosen on "
+        f"{len(results['search_seeds'])} seeds that are not judged: {'; '.join(chosen)}"
+    )
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-013
-SOLVED, LEARNT = 0.985, 1.2 # share of correct answers; multiple of the guess level
-MQAR_PAIRS = (("longhorn", "mamba"), ("longhorn", "gla"), ("longhorn", "deltanet"),
-              ("longhorn", "mamba2"), ("longhorn", "gated_deltanet"))
-EXACT_PAIRS = (("longhorn_exact", "longhorn"), ("longhorn_exact", "mamba"), ("longhorn_exact", "deltanet"))
+SOLVED, LEARNT = 0.985, 1.2  # share of correct answers; multiple of the guess level
+MQAR_PAIRS = (
+    ("longhorn", "mamba"),
+    ("longhorn", "gla"),
+    ("longhorn", "deltanet"),
+    ("longhorn", "mamba2"),
+    ("longhorn", "gated_deltanet"),
+)
+EXACT_PAIRS = (
+    ("longhorn_exact", "longhorn"),
+    ("longhorn_exact", "mamba"),
+    ("longhorn_exact", "deltanet"),
+)
 CHOSEN_RATES = "Each rate was chosen on seed 0, which is judged too"
-CHOSEN_CELLS = (f"{CHOSEN_RATES}. A cell counts by its outcome, for both models of a row, so two "
-                "rows are about different cells and cannot be compared")
+CHOSEN_CELLS = (
+    f"{CHOSEN_RATES}. A cell counts by its outcome, for both models of a row, so two "
+    "rows are about different cells and cannot be compared"
+)
 
-def mqar_cells(record: dict, d_state: int = 16) -> list[dict]: # -> one per size and width: mixer -> cell
+
+def mqar_cells(
+    record: dict, d_state: int = 16
+) -> list[dict]:  # -> one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
     places = {}
     for cell in record["results"]["cells"]:
         if not cell["rewritten"] and cell["options"].get("d_state", 16) == d_state:
-            places.setdefault((cell["length"], cell["pairs"], cell["d_model"]), {})[cell["mixer"]] = cell
+            places.setdefault((cell["length"], cell["pairs"], cell["d_model"]), {})[
+                cell["mixer"]
+            ] = cell
     return [places[place] for place in sorted(places)]
+
 
 def both_cells(record: dict, first: str, second: str) -> list[tuple[dict, dict]]:
     "Return the cells of two models at every size and width where both were trained."
-    return [(cells[first], cells[second]) for cells in mqar_cells(record) if first in cells and second in cells]
+    return [
+        (cells[first], cells[second])
+        for cells in mqar_cells(record)
+        if first in cells and second in cells
+    ]
 
 # %% ../../nbs/machine/compare.ipynb #1928b000
 def counts(cell: dict) -> bool:
     "Check that no other rate could change a cell: it is solved, or its rate lies inside the grid."
     return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], cell["by_lr"])})
+
 
 def limited(cell: dict) -> list[float]:
     "Return a cell's accuracies, limited to the range from guessing to solved."
@@ -184,10 +269,13 @@ def compare_mqar(record: dict, pairs: tuple = MQAR_PAIRS) -> list[Comparison]:
         good = [pair for pair in both if counts(pair[0]) and counts(pair[1])]
         seeds = min((len(cell["accuracy"]) for pair in good for cell in pair), default=0)
         leads = [[x - y for x, y in zip(limited(a), limited(b))] for a, b in good]
-        found.append(Comparison(
-            f"{NAMES[first]} above {NAMES[second]} ({len(good)} of {len(both)} cells)",
-            tuple(100 * mean(lead[seed] for lead in leads) for seed in range(seeds)),
-            doubt="" if good or not both else "no cell where both learning rates are bracketed"))
+        found.append(
+            Comparison(
+                f"{NAMES[first]} above {NAMES[second]} ({len(good)} of {len(both)} cells)",
+                tuple(100 * mean(lead[seed] for lead in leads) for seed in range(seeds)),
+                doubt="" if good or not both else "no cell where both learning rates are bracketed",
+            )
+        )
     return found
 
 # %% ../../nbs/machine/compare.ipynb #58269ed0
@@ -197,21 +285,30 @@ def about_mqar(record: dict) -> str:
     for first, second in MQAR_PAIRS + EXACT_PAIRS:
         both = both_cells(record, first, second)
         signs = [x - y for a, b in both for x, y in zip(limited(a), limited(b))]
-        texts += [f"{NAMES[first]} against {NAMES[second]} "
-                  f"{sum(s > 0 for s in signs)}-{sum(s == 0 for s in signs)}-{sum(s < 0 for s in signs)}"] * bool(both)
+        texts += [
+            f"{NAMES[first]} against {NAMES[second]} "
+            f"{sum(s > 0 for s in signs)}-{sum(s == 0 for s in signs)}-{sum(s < 0 for s in signs)}"
+        ] * bool(both)
     cells = (mqar_cells(record) or [{}])[0]
     width = next(iter(cells.values()), {}).get("d_model", "–")
-    states = ", ".join(f"{NAMES[name]} {cell['state_bytes'] / 1024:.0f}" for name, cell in cells.items())
+    states = ", ".join(
+        f"{NAMES[name]} {cell['state_bytes'] / 1024:.0f}" for name, cell in cells.items()
+    )
     every = record["results"]["cells"]
     tried = Counter(float(lr) for cell in every for lr in cell["by_lr"])
     rates = ", ".join(f"{lr:g} in {tried[lr]}" for lr in sorted(tried))
-    return (f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "
-            f"{states}. Learning rates tried: {rates or 'none'} of {len(every)} cells. {CHOSEN_CELLS}")
+    return (
+        f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "
+        f"{states}. Learning rates tried: {rates or 'none'} of {len(every)} cells. {CHOSEN_CELLS}"
+    )
 
 # %% ../../nbs/machine/compare.ipynb #759980da
 def compare_states(record: dict) -> list[Comparison]:
     "Compare larger states with the usual one, at the size where both were trained."
-    usual, found = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1], []
+    usual, found = (
+        [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1],
+        [],
+    )
     for d_state in (32, 64, 128):
         for large, small in zip(mqar_cells(record, d_state), usual):
             for mixer in ("longhorn_exact", "longhorn"):
@@ -219,47 +316,66 @@ def compare_states(record: dict) -> list[Comparison]:
                 doubt = edge({mixer: (pair[0]["lr"], pair[0]["by_lr"])})
                 ahead = _ahead(*map(limited, pair))
                 doubt = doubt if any(ahead) else "neither learns"
-                found.append(Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", ahead, doubt=doubt))
+                found.append(
+                    Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", ahead, doubt=doubt)
+                )
     return found
+
 
 def about_states(record: dict) -> str:
     "Describe how the learning rates of larger states were chosen."
-    return (f"{CHOSEN_RATES}. A row whose rate lies at the edge of its grid has no verdict: the "
-            "outcome selects the rows")
+    return (
+        f"{CHOSEN_RATES}. A row whose rate lies at the edge of its grid has no verdict: the "
+        "outcome selects the rows"
+    )
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-017
 def evaluations(results: dict) -> list[tuple[str, float | None]]:
     "Return the points of comparison: after the first pass, if there are more, and after the last."
-    passes = max((run["tokens"] for run in results["runs"] if "val" in run), default=0) / results["train_tokens"]
+    passes = (
+        max((run["tokens"] for run in results["runs"] if "val" in run), default=0)
+        / results["train_tokens"]
+    )
     if passes <= 1.05:
         return [("", None)]
     return [("after one pass", results["train_tokens"]), (f"after {passes:.1f} passes", None)]
 
+
 def nearest(curve: dict, tokens: float | None) -> int:
     "Return the index of the evaluation nearest to a number of tokens."
-    return -1 if tokens is None else min(range(len(curve["tokens"])), key=lambda i: abs(curve["tokens"][i] - tokens))
+    return (
+        -1
+        if tokens is None
+        else min(range(len(curve["tokens"])), key=lambda i: abs(curve["tokens"][i] - tokens))
+    )
 
-def losses(results: dict, mixer: str, tokens: float | None) -> dict: # of a language record -> {seed: held-out loss}
+
+def losses(
+    results: dict, mixer: str, tokens: float | None
+) -> dict:  # of a language record -> {seed: held-out loss}
     "Return the loss of each seed of a model, in the unit of the record."
-    curves = {run["seed"]: run["val"] for run in results["runs"] if run["mixer"] == mixer and "val" in run}
+    curves = {
+        run["seed"]: run["val"] for run in results["runs"] if run["mixer"] == mixer and "val" in run
+    }
     return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-018
 def published_lead(
-    results: dict, # of a language record
+    results: dict,  # of a language record
     first: str,
     second: str,
-    sizes: str,    # row of `OPENWEBTEXT`
+    sizes: str,  # row of `OPENWEBTEXT`
 ) -> float | None:
     "Return the first model's published lead; None without one, or in another unit."
     losses = OPENWEBTEXT[sizes]
     same = {first, second} <= losses.keys() and results["unit"] == "nats per token"
     return losses[second] - losses[first] if same else None
 
+
 def compare_language(
-    record: dict,    # of `longhorn_kit.lab.language`
-    pairs: tuple,    # (first, second): the claim gives the first the lower loss
-    sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
+    record: dict,  # of `longhorn_kit.lab.language`
+    pairs: tuple,  # (first, second): the claim gives the first the lower loss
+    sizes: str = "120M",  # row of `OPENWEBTEXT` with the published difference
 ) -> list[Comparison]:
     "Compare held-out losses, seed by seed; the plan of these runs allows no verdict at one rate."
     results, found = record["results"], []
@@ -269,14 +385,20 @@ def compare_language(
             a, b = losses(results, first, tokens), losses(results, second, tokens)
             leads = tuple(b[seed] - a[seed] for seed in sorted(a.keys() & b.keys()))
             if leads:
-                found.append(Comparison(
-                    f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words), leads, unit, searched=0,
-                    doubt=edge({name: (rate, [rate]) for name in (first, second)}),
-                    published=published_lead(results, first, second, sizes)))
+                found.append(
+                    Comparison(
+                        f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words),
+                        leads,
+                        unit,
+                        searched=0,
+                        doubt=edge({name: (rate, [rate]) for name in (first, second)}),
+                        published=published_lead(results, first, second, sizes),
+                    )
+                )
     return found
 
 # %% ../../nbs/machine/compare.ipynb #compare-one-rate
-def losses_by_seed(results: dict, tokens: float | None) -> dict: # of a language record
+def losses_by_seed(results: dict, tokens: float | None) -> dict:  # of a language record
     "Return {model: losses of its judged seeds}, up to the first that is missing; NaN: diverged."
     found = {}
     for run in sorted(results["runs"], key=lambda run: run["seed"]):
@@ -288,6 +410,7 @@ def losses_by_seed(results: dict, tokens: float | None) -> dict: # of a language
             losses.append(loss)
     return found
 
+
 def equal_losses(results: dict) -> float:
     "Return the margin of bits per byte in the unit of a language record."
     margin = MARGINS["bits per byte"]
@@ -296,16 +419,18 @@ def equal_losses(results: dict) -> float:
     run = next((run for run in results["runs"] if "val" in run), None)
     return margin * run["loss"]["all"] / run["bits_per_byte"] if run else margin
 
-def asked_seeds(record: dict, pairs: tuple) -> dict: # -> {model: seeds}
+
+def asked_seeds(record: dict, pairs: tuple) -> dict:  # -> {model: seeds}
     "Return how many judged seeds a run was asked for, of the models in these pairs."
     settings = record["settings"]
     names = {name for pair in pairs for name in pair}
     return {NAMES[name]: settings["judged"] for name in settings["models"] if name in names}
 
+
 def compare_at_one_rate(
     record: dict,  # of `longhorn_kit.lab.language`, with judged seeds
     pairs: tuple,  # (first, second): the claim gives the first the lower loss
-    sizes: str = "120M", # row of `OPENWEBTEXT` with the published difference
+    sizes: str = "120M",  # row of `OPENWEBTEXT` with the published difference
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge held-out losses at the one learning rate of a run; empty if no pair was asked for."
     results = record["results"]
@@ -316,9 +441,15 @@ def compare_at_one_rate(
     for first, second in pairs:
         a, b = NAMES[first], NAMES[second]
         published = published_lead(results, first, second, sizes)
-        contrasts.append(Contrast(
-            f"{a} below {b}, at one rate for all", ((a, -1), (b, 1)), unit=results["unit"],
-            margin=margin, published=published))
+        contrasts.append(
+            Contrast(
+                f"{a} below {b}, at one rate for all",
+                ((a, -1), (b, 1)),
+                unit=results["unit"],
+                margin=margin,
+                published=published,
+            )
+        )
     present = asked.keys() | {name for name, values in losses.items() if values}
     if not any({name for name, _ in contrast.weights} <= present for contrast in contrasts):
         return []
@@ -329,13 +460,13 @@ def compare_at_one_rate(
 # %% ../../nbs/machine/compare.ipynb #compare-leads
 def remaining(
     label: str,
-    first: tuple[Comparison, Judgement], # after one pass
+    first: tuple[Comparison, Judgement],  # after one pass
     last: tuple[Comparison, Judgement],  # after the last
 ) -> tuple[Comparison, Judgement]:
     "Return whether a lead after one pass is still there after the last, with the last difference."
     early, late = first[1], last[1]
     comparison = replace(last[0], label=label)
-    if not late.n: # a look is missing, or a run diverged
+    if not late.n:  # a look is missing, or a run diverged
         return comparison, late
     if not early.n:
         return comparison, replace(early, side="", look=0, beside="")
@@ -345,14 +476,19 @@ def remaining(
         word = "holds" if early.side == late.side else "does not hold"
     before = f"after one pass {effect(*first)}, {early.side or 'undecided'}"
     return comparison, replace(
-        late, verdict=word, p=max(early.p, late.p),
+        late,
+        verdict=word,
+        p=max(early.p, late.p),
         look=max(early.look, late.look) if decided else 0,
-        beside="; ".join(filter(None, (before, late.beside))))
+        beside="; ".join(filter(None, (before, late.beside))),
+    )
 
-ONE_PASS = ", one pass" # after the name of a model: its loss at that point
+
+ONE_PASS = ", one pass"  # after the name of a model: its loss at that point
+
 
 def compare_leads(
-    record: dict, # of `longhorn_kit.lab.language`, with judged seeds, of a text that is read several times
+    record: dict,  # of `longhorn_kit.lab.language`, with judged seeds, of a text that is read several times
     pairs: tuple,
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge whether the leads of the first pass remain after the last, at the one rate of a run."
@@ -372,18 +508,23 @@ def compare_leads(
     groups = dict.fromkeys(early, "one pass") | dict.fromkeys(late, "last pass")
     rows = contrast_rows(contrasts, looks, groups, missing)
     found = []
-    for (a, b), first, last in zip(pairs, rows, rows[len(pairs):]):
+    for (a, b), first, last in zip(pairs, rows, rows[len(pairs) :]):
         label = f"{NAMES[a]} and {NAMES[b]}: the lead after one pass remains {words}"
         found.append(remaining(label, first, last))
     return found
 
 # %% ../../nbs/machine/compare.ipynb #compare-n25
-def reads(passes: str, *compares: Callable) -> Callable: # passes: "once" or "repeated"
+def reads(passes: str, *compares: Callable) -> Callable:  # passes: "once" or "repeated"
     "Return a function that joins the comparisons of a language record, and is empty for records of the other kind."
     kind = lambda record: "once" if len(evaluations(record["results"])) == 1 else "repeated"
-    return lambda record: [found for compare in compares for found in compare(record)] if kind(record) == passes else []
+    return lambda record: (
+        [found for compare in compares for found in compare(record)]
+        if kind(record) == passes
+        else []
+    )
 
-def by_plan(new: Callable, old: Callable) -> Callable: # record -> comparisons
+
+def by_plan(new: Callable, old: Callable) -> Callable:  # record -> comparisons
     "Return a function that reads records with judged seeds in the new way, others as planned."
     return lambda record: (new if record["settings"].get("judged") else old)(record)
 
@@ -399,11 +540,15 @@ def about_language(record: dict) -> str:
     read = f"{passes:.1f} passes" if passes > 1 else f"{100 * passes:.0f} % of them read"
     alone = [NAMES[name] for name, run in models.items() if not run["model"]["d_mlp"]]
     mlp = [NAMES[name] for name, run in models.items() if run["model"]["d_mlp"]]
-    numbers = {NAMES[name]: run["state_numbers"] for name, run in models.items() if run["state_numbers"]}
+    numbers = {
+        NAMES[name]: run["state_numbers"] for name, run in models.items() if run["state_numbers"]
+    }
     state = ", ".join(f"{name} {count / 1000:.0f}k" for name, count in numbers.items())
-    return (f"{min(size):.3g}M to {max(size):.3g}M parameters; {unique / 1e6:.1f}M unique tokens{domains}, {read}. "
-            f"Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
-            f"State size of the whole model: {state} numbers. Learning rate {rate:g} only")
+    return (
+        f"{min(size):.3g}M to {max(size):.3g}M parameters; {unique / 1e6:.1f}M unique tokens{domains}, {read}. "
+        f"Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
+        f"State size of the whole model: {state} numbers. Learning rate {rate:g} only"
+    )
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-021
 def tokens_at(curve: dict, level: float) -> float | None:
@@ -411,8 +556,11 @@ def tokens_at(curve: dict, level: float) -> float | None:
     before = None
     for tokens, loss in zip(curve["tokens"], curve["all"]):
         if loss <= level:
-            return tokens if before is None else (
-                before[0] + (tokens - before[0]) * (before[1] - level) / (before[1] - loss))
+            return (
+                tokens
+                if before is None
+                else (before[0] + (tokens - before[0]) * (before[1] - level) / (before[1] - loss))
+            )
         before = tokens, loss
     return None
 
@@ -430,32 +578,59 @@ def compare_tokens(record: dict) -> list[Comparison]:
                 needed = tokens_at(curves["longhorn", seed], mamba["all"][at])
                 missing += needed is None
                 saved += [] if needed is None else [100 * (1 - needed / mamba["tokens"][at])]
-        doubt = f"Mamba's loss is not reached by {missing} runs" if missing else edge({"longhorn": (rate, [rate])})
+        doubt = (
+            f"Mamba's loss is not reached by {missing} runs"
+            if missing
+            else edge({"longhorn": (rate, [rate])})
+        )
         label = "fewer tokens than Mamba" + f", {words}" * bool(words)
-        found += [Comparison(label, tuple(saved), "%", searched=0, doubt=doubt)] * bool(saved or missing)
+        found += [Comparison(label, tuple(saved), "%", searched=0, doubt=doubt)] * bool(
+            saved or missing
+        )
     return found
 
 # %% ../../nbs/machine/compare.ipynb #compare-explored
-EXPLORED = { # block -> its groups in the record, pairs: the claim gives the first the lower loss
-    "12 mixers, N = 16": (("paper",), (
-        ("diagonal N=16", "Mamba N=16"),
-        ("exact N=16", "Mamba N=16"),
-        ("exact N=16", "diagonal N=16"))),
-    "12 mixers, N = 64": (("equal-state",), (
-        ("exact N=64", "diagonal N=64"),
-        ("exact N=64", "Gated DeltaNet"),
-        ("exact N=64", "Mamba N=64"))),
-    "6 mixers with MLP": (("equal-state-mlp", "others-mlp"), tuple(
-        ("exact N=64, MLP", f"{name}, MLP")
-        for name in ("Gated DeltaNet", "Mamba N=64", "attention", "exact N=32", "DeltaNet",
-                     "Mamba-2")))}
+EXPLORED = {  # block -> its groups in the record, pairs: the claim gives the first the lower loss
+    "12 mixers, N = 16": (
+        ("paper",),
+        (
+            ("diagonal N=16", "Mamba N=16"),
+            ("exact N=16", "Mamba N=16"),
+            ("exact N=16", "diagonal N=16"),
+        ),
+    ),
+    "12 mixers, N = 64": (
+        ("equal-state",),
+        (
+            ("exact N=64", "diagonal N=64"),
+            ("exact N=64", "Gated DeltaNet"),
+            ("exact N=64", "Mamba N=64"),
+        ),
+    ),
+    "6 mixers with MLP": (
+        ("equal-state-mlp", "others-mlp"),
+        tuple(
+            ("exact N=64, MLP", f"{name}, MLP")
+            for name in (
+                "Gated DeltaNet",
+                "Mamba N=64",
+                "attention",
+                "exact N=32",
+                "DeltaNet",
+                "Mamba-2",
+            )
+        ),
+    ),
+}
 
-def read_again(model: dict, rates: list[float]) -> Fit: # of a record of the first plan; its grid
+
+def read_again(model: dict, rates: list[float]) -> Fit:  # of a record of the first plan; its grid
     "Estimate a model's loss from its walk and its judged runs, by the rule with looks."
     number = lambda loss: math.nan if loss is None else loss
     search = [(rates.index(float(rate)), number(loss)) for rate, loss in model["bracket"].items()]
     judged = [number(run["bits_per_byte"]) for run in model["runs"]]
     return fit_rates(search, judged, rates.index(model["lr"]))
+
 
 def explored_row(contrast: Contrast, found: Judgement) -> list[str]:
     "Return the cells of a comparison without its verdict."
@@ -466,7 +641,8 @@ def explored_row(contrast: Contrast, found: Judgement) -> list[str]:
     difference = show(found.difference, contrast.unit)
     return [contrast.label, difference, bar, f"{found.p:.2g}", str(found.n)]
 
-def explored(record: dict) -> tuple: # of the first one-pass plan -> title, header, rows
+
+def explored(record: dict) -> tuple:  # of the first one-pass plan -> title, header, rows
     "Tabulate the first plan's runs as the rule with looks reads them, without verdicts."
     rates, rows = record["settings"]["rates"], []
     for block, (groups, pairs) in EXPLORED.items():
@@ -476,8 +652,10 @@ def explored(record: dict) -> tuple: # of the first one-pass plan -> title, head
         contrasts = [Contrast(f"{a} below {b}", ((a, -1), (b, 1))) for a, b in known]
         judgements = judge_looks(contrasts, [fits], dict.fromkeys(fits, block), level=LEVEL)
         rows += [[block, *explored_row(*pair)] for pair in zip(contrasts, judgements)]
-    title = ("Exploratory, no verdicts: the first plan's runs, as the rule with looks reads them "
-             "(bits per byte)")
+    title = (
+        "Exploratory, no verdicts: the first plan's runs, as the rule with looks reads them "
+        "(bits per byte)"
+    )
     header = ["block", "comparison", "difference", "bar", "p, corrected", "judged seeds"]
     return title, header, rows
 
@@ -485,20 +663,33 @@ def explored(record: dict) -> tuple: # of the first one-pass plan -> title, head
 def compare_length(
     record: dict,  # of `longhorn_kit.lab.extrapolation`
     mixers: tuple = ("longhorn", "longhorn_exact"),
-    grows: bool = False, # claim that the perplexity grows, not that it stays
+    grows: bool = False,  # claim that the perplexity grows, not that it stays
 ) -> list[Comparison]:
     "Compare perplexity at the longest context with that at the training context."
     growth, longest = {}, record["settings"]["multiples"][-1]
     for model in record["results"]["models"]:
         for text, found in model["text"].items():
             nats = found["by_length"]["nats"]
-            growth.setdefault((text, model["mixer"]), []).append(100 * math.expm1(nats[-1] - nats[0]))
+            growth.setdefault((text, model["mixer"]), []).append(
+                100 * math.expm1(nats[-1] - nats[0])
+            )
     paper = -100 * (EXTRAPOLATION["longhorn"][-1] / EXTRAPOLATION["longhorn"][0] - 1)
-    return [Comparison(
-        f"{text}, {longest} times the length: {NAMES[mixer]} {'grows' if grows else 'keeps'}",
-        tuple(value if grows else -value for value in values), "%", 0 if grows else MARGINS["%"], searched=0,
-        published=paper if mixer == "longhorn" else None)
-        for (text, mixer), values in growth.items() if mixer in mixers] if longest > 1 else []
+    return (
+        [
+            Comparison(
+                f"{text}, {longest} times the length: {NAMES[mixer]} {'grows' if grows else 'keeps'}",
+                tuple(value if grows else -value for value in values),
+                "%",
+                0 if grows else MARGINS["%"],
+                searched=0,
+                published=paper if mixer == "longhorn" else None,
+            )
+            for (text, mixer), values in growth.items()
+            if mixer in mixers
+        ]
+        if longest > 1
+        else []
+    )
 
 # %% ../../nbs/machine/compare.ipynb #73850a3a
 def compare_needles(record: dict) -> list[Comparison]:
@@ -511,18 +702,27 @@ def compare_needles(record: dict) -> list[Comparison]:
                 here = written.setdefault((kind, found["once"]["length"][-1]), {})
                 here.setdefault(model["mixer"], []).append(100 * share)
     leads = lambda found, name: tuple(x - y for x, y in zip(found[name], found["mamba"]))
-    return [Comparison(f"{kind}, {length:,} tokens: {NAMES[name]} above Mamba", leads(found, name), searched=0)
-            for (kind, length), found in written.items()
-            for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= found.keys()]
+    return [
+        Comparison(
+            f"{kind}, {length:,} tokens: {NAMES[name]} above Mamba", leads(found, name), searched=0
+        )
+        for (kind, length), found in written.items()
+        for name in ("longhorn", "longhorn_exact")
+        if {name, "mamba"} <= found.keys()
+    ]
 
 # %% ../../nbs/machine/compare.ipynb #e9d719e3
 def about_length(record: dict) -> str:
     "Describe the models and the texts of a record."
     sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
-    lengths = ", ".join(f"{text} {count:,} tokens" for text, count in record["results"]["text"].items())
-    return (f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context "
-            f"{record['results']['context']}; texts: {lengths}, in short documents: this tests stability, not the use "
-            "of a long context")
+    lengths = ", ".join(
+        f"{text} {count:,} tokens" for text, count in record["results"]["text"].items()
+    )
+    return (
+        f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context "
+        f"{record['results']['context']}; texts: {lengths}, in short documents: this tests stability, not the use "
+        "of a long context"
+    )
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-025
 def compare_vision(record: dict) -> list:
@@ -530,9 +730,18 @@ def compare_vision(record: dict) -> list:
     top1, rate = record["results"]["top1"], record["settings"]["lr"]
     if record["settings"].get("judged"):
         return vision_at_one_rate(record)
-    return [Comparison(f"{NAMES[name]} as good as Mamba", _ahead(top1[name], top1["mamba"]),
-                       margin=MARGINS["points"], searched=0, doubt=edge({name: (rate, [rate])}))
-            for name in ("longhorn", "longhorn_exact") if {name, "mamba"} <= set(top1)]
+    return [
+        Comparison(
+            f"{NAMES[name]} as good as Mamba",
+            _ahead(top1[name], top1["mamba"]),
+            margin=MARGINS["points"],
+            searched=0,
+            doubt=edge({name: (rate, [rate])}),
+        )
+        for name in ("longhorn", "longhorn_exact")
+        if {name, "mamba"} <= set(top1)
+    ]
+
 
 def vision_at_one_rate(record: dict) -> list[tuple[Comparison, Judgement]]:
     "Judge top-1 accuracies at the one learning rate of a run."
@@ -548,55 +757,75 @@ def vision_at_one_rate(record: dict) -> list[tuple[Comparison, Judgement]]:
     looks, missing = looks_of(outcomes, dict.fromkeys(outcomes, record["settings"]["judged"]))
     return contrast_rows(contrasts, looks, dict.fromkeys(outcomes, "vision"), missing)
 
+
 def about_vision(record: dict) -> str:
     "Describe the data, the models and their training."
     sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
-    return (f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "
-            f"{record['settings']['epochs']} epochs; learning rate {record['settings']['lr']:g} only")
+    return (
+        f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "
+        f"{record['settings']['epochs']} epochs; learning rate {record['settings']['lr']:g} only"
+    )
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-027
 SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}
 
-def kernel_times(record: dict, form: str) -> list[float]: # kernels/results/h200.json -> ms, one per shape of `SHAPES`
+
+def kernel_times(
+    record: dict, form: str
+) -> list[float]:  # kernels/results/h200.json -> ms, one per shape of `SHAPES`
     "Return the times of forward plus backward of a form (diagonal, exact, s6, …) or another code (mamba_cuda, …)."
     if form in record["others_measured_before"]:
         return [sum(record["others_measured_before"][form][shape]) for shape in SHAPES]
-    found = {row["shape"]: row["forward_ms"] + row["backward_ms"] for row in record["rows"]
-             if row["section"] == "main" and row["form"] == row["kernels"] == form}
+    found = {
+        row["shape"]: row["forward_ms"] + row["backward_ms"]
+        for row in record["rows"]
+        if row["section"] == "main" and row["form"] == row["kernels"] == form
+    }
     return [found[shape] for shape in SHAPES]
 
-def untraced(record: dict, *forms: str) -> str: # forms: of `kernel_times`
+
+def untraced(record: dict, *forms: str) -> str:  # forms: of `kernel_times`
     "Say what is missing of times that this repository cannot measure again; empty if all can be."
     others = [form for form in forms if form in record["others_measured_before"]]
     if not others:
         return ""
     versions = "" if all(form.endswith("_again") for form in others) else "versions, "
-    return (f"the CUDA code was timed apart, and its times have no {versions}commit, spread or raw "
-            "log; nothing in the repository runs that code")
+    return (
+        f"the CUDA code was timed apart, and its times have no {versions}commit, spread or raw "
+        "log; nothing in the repository runs that code"
+    )
+
 
 def compare_times(record: dict, rows: tuple) -> list[tuple[Comparison, Judgement]]:
     "Return how many times as fast the second form is, at three shapes, and what a time lacks."
     found = []
     for label, slow, fast, least, published in rows:
-        ratios = tuple(a / b for a, b in zip(kernel_times(record, slow), kernel_times(record, fast)))
+        ratios = tuple(
+            a / b for a, b in zip(kernel_times(record, slow), kernel_times(record, fast))
+        )
         comparison, judgement = judge_ratios(label, ratios, least, published)
         found.append((comparison, replace(judgement, why=untraced(record, slow, fast))))
     return found
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-028
-def timed_again(name: str, rows: list[dict], later: dict) -> str: # rows: eager steps; later: a newer record
+def timed_again(
+    name: str, rows: list[dict], later: dict
+) -> str:  # rows: eager steps; later: a newer record
     "Say that a model was timed again and Mamba was not; empty if both or neither were."
     again = {row["mixer"]: row for row in later["rows"] if not row["compiled"]}
     if name not in again or "mamba" in again:
         return ""
     before = next(row for row in rows if row["mixer"] == name)
     now = again[name]
-    return (f"stale: timed at commit {before['commit']}; at {now['commit']} {NAMES[name]} takes {now['ms']:.1f} ms "
-            f"per eager step instead of {before['ms']:.1f}, and Mamba was not timed again")
+    return (
+        f"stale: timed at commit {before['commit']}; at {now['commit']} {NAMES[name]} takes {now['ms']:.1f} ms "
+        f"per eager step instead of {before['ms']:.1f}, and Mamba was not timed again"
+    )
+
 
 def compare_training(
-    record: dict,             # nbs/lab/results/language/throughput.json
-    later: dict | None = None, # kernels/results/h200_training_step.json
+    record: dict,  # nbs/lab/results/language/throughput.json
+    later: dict | None = None,  # kernels/results/h200_training_step.json
 ) -> list[tuple[Comparison, Judgement]]:
     "Compare training tokens per second of Longhorn and Mamba, eager and compiled; `why` names stale ratios."
     rows = [row for row in record.get("results", record)["rows"] if row["context"] == 1024]
@@ -604,7 +833,9 @@ def compare_training(
     eager = [row for row in rows if not row["compile"]]
     found = []
     for name in ("longhorn", "longhorn_exact"):
-        ratios = tuple(speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True))
+        ratios = tuple(
+            speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True)
+        )
         label = f"{NAMES[name]} against Mamba, eager and compiled"
         comparison, judgement = judge_ratios(label, ratios, 1 / 1.02)
         why = timed_again(name, eager, later) if later else ""
@@ -614,6 +845,10 @@ def compare_training(
 # %% ../../nbs/machine/compare.ipynb #38_compare-030
 def no_fast_kernel(record: dict) -> list[tuple[Comparison, Judgement]]:
     "Judge whether the exact kernel takes at least twice the time of the diagonal one."
-    (comparison, found), = compare_times(record, (("exact against diagonal", "diagonal", "exact", 0.5, None),))
+    ((comparison, found),) = compare_times(
+        record, (("exact against diagonal", "diagonal", "exact", 0.5, None),)
+    )
     verdict = {"holds": "does not hold", "does not hold": "holds"}.get(found.verdict, found.verdict)
-    return [(comparison, Judgement(found.n, found.difference, found.low, found.high, verdict=verdict))]
+    return [
+        (comparison, Judgement(found.n, found.difference, found.low, found.high, verdict=verdict))
+    ]

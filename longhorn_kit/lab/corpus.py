@@ -13,42 +13,83 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 import numpy as np
-from .data import (
-    VAL_PART, CharTokenizer, embedded_corpus_hash, fingerprint, get_tokenizer, holds_whole, hub_name, load_documents,
-    matching_files, pieces_of, read_characters, stdlib_files)
-from ..records import (
-    atomic_path, beside, cannot_write, discard, exclusive_lock, plural, progress, put_in_place, read_json, read_record,
-    remove_leftovers, write_json, write_record)
+from longhorn_kit.lab.data import (
+    VAL_PART,
+    CharTokenizer,
+    embedded_corpus_hash,
+    fingerprint,
+    get_tokenizer,
+    holds_whole,
+    hub_name,
+    load_documents,
+    matching_files,
+    pieces_of,
+    read_characters,
+    stdlib_files,
+)
+from longhorn_kit.records import (
+    atomic_path,
+    beside,
+    cannot_write,
+    discard,
+    exclusive_lock,
+    plural,
+    progress,
+    put_in_place,
+    read_json,
+    read_record,
+    remove_leftovers,
+    write_json,
+    write_record,
+)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-007
 PARTS = ("train", "val")
 
-def tokenise(rows: dict, tokenizer: Any, cut: Callable) -> dict: # cut: document -> (part, text) pairs
+
+def tokenise(
+    rows: dict, tokenizer: Any, cut: Callable
+) -> dict:  # cut: document -> (part, text) pairs
     "Return lists with an entry per piece: part, tokens with end mark as bytes, and bytes of text plus 1."
     pieces = {"part": [], "tokens": [], "bytes": []}
-    for part, text in (piece for document in zip(rows["name"], rows["text"]) for piece in cut(*document)):
+    for part, text in (
+        piece for document in zip(rows["name"], rows["text"]) for piece in cut(*document)
+    ):
         pieces["part"].append(part)
-        pieces["tokens"].append(np.append(tokenizer.encode(text), tokenizer.end).astype(tokenizer.dtype).tobytes())
+        pieces["tokens"].append(
+            np.append(tokenizer.encode(text), tokenizer.end).astype(tokenizer.dtype).tobytes()
+        )
         pieces["bytes"].append(len(text.encode()) + 1)
     return pieces
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-011
-PIECE, LEAST = 1 << 26, 1 << 23 # characters per process: in a full piece, and at least
-THREADS = {} # "maps": thread that runs `map`; "forks": thread that is forking
+PIECE, LEAST = 1 << 26, 1 << 23  # characters per process: in a full piece, and at least
+THREADS = {}  # "maps": thread that runs `map`; "forks": thread that is forking
+
 
 def end_with_parent():
     "Leave interrupts to the parent, and ask Linux to end a process of `map` when the parent's thread ends."
-    if THREADS.get("maps", 0) == THREADS["forks"]: # not if a thread of the pool forked it
+    if THREADS.get("maps", 0) == THREADS["forks"]:  # not if a thread of the pool forked it
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL) # 1: PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
+
 
 if sys.platform == "linux":
-    os.register_at_fork(before=lambda: THREADS.update(forks=threading.get_native_id()), after_in_child=end_with_parent)
+    os.register_at_fork(
+        before=lambda: THREADS.update(forks=threading.get_native_id()),
+        after_in_child=end_with_parent,
+    )
+
 
 @contextmanager
 def started_processes():
     "Hide the progress bar of `map`, and raise OSError if a process is lost."
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from datasets.utils import (
+        are_progress_bars_disabled,
+        disable_progress_bars,
+        enable_progress_bars,
+    )
+
     show = (lambda: None) if are_progress_bars_disabled() else enable_progress_bars
     disable_progress_bars()
     THREADS["maps"] = threading.get_native_id()
@@ -56,7 +97,7 @@ def started_processes():
         yield
     except RuntimeError as error:
         raise OSError(f"a process that tokenises was lost ({error}); try fewer workers") from None
-    except Exception as error: # `map` turns an interrupt into another error
+    except Exception as error:  # `map` turns an interrupt into another error
         raise error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
     finally:
         del THREADS["maps"]
@@ -71,10 +112,15 @@ def batch_of(documents, size=1 << 20):
         size -= len(document[1])
     return batch
 
-def write_piece(documents, path, size, seconds=30.0): # documents: an iterator
+
+def write_piece(documents, path, size, seconds=30.0):  # documents: an iterator
     "Write the next documents to an Arrow file until a bound is reached; return (their number, characters)."
     import pyarrow as pa
-    columns, end = pa.schema({"name": pa.string(), "text": pa.large_string()}), time.monotonic() + seconds
+
+    columns, end = (
+        pa.schema({"name": pa.string(), "text": pa.large_string()}),
+        time.monotonic() + seconds,
+    )
     number = length = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, columns) as rows:
         while length < size and time.monotonic() < end and (batch := batch_of(documents)):
@@ -82,26 +128,43 @@ def write_piece(documents, path, size, seconds=30.0): # documents: an iterator
             number, length = number + len(batch), length + sum(len(text) for _, text in batch)
     return number, length
 
-def tokenised(path, function, processes): # path: from `write_piece`; function: `tokenise` with its settings
+
+def tokenised(
+    path, function, processes
+):  # path: from `write_piece`; function: `tokenise` with its settings
     "Yield what `tokenise` returns for the documents of a file, a thousand rows at a time."
     from datasets import Dataset, Features, Value
-    columns = Features({"part": Value("string"), "tokens": Value("large_binary"), "bytes": Value("int64")})
+
+    columns = Features(
+        {"part": Value("string"), "tokens": Value("large_binary"), "bytes": Value("int64")}
+    )
     with started_processes():
         rows = Dataset.from_file(str(path)).map(
-            function, batched=True, batch_size=32, num_proc=processes if processes > 1 else None,
-            remove_columns=["name", "text"], features=columns, new_fingerprint="tokens", load_from_cache_file=False,
-            cache_file_name=str(path.with_name("tokens.arrow")))
+            function,
+            batched=True,
+            batch_size=32,
+            num_proc=processes if processes > 1 else None,
+            remove_columns=["name", "text"],
+            features=columns,
+            new_fingerprint="tokens",
+            load_from_cache_file=False,
+            cache_file_name=str(path.with_name("tokens.arrow")),
+        )
     return rows.iter(1000)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-015
-EMPTY = hashlib.sha256().hexdigest() # hash of an empty text
+EMPTY = hashlib.sha256().hexdigest()  # hash of an empty text
+
 
 class CorpusBuilder:
     "Both files of an unfinished corpus, cut back to the tokens that `state.json` confirms."
+
     def __init__(self, folder, dtype):
         self.path, self.dtype, self.files, self.digests = folder / "state.json", dtype, {}, {}
         nothing = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": EMPTY}
-        self.state = {"stage": 0, "whole": None, "last": None} | {part: dict(nothing) for part in PARTS}
+        self.state = {"stage": 0, "whole": None, "last": None} | {
+            part: dict(nothing) for part in PARTS
+        }
         if self.path.exists():
             self.state = read_record(self.path)
         for part in PARTS:
@@ -114,10 +177,12 @@ class CorpusBuilder:
         file.seek(0)
         digest = hashlib.file_digest(file, "sha256")
         if digest.hexdigest() != about["sha256"]:
-            raise ValueError(f"{file.name} was damaged after it was written; the same call starts again")
+            raise ValueError(
+                f"{file.name} was damaged after it was written; the same call starts again"
+            )
         return digest
 
-    def add(self, rows, enough=math.inf): # rows: from `tokenise`; enough: tokens to train on
+    def add(self, rows, enough=math.inf):  # rows: from `tokenise`; enough: tokens to train on
         "Append pieces, and return whether the target is reached."
         for part, data, size in zip(rows["part"], rows["tokens"], rows["bytes"]):
             about = self.state[part]
@@ -125,11 +190,15 @@ class CorpusBuilder:
                 return True
             self.files[part].write(data)
             self.digests[part].update(data)
-            for name, more in (("tokens", len(data) // self.dtype.itemsize), ("bytes", size), ("documents", 1)):
+            for name, more in (
+                ("tokens", len(data) // self.dtype.itemsize),
+                ("bytes", size),
+                ("documents", 1),
+            ):
                 about[name] += more
         return False
 
-    def save(self, **changes): # of the state
+    def save(self, **changes):  # of the state
         "Flush the files to the disk, then write the state."
         for part, file in self.files.items():
             file.flush()
@@ -145,7 +214,7 @@ class CorpusBuilder:
     def room(self):
         "Return the path of a new piece, in an empty folder of this process."
         piece = self.path.with_name("piece")
-        remove_leftovers(piece) # also of this process
+        remove_leftovers(piece)  # also of this process
         folder = beside(piece)
         folder.mkdir()
         return folder / "text.arrow"
@@ -154,7 +223,7 @@ class CorpusBuilder:
         "Close both files and remove the piece."
         discard(beside(self.path.with_name("piece")))
         for file in self.files.values():
-            with suppress(OSError): # a full disk was already reported
+            with suppress(OSError):  # a full disk was already reported
                 file.close()
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-018
@@ -164,30 +233,40 @@ def hashed(documents, digest):
         digest.update(text.encode() + b"\0")
         yield name, text
 
-def reopened(source, text_column, last): # last: last piece, from the state
+
+def reopened(source, text_column, last):  # last: last piece, from the state
     "Return a source's documents and their iterator after the last piece; ValueError if its text has changed."
     stream, digest = load_documents(source, text_column, last["position"]), hashlib.sha256()
     documents = iter(stream)
     for _ in hashed(itertools.islice(documents, last["documents"]), digest):
         pass
     if digest.hexdigest() != last["sha256"]:
-        raise ValueError(f"data source {source!r} is no longer the text this preparation started with; start again, "
-                         "with a fixed revision (hf:NAME@REVISION) if it is on the hub")
+        raise ValueError(
+            f"data source {source!r} is no longer the text this preparation started with; start again, "
+            "with a fixed revision (hf:NAME@REVISION) if it is on the hub"
+        )
     return stream, documents
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-020
 NOTHING = {"position": None, "documents": 0, "read": 0, "sha256": EMPTY}
 
-def run_stage(work, stage, tokenizer, about, workers, bar): # stage: (source, part, text column)
+
+def run_stage(work, stage, tokenizer, about, workers, bar):  # stage: (source, part, text column)
     "Tokenise a source to its end, resuming at the state."
     (source, part, text_column), state, fraction = stage, work.state, about["fraction"]
     limit, enough = None if part == "val" else about["limit"], about["tokens"] or math.inf
     if part is None and state["whole"] is None:
         head = itertools.islice(load_documents(source, text_column), limit)
-        with redirect_stderr(io.StringIO()): # its notes come again
+        with redirect_stderr(io.StringIO()):  # its notes come again
             state["whole"] = holds_whole(head, fraction, source == "stdlib")
-    cut = partial(pieces_of, whole=state["whole"], fraction=fraction, by_name=source == "stdlib", part=part)
-    function, last, done = partial(tokenise, tokenizer=tokenizer, cut=cut), state["last"] or NOTHING, False
+    cut = partial(
+        pieces_of, whole=state["whole"], fraction=fraction, by_name=source == "stdlib", part=part
+    )
+    function, last, done = (
+        partial(tokenise, tokenizer=tokenizer, cut=cut),
+        state["last"] or NOTHING,
+        False,
+    )
     stream, documents = reopened(source, text_column, last)
     documents = itertools.islice(documents, None if limit is None else limit - last["read"])
     while not done:
@@ -195,7 +274,12 @@ def run_stage(work, stage, tokenizer, about, workers, bar): # stage: (source, pa
         number, length = write_piece(hashed(documents, digest), path, PIECE * workers)
         batches = tokenised(path, function, min(workers, number, length // LEAST)) if number else ()
         done = any(work.add(rows, enough) for rows in batches) or not number
-        last = {"position": position, "documents": number, "read": last["read"] + number, "sha256": digest.hexdigest()}
+        last = {
+            "position": position,
+            "documents": number,
+            "read": last["read"] + number,
+            "sha256": digest.hexdigest(),
+        }
         work.save(stage=state["stage"] + done, last=None if done else last)
         bar.update(work.tokens() - bar.n)
 
@@ -204,22 +288,28 @@ def write_corpus(folder, stages, tokenizer, about, workers):
     "Write both files, then `index.json`; ValueError if a part is empty."
     with closing(CorpusBuilder(folder, tokenizer.dtype)) as work:
         with progress(desc="preparing tokens", total=about["tokens"], initial=work.tokens()) as bar:
-            for stage in stages[work.state["stage"]:]:
+            for stage in stages[work.state["stage"] :]:
                 run_stage(work, stage, tokenizer, about, workers, bar)
         for part in PARTS:
             if work.state[part]["tokens"] < 2:
-                raise ValueError(f"data source {about['source']!r} leaves nothing for the part {part!r}; "
-                                 "it needs more text")
+                raise ValueError(
+                    f"data source {about['source']!r} leaves nothing for the part {part!r}; "
+                    "it needs more text"
+                )
     write_index(folder, about | {"whole_documents": work.state["whole"]}, work.state)
 
-def write_index(folder, about, parts): # parts: counts and SHA-256 of both
+
+def write_index(folder, about, parts):  # parts: counts and SHA-256 of both
     "Write `index.json`, with the hash that identifies its text: the embedded corpus's, or one of both parts' hashes."
     digest = hashlib.sha256(" ".join(parts[part]["sha256"] for part in PARTS).encode()).hexdigest()
     digest = embedded_corpus_hash() if about["source"] == "stdlib" else digest
-    write_record(folder / "index.json", about | {"text_sha256": digest} | {part: parts[part] for part in PARTS})
+    write_record(
+        folder / "index.json",
+        about | {"text_sha256": digest} | {part: parts[part] for part in PARTS},
+    )
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-023
-def place(partial_folder, folder, alone): # alone: no other process can write to these files
+def place(partial_folder, folder, alone):  # alone: no other process can write to these files
     "Give a complete corpus its name; without a lock a checked copy gets it."
     if alone:
         return put_in_place(partial_folder, folder)
@@ -228,7 +318,10 @@ def place(partial_folder, folder, alone): # alone: no other process can write to
         index, paths = read_record(copy / "index.json"), [copy / f"{part}.bin" for part in PARTS]
         check_tokens(copy, index, mapped_parts(copy, index), paths, "prepare it again", verify=True)
 
-def make_corpus(folder, known, *parts): # known() returns the facts of the source; parts: for `write_corpus`
+
+def make_corpus(
+    folder, known, *parts
+):  # known() returns the facts of the source; parts: for `write_corpus`
     "Prepare a corpus, or resume an earlier attempt; `folder` appears when it is complete."
     partial_folder, index = folder.with_name(f".{folder.name}.partial"), folder / "index.json"
     state, facts = partial_folder / "state.json", known()
@@ -242,7 +335,9 @@ def make_corpus(folder, known, *parts): # known() returns the facts of the sourc
                 if not (partial_folder / "index.json").exists():
                     write_corpus(partial_folder, *parts)
                 if known() != facts:
-                    raise ValueError(f"data source {parts[2]['source']!r} changed while it was read; start again")
+                    raise ValueError(
+                        f"data source {parts[2]['source']!r} changed while it was read; start again"
+                    )
                 for path in (state, *partial_folder.glob(".*")):
                     discard(path)
                 place(partial_folder, folder, alone)
@@ -252,7 +347,9 @@ def make_corpus(folder, known, *parts): # known() returns the facts of the sourc
         except OSError as error:
             problem = cannot_write(partial_folder, error) if error.strerror else error
             if state.exists():
-                problem.args = (f"{problem}; what was prepared is kept, and the same command resumes it",)
+                problem.args = (
+                    f"{problem}; what was prepared is kept, and the same command resumes it",
+                )
             raise problem from None
         finally:
             if not state.exists():
@@ -262,28 +359,38 @@ def make_corpus(folder, known, *parts): # known() returns the facts of the sourc
 IN_FULL = "checked in full"
 SAMPLED = "checked by size and samples (longhorn prepare SOURCE --verify reads it all)"
 
+
 def again(folder):
     "Return the remedy for a damaged corpus."
     return f"delete the folder {folder} and prepare it again"
+
 
 def mapped_parts(folder, index):
     "Return the tokens of both parts, mapped; ValueError if a file has the wrong size."
     parts = []
     for part in PARTS:
-        path, length = folder / f"{part}.bin", index[part]["tokens"] * np.dtype(index["dtype"]).itemsize
+        path, length = (
+            folder / f"{part}.bin",
+            index[part]["tokens"] * np.dtype(index["dtype"]).itemsize,
+        )
         if not path.is_file() or path.stat().st_size != length:
             raise ValueError(f"{path} is missing or has the wrong size; {again(folder)}")
         parts.append(np.memmap(path, np.dtype(index["dtype"]), mode="r"))
     return parts
 
-def check_tokens(folder, index, parts, paths, remedy, verify=False): # parts, paths: of both parts
+
+def check_tokens(folder, index, parts, paths, remedy, verify=False):  # parts, paths: of both parts
     "Compare tokens with the index or with earlier samples, and return how; ValueError if damaged."
     known, stamps, ways = {}, {}, []
-    with suppress(OSError, TypeError, ValueError): # otherwise both parts are checked in full
+    with suppress(OSError, TypeError, ValueError):  # otherwise both parts are checked in full
         known |= read_json(folder / "checked.json")
-    starts = (0, parts[0].nbytes if paths[0] == paths[1] else 0) # bytes of the file
+    starts = (0, parts[0].nbytes if paths[0] == paths[1] else 0)  # bytes of the file
     for part, tokens, path, start in zip(PARTS, parts, paths, starts):
-        stamp = {"bytes": path.stat().st_size, "date": path.stat().st_mtime_ns, "sample": fingerprint(tokens)}
+        stamp = {
+            "bytes": path.stat().st_size,
+            "date": path.stat().st_mtime_ns,
+            "sample": fingerprint(tokens),
+        }
         stamps[part] = stamp
         if known.get(part) == stamp and not verify:
             ways.append(SAMPLED)
@@ -292,13 +399,14 @@ def check_tokens(folder, index, parts, paths, remedy, verify=False): # parts, pa
             raise ValueError(f"{path} is damaged (its SHA-256 differs from the index); {remedy}")
         ways.append(IN_FULL)
     if IN_FULL in ways:
-        with suppress(OSError): # if the folder is read-only
+        with suppress(OSError):  # if the folder is read-only
             write_json(folder / "checked.json", stamps)
     return SAMPLED if SAMPLED in ways else IN_FULL
 
-def stretch_sha256(path, start, size): # bytes
+
+def stretch_sha256(path, start, size):  # bytes
     "Return the SHA-256 of a stretch of a file."
-    digest = hashlib.sha256() # not of mapped tokens: reading a broken disk raises an OSError
+    digest = hashlib.sha256()  # not of mapped tokens: reading a broken disk raises an OSError
     with open(path, "rb") as file:
         file.seek(start)
         while size > 0 and (block := file.read(min(size, 1 << 23))):
@@ -310,57 +418,74 @@ def stretch_sha256(path, start, size): # bytes
 @dataclass
 class Corpus:
     "Prepared corpus with memory-mapped tokens of both parts."
-    folder: Path      # folder of the index
-    index: dict       # source, tokenizer, counts and hashes
-    tokenizer: object # converts text to ids and back
-    train: np.ndarray # (M,) tokens to train on
-    val: np.ndarray   # (M,) held-out tokens
-    checked: str = "" # how the tokens were checked when they were opened
+
+    folder: Path  # folder of the index
+    index: dict  # source, tokenizer, counts and hashes
+    tokenizer: object  # converts text to ids and back
+    train: np.ndarray  # (M,) tokens to train on
+    val: np.ndarray  # (M,) held-out tokens
+    checked: str = ""  # how the tokens were checked when they were opened
 
     def described(self) -> str:
         "Describe the tokens: their number, tokenizer and check."
         tokens = plural(len(self.train), "token")
         return f"{tokens} of {self.tokenizer.name} to train on, {self.checked}"
 
-    def bits_per_byte(self, nats: float) -> float: # nats: loss per held-out token
+    def bits_per_byte(self, nats: float) -> float:  # nats: loss per held-out token
         "Return the loss in bits per byte, which is comparable between tokenizers."
         return nats / math.log(2) * self.index["val"]["tokens"] / self.index["val"]["bytes"]
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-027
 def tokenizer_hash(tokenizer):
     "Return the tokenizer's name and a hash of its merge table."
-    ranks = sorted(tokenizer.encoding._mergeable_ranks.items()) if hasattr(tokenizer, "encoding") else []
+    ranks = (
+        sorted(tokenizer.encoding._mergeable_ranks.items())
+        if hasattr(tokenizer, "encoding")
+        else []
+    )
     ranks = getattr(tokenizer, "characters", ranks)
     return f"{tokenizer.name}-{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}"
+
 
 def open_corpus(folder, tokenizer, verify=False):
     "Return the `Corpus` of a prepared folder; ValueError names the first bad file."
     index = read_record(folder / "index.json")
     if index["tokenizer_hash"] != tokenizer_hash(tokenizer):
-        raise ValueError(f"{folder} holds tokens of {index['tokenizer_hash']}; the tokenizer that was named is "
-                         f"{tokenizer_hash(tokenizer)}")
+        raise ValueError(
+            f"{folder} holds tokens of {index['tokenizer_hash']}; the tokenizer that was named is "
+            f"{tokenizer_hash(tokenizer)}"
+        )
     parts, paths = mapped_parts(folder, index), [folder / f"{part}.bin" for part in PARTS]
     checked = check_tokens(folder, index, parts, paths, again(folder), verify)
     return Corpus(folder, index, tokenizer, *parts, checked)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-029
-def bin_files(source, val=None): # source: FOLDER or FOLDER/train.bin
+def bin_files(source, val=None):  # source: FOLDER or FOLDER/train.bin
     "Return the files of nanoGPT, [train] or [train, val]; [] for other sources."
     folder = Path(source).expanduser()
     path = folder / "train.bin" if folder.is_dir() else folder
     if path.suffix.lower() != ".bin" or not path.is_file():
         return []
     held_out = Path(val).expanduser() if val else path.with_name("val.bin")
-    if val and (held_out.suffix.lower() != ".bin" or not held_out.is_file() or (folder / "index.json").is_file()):
-        raise ValueError(f"{val} cannot be the held-out part of {source}; only a train.bin takes one, a .bin file")
+    if val and (
+        held_out.suffix.lower() != ".bin"
+        or not held_out.is_file()
+        or (folder / "index.json").is_file()
+    ):
+        raise ValueError(
+            f"{val} cannot be the held-out part of {source}; only a train.bin takes one, a .bin file"
+        )
     return [path, held_out] if val or path.name == "train.bin" and held_out.is_file() else [path]
 
-def mapped(files, fraction): # files: from `bin_files`
+
+def mapped(files, fraction):  # files: from `bin_files`
     "Return nanoGPT's tokens (train, val), mapped."
     for path in files:
         if path.stat().st_size % 2 or path.stat().st_size < 4:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, but a token has 2: it was cut off, or holds "
-                             "integers of another width; copy it again, or write it as np.uint16")
+            raise ValueError(
+                f"{path} has {path.stat().st_size} bytes, but a token has 2: it was cut off, or holds "
+                "integers of another width; copy it again, or write it as np.uint16"
+            )
     tokens = [np.memmap(path, "<u2", mode="r") for path in files]
     cut = len(tokens[0]) - max(1, round(len(tokens[0]) * fraction))
     return tokens if len(tokens) == 2 else [tokens[0][:cut], tokens[0][cut:]]
@@ -374,46 +499,68 @@ def bin_tokenizer(files, name):
         return get_tokenizer(name)
     meta, (size, characters) = metas[0], tables[0]
     if len(tables) < len(files) or any(table != tables[0] for table in tables):
-        raise ValueError(f"{' and '.join(map(str, files))} do not have the same meta.pkl beside them")
+        raise ValueError(
+            f"{' and '.join(map(str, files))} do not have the same meta.pkl beside them"
+        )
     if characters:
         tokenizer = CharTokenizer(characters)
-        if name == "bytes" or name.startswith("chars:") and get_tokenizer(name).characters == characters:
+        if (
+            name == "bytes"
+            or name.startswith("chars:")
+            and get_tokenizer(name).characters == characters
+        ):
             return tokenizer
-        raise ValueError(f"{meta} has a table of {size} characters; the tokenizer that was named is "
-                         f"{name}, and the right one is chars:{meta.parent}")
+        raise ValueError(
+            f"{meta} has a table of {size} characters; the tokenizer that was named is "
+            f"{name}, and the right one is chars:{meta.parent}"
+        )
     tokenizer = get_tokenizer(name)
     if size and size != tokenizer.vocab_size:
-        raise ValueError(f"{meta} says that the ids are of a vocabulary of {size}; the tokenizer "
-                         f"{tokenizer.name} has {tokenizer.vocab_size}; name the one that they were made with")
+        raise ValueError(
+            f"{meta} says that the ids are of a vocabulary of {size}; the tokenizer "
+            f"{tokenizer.name} has {tokenizer.vocab_size}; name the one that they were made with"
+        )
     return tokenizer
 
-def counted(path, tokens, tokenizer, start): # start: first byte of the tokens in the file
+
+def counted(path, tokens, tokenizer, start):  # start: first byte of the tokens in the file
     "Return the index entry of a file of tokens; ValueError for ids outside the vocabulary or of another width."
     counts = np.zeros(1 << 16, np.int64)
-    even = odd = False # does a place of this kind hold anything but 0?
+    even = odd = False  # does a place of this kind hold anything but 0?
     for first in range(0, len(tokens), 1 << 22):
-        block = tokens[first:first + (1 << 22)]
+        block = tokens[first : first + (1 << 22)]
         counts += np.bincount(block, minlength=1 << 16)
         even = even or bool(block[0::2].any())
         odd = odd or bool(block[1::2].any())
     if even != odd and len(tokens) >= 16:
-        raise ValueError(f"{path} holds 0 at every second place: its integers have 4 or 8 bytes; "
-                         "write them as np.uint16")
+        raise ValueError(
+            f"{path} holds 0 at every second place: its integers have 4 or 8 bytes; "
+            "write them as np.uint16"
+        )
     if (most := np.flatnonzero(counts)[-1]) >= tokenizer.vocab_size:
-        raise ValueError(f"{path} holds token {most}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size}; "
-                         "name the tokenizer that it was made with")
-    size = int(counts[:tokenizer.vocab_size] @ tokenizer.sizes)
+        raise ValueError(
+            f"{path} holds token {most}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size}; "
+            "name the tokenizer that it was made with"
+        )
+    size = int(counts[: tokenizer.vocab_size] @ tokenizer.sizes)
     documents = 1 if tokenizer.end is None else int(counts[tokenizer.end])
-    return {"tokens": len(tokens), "bytes": size, "documents": documents,
-            "sha256": stretch_sha256(path, start, tokens.nbytes)}
+    return {
+        "tokens": len(tokens),
+        "bytes": size,
+        "documents": documents,
+        "sha256": stretch_sha256(path, start, tokens.nbytes),
+    }
+
 
 def open_bins(files, folder, tokenizer, about, fraction, verify=False):
     "Return the `Corpus` of nanoGPT's files, which are used in place."
     parts = mapped(files, fraction)
     if not (folder / "index.json").exists():
         starts = (0, 0 if len(files) == 2 else parts[0].nbytes)
-        entries = {part: counted(file, tokens, tokenizer, start)
-                   for part, file, tokens, start in zip(PARTS, files * 2, parts, starts)}
+        entries = {
+            part: counted(file, tokens, tokenizer, start)
+            for part, file, tokens, start in zip(PARTS, files * 2, parts, starts)
+        }
         write_index(folder, about | {"dtype": "<u2", "whole_documents": None}, entries)
     index = read_record(folder / "index.json")
     remedy = f"copy it again, and delete the folder {folder}"
@@ -423,7 +570,7 @@ def open_bins(files, folder, tokenizer, about, fraction, verify=False):
     return Corpus(folder, index, tokenizer, *parts, checked)
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-032
-def known_by(source, bins=()): # bins: from `bin_files`
+def known_by(source, bins=()):  # bins: from `bin_files`
     "Return the facts that identify a source."
     if source == "stdlib":
         files, facts = sorted(stdlib_files().values()), [sys.version]
@@ -431,8 +578,12 @@ def known_by(source, bins=()): # bins: from `bin_files`
         files, facts = sorted(Path(hub_name(source[3:])[0]).rglob("*")), [source]
     else:
         files, facts = bins or matching_files(source), []
-    return facts + [[os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
-                    for path in files if path.is_file()]
+    return facts + [
+        [os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
+        for path in files
+        if path.is_file()
+    ]
+
 
 def check_settings(source, val, bins, fraction, column, **counts):
     "Raise ValueError for an invalid setting of `prepare`."
@@ -459,45 +610,74 @@ def held_out_files(source, val):
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(
-    source: str | Path = "stdlib", # or files, a folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
-    tokenizer: str = "bytes", # "bytes", "gpt2", "gpt2:FOLDER" or "chars:FOLDER"
-    val: str | Path | None = None, # source of the held-out part; by default a share of `source`
-    fraction: float = VAL_PART, # the held-out share
-    limit: int | None = None, # number of documents to use
-    cache: str | Path | None = None, # folder of corpora; by default $LONGHORN_CACHE, or in the user's cache
-    tokens: int | None = None, # stop after the document that reaches so many to train on; a cached stream is used whole
-    workers: int | None = None, # processes that tokenise; None: one per core
-    text_column: str = "text", # column of records; "text" also finds "content"
-    verify: bool = False, # compare all tokens with their SHA-256, not only samples
+    source: str
+    | Path = "stdlib",  # or files, a folder, nanoGPT's .bin, "hf:NAME[:CONFIG][#SPLIT][@REVISION]"
+    tokenizer: str = "bytes",  # "bytes", "gpt2", "gpt2:FOLDER" or "chars:FOLDER"
+    val: str | Path | None = None,  # source of the held-out part; by default a share of `source`
+    fraction: float = VAL_PART,  # the held-out share
+    limit: int | None = None,  # number of documents to use
+    cache: str
+    | Path
+    | None = None,  # folder of corpora; by default $LONGHORN_CACHE, or in the user's cache
+    tokens: int
+    | None = None,  # stop after the document that reaches so many to train on; a cached stream is used whole
+    workers: int | None = None,  # processes that tokenise; None: one per core
+    text_column: str = "text",  # column of records; "text" also finds "content"
+    verify: bool = False,  # compare all tokens with their SHA-256, not only samples
 ) -> Corpus:
     "Return the `Corpus` of a source, from the cache if it is there; resumes an interrupted preparation."
     bins = bin_files(source, val)
     source, val = (source, val) if bins else held_out_files(source, val)
-    check_settings(source, val, bins, fraction, text_column, limit=limit, tokens=tokens, workers=workers)
+    check_settings(
+        source, val, bins, fraction, text_column, limit=limit, tokens=tokens, workers=workers
+    )
     encoder = bin_tokenizer(bins, tokenizer) if bins else get_tokenizer(tokenizer)
     stages = [(source, None, text_column)]
     if (Path(source).expanduser() / "index.json").is_file():
         return open_corpus(Path(source).expanduser(), encoder, verify)
     if encoder.end is None and not bins:
-        raise ValueError(f"the tokenizer {tokenizer} has no end mark, so it cannot prepare text; use bytes or gpt2")
+        raise ValueError(
+            f"the tokenizer {tokenizer} has no end mark, so it cannot prepare text; use bytes or gpt2"
+        )
     if val is not None:
         stages = [(source, "train", text_column), (val, "val", text_column)]
-    known = (lambda: known_by(source, bins)) if bins else lambda: [known_by(name) for name, *_ in stages]
+    known = (
+        (lambda: known_by(source, bins))
+        if bins
+        else lambda: [known_by(name) for name, *_ in stages]
+    )
     about = {"source": source, "val": val, "fraction": fraction, "limit": limit, "tokens": tokens}
-    facts = {"files": known(), "column": text_column, "tokenizer": tokenizer_hash(encoder), "format": 5}
+    facts = {
+        "files": known(),
+        "column": text_column,
+        "tokenizer": tokenizer_hash(encoder),
+        "format": 5,
+    }
     if val is not None and facts["files"][0] == facts["files"][1]:
         raise ValueError(f"{val} is the text to train on; hold out another one")
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
-    for enough in (None, tokens) if source.startswith("hf:") else (tokens,): # a whole stream serves every run
+    for enough in (
+        (None, tokens) if source.startswith("hf:") else (tokens,)
+    ):  # a whole stream serves every run
         key = hashlib.sha256(json.dumps([about | {"tokens": enough}, facts]).encode()).hexdigest()
-        folder = Path(cache or os.environ.get("LONGHORN_CACHE") or default).expanduser() / f"{encoder.name}-{key[:16]}"
+        folder = (
+            Path(cache or os.environ.get("LONGHORN_CACHE") or default).expanduser()
+            / f"{encoder.name}-{key[:16]}"
+        )
         if (folder / "index.json").exists():
             break
-    about |= {"column": text_column, "known_by": key, "tokenizer_hash": tokenizer_hash(encoder),
-              "tokenizer": encoder.name, "vocab_size": encoder.vocab_size, "dtype": encoder.dtype.str}
+    about |= {
+        "column": text_column,
+        "known_by": key,
+        "tokenizer_hash": tokenizer_hash(encoder),
+        "tokenizer": encoder.name,
+        "vocab_size": encoder.vocab_size,
+        "dtype": encoder.dtype.str,
+    }
     if bins:
         return open_bins(bins, folder, encoder, about, fraction, verify)
     if not (folder / "index.json").exists():
-        from joblib import cpu_count # cores that this process may use
+        from joblib import cpu_count  # cores that this process may use
+
         make_corpus(folder, known, stages, encoder, about, workers or cpu_count())
     return open_corpus(folder, encoder, verify)

@@ -19,9 +19,11 @@ import numpy as np
 from ..records import atomic_folder, in_one_line, plural, read_json, warn
 
 # %% ../../nbs/machine/data.ipynb #data-007
-PACKAGES = ("asyncio collections concurrent ctypes email html http importlib json logging multiprocessing re "
-            "tomllib unittest urllib wsgiref xml xmlrpc zoneinfo").split()
-LARGEST_FILE = 150_000 # bytes
+PACKAGES = (
+    "asyncio collections concurrent ctypes email html http importlib json logging multiprocessing re "
+    "tomllib unittest urllib wsgiref xml xmlrpc zoneinfo"
+).split()
+LARGEST_FILE = 150_000  # bytes
 
 # %% ../../nbs/machine/data.ipynb #data-008
 def stdlib_files():
@@ -32,12 +34,18 @@ def stdlib_files():
         paths += (root / package).rglob("*.py")
     skip = {"test", "tests", "__pycache__"}
     named = ((path.relative_to(root).as_posix(), path) for path in paths)
-    return {name: path for name, path in named
-            if not skip & set(name.split("/")) and 0 < path.stat().st_size <= LARGEST_FILE}
+    return {
+        name: path
+        for name, path in named
+        if not skip & set(name.split("/")) and 0 < path.stat().st_size <= LARGEST_FILE
+    }
 
 # %% ../../nbs/machine/data.ipynb #data-010
-MARKS = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), # first: one of them starts like UTF-16's
-         "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)}
+MARKS = {
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first: one of them starts like UTF-16's
+    "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+}
+
 
 def wide_encoding(data):
     "Return UTF-16 or UTF-32 if the bytes start with its mark or have its zeros, otherwise None."
@@ -47,7 +55,9 @@ def wide_encoding(data):
     head = data[:4096]
     if b"\0" not in head:
         return None
-    zeros = [head[i::4].count(0) / max(1, len(head[i::4])) for i in range(4)] # of each place among four bytes
+    zeros = [
+        head[i::4].count(0) / max(1, len(head[i::4])) for i in range(4)
+    ]  # of each place among four bytes
     if min(zeros[:2]) > 0.9 or min(zeros[2:]) > 0.9:
         return "UTF-32"
     even, odd = zeros[0::2], zeros[1::2]
@@ -55,6 +65,7 @@ def wide_encoding(data):
         if min(high) > 0.4 and max(low) < 0.1:
             return "UTF-16"
     return None
+
 
 def normalise(data, name):
     "Return the text with newlines as \\n; ValueError if it is binary, not UTF-8 or empty."
@@ -65,7 +76,9 @@ def normalise(data, name):
     try:
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is not UTF-8 text: byte {error.start} cannot be decoded") from None
+        raise ValueError(
+            f"{name} is not UTF-8 text: byte {error.start} cannot be decoded"
+        ) from None
     if not text.strip():
         raise ValueError(f"{name} is empty")
     return text
@@ -74,7 +87,11 @@ def normalise(data, name):
 def help_topics():
     "Return the help topics that are not part of a longer one: {name: text}."
     from pydoc_data.topics import topics
-    lines = {name: {line for line in text.splitlines() if len(line) >= 30} for name, text in topics.items()}
+
+    lines = {
+        name: {line for line in text.splitlines() if len(line) >= 30}
+        for name, text in topics.items()
+    }
     chosen = []
     for name in sorted(topics, key=lambda name: (-len(lines[name]), name)):
         if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in chosen):
@@ -94,13 +111,14 @@ def embedded_documents() -> Iterator[tuple[str, str]]:
         text = sources[name]
         try:
             yield name, text if isinstance(text, str) else normalise(text.read_bytes(), name)
-        except ValueError: # not UTF-8, or empty
+        except ValueError:  # not UTF-8, or empty
             continue
 
 # %% ../../nbs/machine/data.ipynb #data-016
-VAL_PART = 0.05 # share of documents that are held out
+VAL_PART = 0.05  # share of documents that are held out
 
-def is_held_out(key: str, fraction: float = VAL_PART) -> bool: # key: the document's name or text
+
+def is_held_out(key: str, fraction: float = VAL_PART) -> bool:  # key: the document's name or text
     "Check whether a document is held out."
     return name_hash(key) < fraction
 
@@ -115,13 +133,16 @@ def embedded_corpus_hash() -> str:
 # %% ../../nbs/machine/data.ipynb #data-026
 SEPARATOR = "\n<|endoftext|>\n"
 
+
 class ZstdFile(io.RawIOBase):
     "Decompressed bytes of a .zst file, frame by frame; OSError if it is damaged or cut off."
+
     def __init__(self, path):
         self.file, self.frame = open(path, "rb"), None
-        self.data, self.ready = b"", memoryview(b"") # not yet decompressed; decompressed
+        self.data, self.ready = b"", memoryview(b"")  # not yet decompressed; decompressed
 
-    def readable(self): return True
+    def readable(self):
+        return True
 
     def close(self):
         self.file.close()
@@ -129,7 +150,9 @@ class ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer):
         while not self.ready:
-            self.data = self.data or self.file.read(1 << 13) # few: a frame may expand many thousandfold
+            self.data = self.data or self.file.read(
+                1 << 13
+            )  # few: a frame may expand many thousandfold
             if not self.data and self.frame:
                 raise OSError("it is cut off")
             if not self.data:
@@ -143,6 +166,7 @@ class ZstdFile(io.RawIOBase):
     def decompress(self):
         "Decompress the data up to the end of a frame."
         import zstandard
+
         if self.frame is None:
             self.frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
         try:
@@ -153,11 +177,14 @@ class ZstdFile(io.RawIOBase):
         if self.frame.eof:
             self.frame = None
 
+
 def open_zst(path):
     "Open a .zst file for reading."
     return io.BufferedReader(ZstdFile(path), 1 << 20)
 
+
 COMPRESSED = {".gz": gzip.open, ".xz": lzma.open, ".zst": open_zst}
+
 
 def open_text(path):
     "Open a file for reading its decompressed bytes."
@@ -172,24 +199,33 @@ def file_trouble(path):
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         if getattr(error, "errno", None):
             raise OSError(f"{path} cannot be read: {error.strerror}") from None
-        raise ValueError(f"{path} cannot be decompressed: {error}") from None # also an OSError of `ZstdFile`
+        raise ValueError(
+            f"{path} cannot be decompressed: {error}"
+        ) from None  # also an OSError of `ZstdFile`
     except MemoryError:
-        raise ValueError(f"{path} has a document that does not fit into memory; {SPLIT_IT}") from None
+        raise ValueError(
+            f"{path} has a document that does not fit into memory; {SPLIT_IT}"
+        ) from None
+
 
 SPLIT_IT = "separate its documents by lines <|endoftext|>, or store them as JSON lines"
+
 
 @lru_cache(maxsize=1)
 def largest_document():
     "Return the bytes of the largest document: an eighth of the memory that this process may use."
     import psutil
+
     limits = [psutil.virtual_memory().total]
-    with suppress(ImportError): # Windows
+    with suppress(ImportError):  # Windows
         import resource
+
         soft, _ = resource.getrlimit(resource.RLIMIT_AS)
         limits += [soft] if soft != resource.RLIM_INFINITY else []
-    with suppress(OSError, ValueError): # no container, or one without a limit
+    with suppress(OSError, ValueError):  # no container, or one without a limit
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return min(limits) // 8
+
 
 def check_document(size, place):
     "Raise ValueError if a document has too many bytes."
@@ -197,7 +233,8 @@ def check_document(size, place):
         most = f"{largest_document() / 1e9:.1f} GB, an eighth of the memory"
         raise ValueError(f"{place} is longer than {most}; {SPLIT_IT}")
 
-def bounded_lines(stream, place): # place: name of the stream, for the message
+
+def bounded_lines(stream, place):  # place: name of the stream, for the message
     "Yield the lines of a stream; ValueError if one is larger than a document may be."
     most, read = largest_document(), stream.readline
     while line := read(most + 1):
@@ -218,10 +255,11 @@ def marked_documents(path):
             if line.rstrip(b"\r\n") != b"<|endoftext|>":
                 continue
             text = b"".join(lines[:-1]).removesuffix(b"\n").removesuffix(b"\r")
-            yield text, b"".join(lines)[len(text):]
+            yield text, b"".join(lines)[len(text) :]
             lines, size = [], 0
     if lines:
         yield b"".join(lines), b""
+
 
 def text_documents(path):
     "Yield the documents of a text file as (name, text)."
@@ -233,7 +271,7 @@ def text_documents(path):
             number += 1
 
 # %% ../../nbs/machine/data.ipynb #data-027b
-def found_column(columns, column, place): # column: "text" also matches "content"
+def found_column(columns, column, place):  # column: "text" also matches "content"
     "Return the column's name; ValueError lists the columns."
     names = ("text", "content") if column == "text" else (column,)
     for name in names:
@@ -243,22 +281,30 @@ def found_column(columns, column, place): # column: "text" also matches "content
     raise ValueError(f"{place} has no column {wanted}; it has {known}")
 
 # %% ../../nbs/machine/data.ipynb #data-027b-2
-def record_documents(records, text_column, source): # records: (place, dict) pairs
+def record_documents(records, text_column, source):  # records: (place, dict) pairs
     "Yield records as (place, text) without NUL characters; blank ones are skipped and counted."
     total, skipped = 0, 0
     for total, (place, record) in enumerate(records, 1):
         column = found_column(record, text_column, place)
         text = record[column]
         if not isinstance(text, str | None):
-            raise ValueError(f"{place}: column {column!r} holds a value of type {type(text).__name__}, not text")
+            raise ValueError(
+                f"{place}: column {column!r} holds a value of type {type(text).__name__}, not text"
+            )
         text = (text or "").replace("\0", "").lstrip("\ufeff")
         if text.strip():
-            yield place, normalise(text.encode(errors="surrogatepass"), f"{place}: column {column!r}")
+            yield (
+                place,
+                normalise(text.encode(errors="surrogatepass"), f"{place}: column {column!r}"),
+            )
         else:
             skipped += 1
     if skipped:
         from tqdm import tqdm
-        message = in_one_line(f"{source}: {skipped:,} of {total:,} records have no text and were skipped")
+
+        message = in_one_line(
+            f"{source}: {skipped:,} of {total:,} records have no text and were skipped"
+        )
         tqdm.write(message, sys.stderr)
 
 # %% ../../nbs/machine/data.ipynb #data-027c
@@ -274,31 +320,42 @@ def json_records(path):
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{place} is not a JSON record: {getattr(error, 'msg', error)}") from None
+                raise ValueError(
+                    f"{place} is not a JSON record: {getattr(error, 'msg', error)}"
+                ) from None
             if not isinstance(record, dict):
-                raise ValueError(f"{place} is not a record but a JSON value of type {type(record).__name__}; "
-                                 "expected one object per line")
+                raise ValueError(
+                    f"{place} is not a record but a JSON value of type {type(record).__name__}; "
+                    "expected one object per line"
+                )
             yield place, record
 
 # %% ../../nbs/machine/data.ipynb #data-027c-2
 def parquet_records(path, text_column):
     "Yield parquet rows as (place, dict); ValueError names the file."
     from pyarrow import ArrowException, parquet
-    try: # both settings read by pages, not by row groups, which may be large
+
+    try:  # both settings read by pages, not by row groups, which may be large
         file = parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
         column = found_column(file.schema_arrow.names, text_column, path)
         batches = file.iter_batches(64, columns=[column])
-        for row, value in enumerate(value for batch in batches for value in batch.column(0).to_pylist()):
+        for row, value in enumerate(
+            value for batch in batches for value in batch.column(0).to_pylist()
+        ):
             yield f"{path}, row {row}", {column: value}
     except (ArrowException, OSError, UnicodeDecodeError) as error:
-        if getattr(error, "errno", None): # an error of the disk, not of the file
+        if getattr(error, "errno", None):  # an error of the disk, not of the file
             raise
-        raise ValueError(f"{path} cannot be read as parquet: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{path} cannot be read as parquet: {str(error).splitlines()[0]}"
+        ) from None
 
 # %% ../../nbs/machine/data.ipynb #data-027e
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
-NO_TEXT = (".7z .arrow .avro .bin .bz2 .csv .feather .npy .npz .orc .pkl .pt .rar .safetensors .tar .tgz .tsv "
-           ".xls .xlsx .zip").split()
+NO_TEXT = (
+    ".7z .arrow .avro .bin .bz2 .csv .feather .npy .npz .orc .pkl .pt .rar .safetensors .tar .tgz .tsv "
+    ".xls .xlsx .zip"
+).split()
 
 # %% ../../nbs/machine/data.ipynb #data-027e-2
 def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str, str]]:
@@ -306,19 +363,28 @@ def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str,
     path, name = Path(path), None
     ending = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
     if ending in NO_TEXT:
-        raise ValueError(f"{path} cannot be read as text; expected a text file, .jsonl or .parquet, "
-                         "or hf:FOLDER for other tables")
+        raise ValueError(
+            f"{path} cannot be read as text; expected a text file, .jsonl or .parquet, "
+            "or hf:FOLDER for other tables"
+        )
     if ending not in RECORDS and text_column != "text":
-        raise ValueError(f"{path} is plain text and has no column {text_column!r}; expected .jsonl or .parquet")
+        raise ValueError(
+            f"{path} is plain text and has no column {text_column!r}; expected .jsonl or .parquet"
+        )
     records = parquet_records(path, text_column) if ending == ".parquet" else json_records(path)
     with file_trouble(path):
-        for name, text in record_documents(records, text_column, path) if ending in RECORDS else text_documents(path):
+        for name, text in (
+            record_documents(records, text_column, path)
+            if ending in RECORDS
+            else text_documents(path)
+        ):
             yield name, text
     if name is None:
         raise ValueError(f"{path} is empty")
 
 # %% ../../nbs/machine/data.ipynb #data-028-folder
-TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".parquet") # also compressed
+TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".parquet")  # also compressed
+
 
 def ending_of(path):
     "Return the ending of a file's name in small letters, without that of a compression."
@@ -327,22 +393,32 @@ def ending_of(path):
         name = name.removesuffix(compression)
     return Path(name).suffix or "no ending"
 
+
 @lru_cache
-def warn_of_files(folder, others): # once per process
+def warn_of_files(folder, others):  # once per process
     if os.environ.get("RANK", "0") == "0":
         warn(f"of the folder {folder} only texts are read; left out: {others}")
 
+
 def folder_files(folder):
     "Return the texts in a folder and in its folders, sorted; FileNotFoundError without any."
-    files = [path for path in sorted(folder.rglob("*"))
-             if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    files = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
     texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
     counts = Counter(ending_of(path) for path in files if ending_of(path) not in TEXT_ENDINGS)
-    others = ", ".join(f"{plural(count, 'file')} ({ending!r})" for ending, count in sorted(counts.items()))
+    others = ", ".join(
+        f"{plural(count, 'file')} ({ending!r})" for ending, count in sorted(counts.items())
+    )
     if not texts:
         expected = ", ".join(TEXT_ENDINGS)
-        raise FileNotFoundError(f"data source {str(folder)!r} is a folder without texts; expected files that end in "
-                                f"{expected}; it has {others or 'no files'}")
+        raise FileNotFoundError(
+            f"data source {str(folder)!r} is a folder without texts; expected files that end in "
+            f"{expected}; it has {others or 'no files'}"
+        )
     if others:
         warn_of_files(folder, others)
     return texts
@@ -354,6 +430,7 @@ def warn_once(message: str) -> None:
     if os.environ.get("RANK", "0") == "0":
         warn(message)
 
+
 def escaped_folder(path: Path) -> Path:
     "Return a glob in which the part that exists under this very name is no pattern."
     for folder in path.parents:
@@ -361,56 +438,81 @@ def escaped_folder(path: Path) -> Path:
             return Path(glob.escape(str(folder))) / path.relative_to(folder)
     return path
 
-def matching_files(pattern: str | Path) -> list[Path]: # a file, a folder, or a glob such as "books/*.txt.xz"
+
+def matching_files(
+    pattern: str | Path,
+) -> list[Path]:  # a file, a folder, or a glob such as "books/*.txt.xz"
     "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
         return [path]
-    if path.is_dir() and str(pattern): # "" would be the working folder
+    if path.is_dir() and str(pattern):  # "" would be the working folder
         return folder_files(path)
     names = glob.glob(str(escaped_folder(path)), recursive=True)
     files = sorted(name for name in map(Path, names) if name.is_file())
     folders = [name for name in names if Path(name).is_dir()]
     if files and folders and "**" not in path.parts:
-        warn_once(f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as {min(folders)}; "
-                  "/**/ in a pattern finds files at any depth")
+        warn_once(
+            f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as {min(folders)}; "
+            "/**/ in a pattern finds files at any depth"
+        )
     plain = {name.with_suffix("") if name.suffix.lower() in COMPRESSED else name for name in files}
     if len(plain) < len(files):
-        twice = next(name for name in files if name.suffix.lower() in COMPRESSED and name.with_suffix("") in files)
-        warn_once(f"data source {pattern!r}: {twice} is read, and so is {twice.stem}, maybe the same text")
+        twice = next(
+            name
+            for name in files
+            if name.suffix.lower() in COMPRESSED and name.with_suffix("") in files
+        )
+        warn_once(
+            f"data source {pattern!r}: {twice} is read, and so is {twice.stem}, maybe the same text"
+        )
     if not files:
-        raise FileNotFoundError(f"data source {pattern!r} matches no file; sources are 'stdlib', "
-                                "hf:NAME, or files such as books/*.txt.xz")
+        raise FileNotFoundError(
+            f"data source {pattern!r} matches no file; sources are 'stdlib', "
+            "hf:NAME, or files such as books/*.txt.xz"
+        )
     return files
 
 # %% ../../nbs/machine/data.ipynb #data-030
 HUB_NAME = re.compile(r"([^:#@]+)(?::([^#@]+))?(?:#([^@]+))?(?:@(.+))?")
 
-def hub_name(name): # without "hf:"
+
+def hub_name(name):  # without "hf:"
     "Split a dataset's name: (path, configuration or None, split, revision or None)."
-    if Path(name).is_dir(): # its name may contain any character
+    if Path(name).is_dir():  # its name may contain any character
         check_hub_folder(name)
         return name, None, "train", None
     if not (match := HUB_NAME.fullmatch(name)):
-        raise ValueError(f"dataset hf:{name}: its name should look like hf:NAME:CONFIG#SPLIT@REVISION")
+        raise ValueError(
+            f"dataset hf:{name}: its name should look like hf:NAME:CONFIG#SPLIT@REVISION"
+        )
     path, config, split, revision = match.groups()
     check_hub_folder(path)
     return path, config, split or "train", revision
 
+
 def check_hub_folder(path):
     "Raise ValueError for a local folder whose name `datasets` would take for a pattern of other names."
     if Path(path).is_dir() and glob.has_magic(path):
-        raise ValueError(f"dataset hf:{path}: `datasets` takes *, ? and [ in the name of a folder "
-                         "for a pattern; rename the folder")
+        raise ValueError(
+            f"dataset hf:{path}: `datasets` takes *, ? and [ in the name of a folder "
+            "for a pattern; rename the folder"
+        )
 
 # %% ../../nbs/machine/data.ipynb #data-033
 class HubDocuments:
     "Stream the documents of a Hugging Face dataset as (name, text), from a position that can be saved."
+
     def __init__(self, name: str, text_column: str = "text", position: dict | None = None):
         from datasets import load_dataset
+
         path, config, split, revision = hub_name(name)
-        logging.getLogger("huggingface_hub").setLevel(logging.ERROR) # it announces retries
-        self.name, self.column, self.start = name, text_column, position or {"row": 0, "stream": None}
+        logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces retries
+        self.name, self.column, self.start = (
+            name,
+            text_column,
+            position or {"row": 0, "stream": None},
+        )
         self.row = self.start["row"]
         with hub_errors(name):
             self.rows = load_dataset(path, config, split=split, streaming=True, revision=revision)
@@ -444,14 +546,17 @@ def hub_errors(name):
 # %% ../../nbs/machine/data.ipynb #data-035
 class FileDocuments:
     "Read the documents of files as (name, text), from a position that can be saved."
+
     def __init__(self, files, text_column="text", position=None):
         self.files, self.column = files, text_column
         self.file, self.document = position or (0, 0)
 
     def __iter__(self):
-        for file in self.files[self.file:]:
+        for file in self.files[self.file :]:
             texts = embedded_documents() if file == "stdlib" else file_documents(file, self.column)
-            for self.document, document in enumerate(itertools.islice(texts, self.document, None), self.document + 1):
+            for self.document, document in enumerate(
+                itertools.islice(texts, self.document, None), self.document + 1
+            ):
                 yield document
             self.file, self.document = self.file + 1, 0
 
@@ -460,7 +565,9 @@ class FileDocuments:
         return [self.file, self.document]
 
 # %% ../../nbs/machine/data.ipynb #data-036
-def load_documents(source: str | Path, text_column: str = "text", position: Any = None) -> Any: # as for `prepare`
+def load_documents(
+    source: str | Path, text_column: str = "text", position: Any = None
+) -> Any:  # as for `prepare`
     "Return the documents of a source, an iterable of (name, text) with `position()`; ValueError or OSError."
     if source.startswith("hf:"):
         return HubDocuments(source[3:], text_column, position)
@@ -470,8 +577,9 @@ def load_documents(source: str | Path, text_column: str = "text", position: Any 
 # %% ../../nbs/machine/data.ipynb #data-040
 class ByteTokenizer:
     "Tokens are UTF-8 bytes; 0 ends a document."
+
     name, vocab_size, end, dtype = "bytes", 256, 0, np.dtype("<u1")
-    sizes = np.ones(256, np.int64) # bytes of text per token
+    sizes = np.ones(256, np.int64)  # bytes of text per token
 
     def encode(self, text: str) -> np.ndarray:
         "Return token ids (M,) uint8."
@@ -484,6 +592,7 @@ class ByteTokenizer:
 # %% ../../nbs/machine/data.ipynb #data-041
 class BPETokenizer:
     "GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
+
     name, vocab_size, end, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
 
     def __init__(self, encoding: Any):
@@ -512,32 +621,40 @@ def gpt2_from_folder(folder):
     import tiktoken
     from tiktoken.load import data_gym_to_mergeable_bpe_ranks
     from tiktoken_ext.openai_public import r50k_pat_str
+
     files = [Path(folder).expanduser() / name for name in ("vocab.bpe", "encoder.json")]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"tokenizer gpt2:{folder}: {file} is missing")
     try:
-        hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files] # tiktoken keeps copies by name
+        hashes = [
+            hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        ]  # tiktoken keeps copies by name
         ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files), *hashes)
         if max(ranks.values()) >= BPETokenizer.end:
             raise ValueError(f"token {max(ranks.values())} is beyond GPT-2's vocabulary")
         special = {"<|endoftext|>": BPETokenizer.end}
-        return tiktoken.Encoding("gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special)
+        return tiktoken.Encoding(
+            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
+        )
     except (AssertionError, AttributeError, ValueError, KeyError) as error:
         kind = type(error).__name__
-        raise ValueError(f"{files[0]} and encoder.json beside it do not fit together ({kind}: {error}); "
-                         "copy both again from the same source") from None
+        raise ValueError(
+            f"{files[0]} and encoder.json beside it do not fit together ({kind}: {error}); "
+            "copy both again from the same source"
+        ) from None
 
 # %% ../../nbs/machine/data.ipynb #data-chars-2
 class CharTokenizer:
     "Tokens are the characters of a table; no token ends a document."
+
     name, end, dtype = "chars", None, np.dtype("<u2")
 
     def __init__(self, characters: list[str]):
         self.characters, self.vocab_size = characters, len(characters)
         self.ids = {character: i for i, character in enumerate(characters)}
         sizes = [len(character.encode(errors="surrogatepass")) for character in characters]
-        self.sizes = np.array(sizes, np.int64) # bytes of text per token
+        self.sizes = np.array(sizes, np.int64)  # bytes of text per token
 
     def encode(self, text: str) -> np.ndarray:
         "Return token ids (M,) uint16; ValueError names a character that is not in the table."
@@ -554,6 +671,7 @@ class CharTokenizer:
 # %% ../../nbs/machine/data.ipynb #data-chars-3
 class PlainUnpickler(pickle._Unpickler):
     "Unpickler of strings, numbers, dicts and lists."
+
     EXPECTED = "expected strings, numbers, dicts and lists only"
 
     def find_class(self, module, name):
@@ -562,7 +680,8 @@ class PlainUnpickler(pickle._Unpickler):
     def persistent_load(self, key):
         raise pickle.UnpicklingError(f"it refers to other objects; {self.EXPECTED}")
 
-def read_pickle(path, most=1 << 24): # most: bytes
+
+def read_pickle(path, most=1 << 24):  # most: bytes
     "Return the plain value in a pickled file, without running code; ValueError for any other."
     try:
         with open(path, "rb") as file:
@@ -572,8 +691,9 @@ def read_pickle(path, most=1 << 24): # most: bytes
             return PlainUnpickler(io.BytesIO(data)).load()
     except OSError:
         raise
-    except Exception as error: # a damaged pickle raises many kinds
+    except Exception as error:  # a damaged pickle raises many kinds
         raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from None
+
 
 def read_characters(path):
     "Return (size of the vocabulary, characters or None) of a meta.pkl; ValueError if they do not fit."
@@ -587,15 +707,21 @@ def read_characters(path):
     characters = [table.get(i) for i in range(len(table))] if isinstance(table, dict) else []
     check_characters(characters, path)
     if about.get("vocab_size", len(characters)) != len(characters):
-        raise ValueError(f"{path} has a vocab_size of {about['vocab_size']}, but {len(characters)} characters")
+        raise ValueError(
+            f"{path} has a vocab_size of {about['vocab_size']}, but {len(characters)} characters"
+        )
     return len(characters), characters
+
 
 def check_characters(characters, path):
     "Raise ValueError unless a table has different characters, at most as many as 16-bit ids."
     one_each = all(isinstance(character, str) and len(character) == 1 for character in characters)
     if not 0 < len(characters) <= 1 << 16 or not one_each or len(set(characters)) < len(characters):
-        raise ValueError(f"{path} holds no table of characters, one for each id from 0 on; prepare the text "
-                         "itself with --tokenizer bytes or gpt2")
+        raise ValueError(
+            f"{path} holds no table of characters, one for each id from 0 on; prepare the text "
+            "itself with --tokenizer bytes or gpt2"
+        )
+
 
 def characters_from_folder(folder):
     "Return the `CharTokenizer` of nanoGPT's meta.pkl, or of the tokenizer.json of a model; OSError or ValueError."
@@ -613,7 +739,7 @@ def characters_from_folder(folder):
 # %% ../../nbs/machine/data.ipynb #data-044
 @lru_cache(maxsize=4)
 def get_tokenizer(
-    name: str, # bytes, gpt2, gpt2:FOLDER or chars:FOLDER
+    name: str,  # bytes, gpt2, gpt2:FOLDER or chars:FOLDER
 ) -> ByteTokenizer | BPETokenizer | CharTokenizer:
     "Return an object with `encode`, `decode`, `vocab_size` and `end`; ValueError or OSError."
     if name == "bytes":
@@ -623,30 +749,47 @@ def get_tokenizer(
     if name.startswith("chars:"):
         return characters_from_folder(name[6:])
     if name != "gpt2":
-        raise ValueError(f"unknown tokenizer {name!r}; expected bytes, gpt2, gpt2:FOLDER or chars:FOLDER")
+        raise ValueError(
+            f"unknown tokenizer {name!r}; expected bytes, gpt2, gpt2:FOLDER or chars:FOLDER"
+        )
     import tiktoken
+
     try:
         return BPETokenizer(tiktoken.get_encoding("gpt2"))
     except Exception as error:
-        raise OSError(f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); "
-                      "without a network use gpt2:FOLDER with encoder.json and vocab.bpe") from None
+        raise OSError(
+            f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); "
+            "without a network use gpt2:FOLDER with encoder.json and vocab.bpe"
+        ) from None
 
 # %% ../../nbs/machine/data.ipynb #data-056
-def holds_whole(documents: Any, fraction: float = VAL_PART, by_name: bool = False) -> bool: # by_name: hash the name
+def holds_whole(
+    documents: Any, fraction: float = VAL_PART, by_name: bool = False
+) -> bool:  # by_name: hash the name
     "Check whether whole documents, not ends, can be held out."
-    chosen = [is_held_out(name if by_name else text, fraction) for name, text in itertools.islice(documents, 1000)]
-    some = any(chosen) or len(chosen) == 1000 # with a small share, some come later
+    chosen = [
+        is_held_out(name if by_name else text, fraction)
+        for name, text in itertools.islice(documents, 1000)
+    ]
+    some = any(chosen) or len(chosen) == 1000  # with a small share, some come later
     return len(chosen) >= 100 and some and not all(chosen)
 
 # %% ../../nbs/machine/data.ipynb #data-057
 def pieces_of(
-    name: str, text: str, whole: bool, fraction: float = VAL_PART, by_name: bool = False, part: str | None = None,
-) -> list[tuple[str, str]]: # whole: from `holds_whole`
+    name: str,
+    text: str,
+    whole: bool,
+    fraction: float = VAL_PART,
+    by_name: bool = False,
+    part: str | None = None,
+) -> list[tuple[str, str]]:  # whole: from `holds_whole`
     "Return a document as [(part, text)], where part is 'train' or 'val'; `part` sets it for all documents."
     if part or whole:
-        return [(part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)]
+        return [
+            (part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)
+        ]
     cut = round(len(text) * (1 - fraction))
-    cut = text.find("\n", cut, -1) + 1 or cut # not the last one: both parts need text
+    cut = text.find("\n", cut, -1) + 1 or cut  # not the last one: both parts need text
     return [piece for piece in (("train", text[:cut]), ("val", text[cut:])) if piece[1]]
 
 # %% ../../nbs/machine/data.ipynb #data-long-2
@@ -659,18 +802,21 @@ def long_documents(path, least):
                 documents.append((hashlib.sha256(text).hexdigest(), number, len(text)))
     return sorted(documents)
 
-def choose_long(known, count): # known: file -> `long_documents` of it
+
+def choose_long(known, count):  # known: file -> `long_documents` of it
     "Return the chosen documents of every file: equal shares, or more from others if a file has too few."
     share = -(-count // len(known))
     chosen = {path: documents[:share] for path, documents in known.items()}
     missing = count - sum(map(len, chosen.values()))
-    rest = sorted((document, path) for path, documents in known.items() for document in documents[share:])
-    for document, path in rest[:max(0, missing)]:
+    rest = sorted(
+        (document, path) for path, documents in known.items() for document in documents[share:]
+    )
+    for document, path in rest[: max(0, missing)]:
         chosen[path].append(document)
     return chosen
 
 # %% ../../nbs/machine/data.ipynb #data-long-4
-def write_apart(path, numbers, rest, long): # numbers: of the documents that move from file `path`
+def write_apart(path, numbers, rest, long):  # numbers: of the documents that move from file `path`
     "Write the documents with these numbers to file `long` and all others to file `rest`."
     with lzma.open(rest, "wb", preset=9) as others, lzma.open(long, "wb") as moved:
         for number, (text, mark) in enumerate(marked_documents(path)):
@@ -681,11 +827,11 @@ def write_apart(path, numbers, rest, long): # numbers: of the documents that mov
 
 # %% ../../nbs/machine/data.ipynb #data-long-5
 def hold_out_long(
-    folder: str | Path,      # with NAME.train.txt and NAME.val.txt, compressed or not
-    out: str | Path,         # folder to make
-    count: int = 100,        # documents to hold out, in equal shares of the names
+    folder: str | Path,  # with NAME.train.txt and NAME.val.txt, compressed or not
+    out: str | Path,  # folder to make
+    count: int = 100,  # documents to hold out, in equal shares of the names
     least: int = 16 * 1024,  # bytes of a long document
-) -> dict:                   # NAME -> (documents, bytes) that were moved
+) -> dict:  # NAME -> (documents, bytes) that were moved
     "Copy a text, and move long documents from training files to NAME.long.txt.xz; ValueError or OSError."
     folder, out = Path(folder).expanduser(), Path(out).expanduser()
     files = sorted(folder.glob("*.train.txt*"))
@@ -700,8 +846,10 @@ def hold_out_long(
     chosen = choose_long({path: long_documents(path, least) for path in files}, count)
     total = sum(map(len, chosen.values()))
     if total < count:
-        raise ValueError(f"{folder} has {plural(total, 'document')} of at least {plural(least, 'byte')}; "
-                         f"{count:,} were to be held out")
+        raise ValueError(
+            f"{folder} has {plural(total, 'document')} of at least {plural(least, 'byte')}; "
+            f"{count:,} were to be held out"
+        )
     with atomic_folder(out) as new:
         for path in folder.iterdir():
             if path.is_file() and path not in files:
@@ -710,8 +858,10 @@ def hold_out_long(
             name = path.name.split(".train.txt")[0]
             numbers = {number for _, number, _ in documents}
             write_apart(path, numbers, new / f"{name}.train.txt.xz", new / f"{name}.long.txt.xz")
-    return {path.name.split(".train.txt")[0]: (len(documents), sum(size for *_, size in documents))
-            for path, documents in chosen.items()}
+    return {
+        path.name.split(".train.txt")[0]: (len(documents), sum(size for *_, size in documents))
+        for path, documents in chosen.items()
+    }
 
 # %% ../../nbs/machine/data.ipynb #data-106-hash
 def fingerprint(tokens):
@@ -719,23 +869,29 @@ def fingerprint(tokens):
     if not hasattr(tokens, "__len__"):
         return None
     places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
-    digest = hashlib.sha256(b"".join(np.asarray(tokens[at:at + 1024], np.int64).tobytes() for at in places))
+    digest = hashlib.sha256(
+        b"".join(np.asarray(tokens[at : at + 1024], np.int64).tobytes() for at in places)
+    )
     return f"{len(tokens)} tokens {digest.hexdigest()[:12]}"
 
 # %% ../../nbs/machine/data.ipynb #data-107
 class Sampler:
     "Draw batches of windows in an order set by the seed, every window once per epoch."
-    def __init__(self,
-        tokens: np.ndarray, # (M,) token ids, in memory or mapped from a file
-        context: int, # T, input tokens per window
-        batch_size: int, # windows per batch and process
-        seed: int = 0, # seed of the order
-        rank: int = 0, # number of this process
-        world: int = 1, # processes; together they draw world·batch_size windows
+
+    def __init__(
+        self,
+        tokens: np.ndarray,  # (M,) token ids, in memory or mapped from a file
+        context: int,  # T, input tokens per window
+        batch_size: int,  # windows per batch and process
+        seed: int = 0,  # seed of the order
+        rank: int = 0,  # number of this process
+        world: int = 1,  # processes; together they draw world·batch_size windows
     ):
         if len(tokens) < context + 1:
-            raise ValueError(f"the text has {plural(len(tokens), 'token')}; "
-                             f"a context of {context} needs at least {context + 1}")
+            raise ValueError(
+                f"the text has {plural(len(tokens), 'token')}; "
+                f"a context of {context} needs at least {context + 1}"
+            )
         self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
         self.rank, self.world, self.drawn, self.epoch = rank, world, 0, None
         self.windows, self.spare = divmod(len(tokens) - 1, context)
@@ -745,7 +901,10 @@ class Sampler:
         epoch, place = divmod(number, self.windows)
         if epoch != self.epoch:
             rng, self.epoch = np.random.default_rng([self.seed, epoch]), epoch
-            self.order, self.shift = rng.permutation(self.windows), int(rng.integers(self.spare + 1))
+            self.order, self.shift = (
+                rng.permutation(self.windows),
+                int(rng.integers(self.spare + 1)),
+            )
         return self.shift + self.context * int(self.order[place])
 
     def next_batch(self) -> tuple:
@@ -753,8 +912,9 @@ class Sampler:
         first = self.drawn + self.rank * self.batch_size
         starts = [self.start(first + row) for row in range(self.batch_size)]
         self.drawn += self.world * self.batch_size
-        import torch # here: text is prepared without it
-        rows = np.stack([self.tokens[start:start + self.context + 1] for start in starts])
+        import torch  # here: text is prepared without it
+
+        rows = np.stack([self.tokens[start : start + self.context + 1] for start in starts])
         batch = torch.from_numpy(rows.astype(np.int64))
         return batch[:, :-1], batch[:, 1:]
 
@@ -769,6 +929,8 @@ class Sampler:
     def load_state_dict(self, state: dict) -> None:
         "Resume at a position; ValueError if data, context or seed differ."
         for name, ours in self.state_dict().items():
-            if name != "drawn" and ours != state.get(name, ours): # older positions have no text
-                raise ValueError(f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}")
+            if name != "drawn" and ours != state.get(name, ours):  # older positions have no text
+                raise ValueError(
+                    f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}"
+                )
         self.drawn = state["drawn"]

@@ -27,15 +27,25 @@ from .language_training import check_finite, check_vocabulary, trained_tokenizer
 from ..models import SequenceLM
 from ..models.mixer import check_sizes
 from longhorn_kit.records import (
-    atomic_folder, cannot_write, check_folder, command_line, environment, plural, read_whole, standing, to_plain,
-    version_of)
+    atomic_folder,
+    cannot_write,
+    check_folder,
+    command_line,
+    environment,
+    plural,
+    read_whole,
+    standing,
+    to_plain,
+    version_of,
+)
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-006
 def harness() -> Any:
     "Return the package lm_eval with its output reduced."
     need("evaluation", "eval")
-    import longhorn_kit.models.transformers, lm_eval.models.huggingface # noqa: F401, registers the model
+    import longhorn_kit.models.transformers, lm_eval.models.huggingface  # noqa: F401, registers the model
     import datasets, transformers
+
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()
     for name in ("lm_eval", "transformers", "datasets"):
@@ -43,21 +53,25 @@ def harness() -> Any:
     return lm_eval
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-010
-def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]: # ranks: of byte strings
+def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]:  # ranks: of byte strings
     "Return the two parts that byte-pair encoding joins last to make this token."
-    parts = [token[i:i + 1] for i in range(len(token))]
+    parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
         found = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
         i = found.index(min(found))
-        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-011
 END = "<|endoftext|>"
 
-def vocabulary(tokenizer) -> tuple[dict, list]: # from `get_tokenizer` -> {word: id}, pairs of words to merge
+
+def vocabulary(
+    tokenizer,
+) -> tuple[dict, list]:  # from `get_tokenizer` -> {word: id}, pairs of words to merge
     "Return a kit tokenizer in the form that transformers expects."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     letters = bytes_to_unicode()
     word = lambda token: "".join(letters[byte] for byte in token)
     encoding = getattr(tokenizer, "encoding", None)
@@ -71,25 +85,41 @@ def vocabulary(tokenizer) -> tuple[dict, list]: # from `get_tokenizer` -> {word:
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-012
 PAD = "<|pad|>"
 
-def hf_tokenizer(tokenizer: Any, context: int = 8192) -> Any: # from `get_tokenizer`; tokens that a tool may pass
+
+def hf_tokenizer(
+    tokenizer: Any, context: int = 8192
+) -> Any:  # from `get_tokenizer`; tokens that a tool may pass
     "Return the same tokenizer for transformers, with the same ids; padding is not the end mark if a token is free."
     if tokenizer.end is None:
-        raise ValueError(f"the tokenizer {tokenizer.name} has no end mark, which transformers needs: its models "
-                         "are neither exported nor evaluated there; `longhorn generate` runs them")
+        raise ValueError(
+            f"the tokenizer {tokenizer.name} has no end mark, which transformers needs: its models "
+            "are neither exported nor evaluated there; `longhorn generate` runs them"
+        )
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
     words, merges = vocabulary(tokenizer)
     free = free_word(words)
     words = {PAD if word == free else word: number for word, number in words.items()}
     fast = Tokenizer(models.BPE(words, merges))
-    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=hasattr(tokenizer, "encoding"))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=hasattr(tokenizer, "encoding")
+    )
     fast.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token=END, pad_token=END if free is None else PAD,
-                                   padding_side="left", model_max_length=context, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast,
+        eos_token=END,
+        pad_token=END if free is None else PAD,
+        padding_side="left",
+        model_max_length=context,
+        clean_up_tokenization_spaces=False,
+    )
 
-def free_word(words: dict) -> str | None: # {word: id}, from `vocabulary`
+
+def free_word(words: dict) -> str | None:  # {word: id}, from `vocabulary`
     "Return the word of a byte that no UTF-8 text and no longer word contains; None if all are used."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     letters = bytes_to_unicode()
     for byte in (*range(255, 244, -1), 193, 192):
         letter = letters[byte]
@@ -97,31 +127,45 @@ def free_word(words: dict) -> str | None: # {word: id}, from `vocabulary`
             return letter
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-015
-FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-         "model.safetensors.index.json", "*.safetensors") # of a model of the kit or of transformers
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+    "*.safetensors",
+)  # of a model of the kit or of transformers
 ALL_FILES = (*FILES, "manifest.json")
 REMEDY = "restore it from a copy, or save or export the model again"
+
 
 def check_model(folder: str | Path) -> Path:
     "Return the folder to read a model from; ValueError names the first incomplete file."
     folder, tensors = standing(folder), 0
-    check_folder(folder, "export it again, or delete manifest.json if you changed the folder yourself")
+    check_folder(
+        folder, "export it again, or delete manifest.json if you changed the folder yourself"
+    )
     for path in (path for name in FILES for path in sorted(folder.glob(name))):
         if path.suffix == ".json":
             read_settings(path)
         else:
-            with loading(path), safe_open(path, "pt") as file: # reads the header
+            with loading(path), safe_open(path, "pt") as file:  # reads the header
                 tensors += len(file.keys())
     check_blocks(folder / "config.json", tensors)
     return folder
 
-def check_blocks(path: Path, tensors: int) -> None: # path: of the settings; tensors: in the folder's weights
+
+def check_blocks(
+    path: Path, tensors: int
+) -> None:  # path: of the settings; tensors: in the folder's weights
     "Raise ValueError if a model has far more blocks than weights, before so many blocks are built."
     settings = read_settings(path) if path.exists() and tensors else {}
     for name in ("n_layer", "num_hidden_layers"):
         blocks = settings.get(name)
-        if isinstance(blocks, int) and blocks > 10 * tensors: # blocks may share weights
-            raise ValueError(f"{path} asks for {blocks} blocks, and there are {tensors} tensors; {REMEDY}")
+        if isinstance(blocks, int) and blocks > 10 * tensors:  # blocks may share weights
+            raise ValueError(
+                f"{path} asks for {blocks} blocks, and there are {tensors} tensors; {REMEDY}"
+            )
 
 # %% ../../nbs/machine/evaluation.ipynb #64ddf264
 def read_settings(path: Path) -> dict:
@@ -138,12 +182,15 @@ def loading(path: Path) -> Iterator[None]:
     "Context manager that turns any error into one sentence with the path and the remedy."
     try:
         yield
-    except Exception as error: # tokenizers and transformers raise many kinds
+    except Exception as error:  # tokenizers and transformers raise many kinds
         if "trust_remote_code" in str(error):
-            raise ValueError(f"{path.parent} needs code of its own, and longhorn never runs code from a model's folder "
-                             "(trust_remote_code=False)") from error
+            raise ValueError(
+                f"{path.parent} needs code of its own, and longhorn never runs code from a model's folder "
+                "(trust_remote_code=False)"
+            ) from error
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{path} cannot be used ({first_line(error)}); {REMEDY}") from error
+
 
 def first_line(error: Exception) -> str:
     "Return the type and the first line of an exception, shortened."
@@ -155,8 +202,10 @@ def is_export(folder: str | Path) -> bool:
     "Check whether a model's folder was written by transformers, not by the kit."
     return "model_type" in read_settings(standing(folder) / "config.json")
 
-def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple: # as for `load_pair`
+
+def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple:  # as for `load_pair`
     "Return model and tokenizer of the kit; ValueError or OSError."
+
     def read(path):
         check_model(path)
         if "architecture" in read_settings(path / "config.json"):
@@ -165,6 +214,7 @@ def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple: # as fo
             model = SequenceLM.from_pretrained(path)
         check_finite(model, path)
         return model
+
     model = read_whole(folder, ALL_FILES, read)
     words = get_tokenizer(tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size))
     check_vocabulary(words.vocab_size, model.config.vocab_size)
@@ -172,37 +222,49 @@ def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple: # as fo
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-016b
 def load_pair(
-    folder: str | Path,           # of a model
-    tokenizer: str | None = None, # bytes, gpt2 or gpt2:FOLDER; None: the one it was trained with
-    context: int = 8192,          # tokens that a tool may pass to the model at once
+    folder: str | Path,  # of a model
+    tokenizer: str | None = None,  # bytes, gpt2 or gpt2:FOLDER; None: the one it was trained with
+    context: int = 8192,  # tokens that a tool may pass to the model at once
 ) -> tuple:
     "Return model and tokenizer of transformers, without running code from the folder; ValueError or OSError."
     from longhorn_kit.models.transformers import to_transformers, warn_of_other_version
+
     check_sizes(context=context)
-    model, words = read_whole(folder, ALL_FILES, partial(read_export, own_tokenizer=tokenizer is None))
+    model, words = read_whole(
+        folder, ALL_FILES, partial(read_export, own_tokenizer=tokenizer is None)
+    )
     if model is None:
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
     warn_of_other_version(standing(folder), LOCAL)
-    model.config._name_or_path = str(folder) # not the path that it was read by
+    model.config._name_or_path = str(folder)  # not the path that it was read by
     if words is None:
         name = tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size)
         words = hf_tokenizer(get_tokenizer(name), context)
     check_vocabulary(len(words), model.config.vocab_size)
     return model, words
 
+
 LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
-def read_export(folder: Path, own_tokenizer: bool) -> tuple: # own_tokenizer: read the folder's, if it has one
+
+def read_export(
+    folder: Path, own_tokenizer: bool
+) -> tuple:  # own_tokenizer: read the folder's, if it has one
     "Return model and tokenizer (or None) of a folder of transformers; (None, None) for a folder of the kit."
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     check_model(folder)
     if not is_export(folder):
         return None, None
     with quiet(), loading(folder / "config.json"):
-        model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **LOCAL)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, **LOCAL
+        )
     if info["missing_keys"]:
-        raise ValueError(f"model.safetensors in {folder} lacks {min(info['missing_keys'])}; {REMEDY}")
+        raise ValueError(
+            f"model.safetensors in {folder} lacks {min(info['missing_keys'])}; {REMEDY}"
+        )
     check_finite(model, folder)
     if not own_tokenizer or not (folder / "tokenizer_config.json").exists():
         return model, None
@@ -218,7 +280,9 @@ def quiet() -> Iterator[None]:
         yield
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-017
-def harness_model(folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1) -> Any:
+def harness_model(
+    folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1
+) -> Any:
     "Return the model of `load_pair` for lm-eval, on a GPU if there is one; too long requests lose their start."
     check_sizes(batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
@@ -230,14 +294,23 @@ def harness_model(folder: str | Path, tokenizer: str | None = None, context: int
 class UnknownTask(ValueError):
     "No task has this name."
 
-def manager_for(names: list[str], include: str | Path | None) -> Any: # include: folder with further tasks
+
+def manager_for(
+    names: list[str], include: str | Path | None
+) -> Any:  # include: folder with further tasks
     "Return lm-eval's TaskManager that knows all these names; UnknownTask if one does not exist."
     harness()
     from lm_eval import tasks
+
     if include and not Path(include).is_dir():
         raise FileNotFoundError(f"folder of tasks {include} does not exist")
     more, home = [str(include)] if include else [], Path(tasks.__file__).parent
-    near = {str(home / part) for name in names for part in (name, name.split("_")[0]) if (home / part).is_dir()}
+    near = {
+        str(home / part)
+        for name in names
+        for part in (name, name.split("_")[0])
+        if (home / part).is_dir()
+    }
     few = tasks.TaskManager(include_path=[*sorted(near), *more], include_defaults=False)
     if set(names) <= set(few.all_subtasks):
         return few
@@ -249,34 +322,59 @@ def manager_for(names: list[str], include: str | Path | None) -> Any: # include:
     return manager
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-026
-RECALL = {"FDA": "fda", "SWDE": "swde", "NQ": "nq_in_context", "SQuAD": "squad_completion",
-          "TriviaQA": "triviaqa_in_context", "Drop": "drop_in_context"}
+RECALL = {
+    "FDA": "fda",
+    "SWDE": "swde",
+    "NQ": "nq_in_context",
+    "SQuAD": "squad_completion",
+    "TriviaQA": "triviaqa_in_context",
+    "Drop": "drop_in_context",
+}
 TASK_PRESETS = {"recall": tuple(RECALL.values()), "downstream": ("wikitext", "lambada_openai")}
 
-def passage_prompt(doc: dict) -> str: # with `context` and `question`, the start of the sentence to complete
+
+def passage_prompt(
+    doc: dict,
+) -> str:  # with `context` and `question`, the start of the sentence to complete
     "Return the passage, without markers and without a question at its end, then the question."
-    passage, question = re.sub(r"\[(PAR|DOC|TLE)\]", "", doc["context"]).strip(), doc["question"].strip()
+    passage, question = (
+        re.sub(r"\[(PAR|DOC|TLE)\]", "", doc["context"]).strip(),
+        doc["question"].strip(),
+    )
     while question and passage.lower().endswith(question.lower()):
-        passage = passage[:-len(question)].strip()
+        passage = passage[: -len(question)].strip()
     return f"{passage.rstrip('.')}. {question}"
 
-def contains_any(doc: dict, results: list) -> dict: # with `answers`; the generated line
+
+def contains_any(doc: dict, results: list) -> dict:  # with `answers`; the generated line
     "Return 1 if the line contains one of the answers, ignoring case, else 0."
     line = results[0].lower()
     return {"contains": int(any(answer.lower() in line for answer in doc["answers"]))}
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-027
-OWN_TASKS = {name: { # generate a line after `passage_prompt`, mark it with `contains_any`
-    "task": name, "dataset_path": f"hazyresearch/{path}", "output_type": "generate_until",
-    "test_split": "validation", "doc_to_text": passage_prompt, "process_results": contains_any,
-    "doc_to_target": lambda doc: doc["answers"][0],
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 48, "do_sample": False},
-    "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
-    "metadata": {"version": 1}} for name, path in zip(
-        ("nq_in_context", "triviaqa_in_context", "drop_in_context"), ("based_nq_2048", "based_triviaqa", "based_drop"))}
+OWN_TASKS = {
+    name: {  # generate a line after `passage_prompt`, mark it with `contains_any`
+        "task": name,
+        "dataset_path": f"hazyresearch/{path}",
+        "output_type": "generate_until",
+        "test_split": "validation",
+        "doc_to_text": passage_prompt,
+        "process_results": contains_any,
+        "doc_to_target": lambda doc: doc["answers"][0],
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 48, "do_sample": False},
+        "metric_list": [{"metric": "contains", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {"version": 1},
+    }
+    for name, path in zip(
+        ("nq_in_context", "triviaqa_in_context", "drop_in_context"),
+        ("based_nq_2048", "based_triviaqa", "based_drop"),
+    )
+}
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-030
-def expand_tasks(names: str | Iterable[str]) -> list[str]: # names of tasks and presets, alone or joined by commas
+def expand_tasks(
+    names: str | Iterable[str],
+) -> list[str]:  # names of tasks and presets, alone or joined by commas
     "Return the individual task names, without duplicates."
     words = [word.strip() for name in names for word in name.split(",") if word.strip()]
     if not words:
@@ -284,7 +382,9 @@ def expand_tasks(names: str | Iterable[str]) -> list[str]: # names of tasks and 
     return list(dict.fromkeys(task for word in words for task in TASK_PRESETS.get(word, (word,))))
 
 # %% ../../nbs/machine/evaluation.ipynb #99276d78
-def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # names: from `expand_tasks`
+def find_tasks(
+    names: list[str], include: str | Path | None = None
+) -> dict:  # names: from `expand_tasks`
     "Load tasks as lm-eval's `evaluate` takes them; ValueError or OSError in one sentence."
     manager = manager_for([name for name in names if name not in OWN_TASKS], include)
     found = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -292,9 +392,11 @@ def find_tasks(names: list[str], include: str | Path | None = None) -> dict: # n
         try:
             with quiet():
                 loaded = manager.load([copy.deepcopy(OWN_TASKS.get(name, name))])
-        except Exception as error: # data sets fail in many ways
-            raise OSError(f"task {name}: its data cannot be loaded ({first_line(error)}); "
-                          "a data set on the hub is downloaded on first use, which needs a network") from error
+        except Exception as error:  # data sets fail in many ways
+            raise OSError(
+                f"task {name}: its data cannot be loaded ({first_line(error)}); "
+                "a data set on the hub is downloaded on first use, which needs a network"
+            ) from error
         found = {part: known | loaded[part] for part, known in found.items()}
     return found
 
@@ -304,18 +406,27 @@ def doubled(request: Any) -> Any:
     context, *rest = request.args
     return replace(request, arguments=(f"{context}\n{context}" if context else context, *rest))
 
+
 def read_twice(lm: Any) -> Any:
     "Return a model of lm-eval that reads every context twice."
     twice = copy.copy(lm)
     for kind in ("generate_until", "loglikelihood"):
-        setattr(twice, kind, lambda requests, *args, once=getattr(lm, kind), **options:
-                once(list(map(doubled, requests)), *args, **options))
+        setattr(
+            twice,
+            kind,
+            lambda requests, *args, once=getattr(lm, kind), **options: once(
+                list(map(doubled, requests)), *args, **options
+            ),
+        )
     return twice
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-038
 READINGS = {"once": ("once",), "twice": ("twice",), "both": ("once", "twice")}
 
-def metric_rows(found: dict, reading: str) -> list[dict]: # from lm-eval's `evaluate`; "once" or "twice"
+
+def metric_rows(
+    found: dict, reading: str
+) -> list[dict]:  # from lm-eval's `evaluate`; "once" or "twice"
     "Return a row for each task and metric."
     rows, number = [], lambda value: isinstance(value, (int, float))
     for task, scores in found["results"].items():
@@ -324,37 +435,54 @@ def metric_rows(found: dict, reading: str) -> list[dict]: # from lm-eval's `eval
             metric, _, kind = key.partition(",")
             if kind and number(value) and not metric.endswith("_stderr"):
                 error = scores.get(f"{metric}_stderr,{kind}")
-                rows.append({"task": task, "read": reading, "metric": metric + f" ({kind})" * (kind != "none"),
-                             "value": value, "stderr": error if number(error) else None, "documents": size})
+                rows.append(
+                    {
+                        "task": task,
+                        "read": reading,
+                        "metric": metric + f" ({kind})" * (kind != "none"),
+                        "value": value,
+                        "stderr": error if number(error) else None,
+                        "documents": size,
+                    }
+                )
     return rows
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-039
-def run_tasks(lm: Any, tasks: dict, reading: str, shots: int | None = None, limit: int | None = None) -> list[dict]:
+def run_tasks(
+    lm: Any, tasks: dict, reading: str, shots: int | None = None, limit: int | None = None
+) -> list[dict]:
     "Run the tasks of `find_tasks` on the model, and return `metric_rows`."
     for task in tasks["tasks"].values():
         fixed = task.get_config("num_fewshot")
-        task.set_config(key="num_fewshot", value=fixed or 0 if shots is None or fixed == 0 else shots)
+        task.set_config(
+            key="num_fewshot", value=fixed or 0 if shots is None or fixed == 0 else shots
+        )
         task.set_fewshot_seed(seed=1234)
     model = read_twice(lm) if reading == "twice" else lm
     with torch.random.fork_rng():
         torch.manual_seed(1234)
         try:
-            found = harness().evaluate(model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
-        except AssertionError as error: # lm-eval cannot run a request on this model
+            found = harness().evaluate(
+                model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
+            )
+        except AssertionError as error:  # lm-eval cannot run a request on this model
             reason = first_line(error).removeprefix("AssertionError").removeprefix(": ")
-            raise ValueError(reason or f"lm-eval cannot run these tasks on a model with a context of {lm.max_length}; "
-                             "try a longer --context") from error
+            raise ValueError(
+                reason
+                or f"lm-eval cannot run these tasks on a model with a context of {lm.max_length}; "
+                "try a longer --context"
+            ) from error
     return metric_rows(found, reading)
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-041
 def evaluate_checkpoint(
-    folder: str | Path, # of a model
-    tasks: str | Iterable[str], # names, see `expand_tasks`
-    read: str = "once", # a key of `READINGS`
-    shots: int | None = None, # examples before each question; None: the task's number
-    limit: int | None = None, # documents per task; None: all
-    include: str | Path | None = None, # folder with further tasks
-    **options: Any, # of `harness_model`
+    folder: str | Path,  # of a model
+    tasks: str | Iterable[str],  # names, see `expand_tasks`
+    read: str = "once",  # a key of `READINGS`
+    shots: int | None = None,  # examples before each question; None: the task's number
+    limit: int | None = None,  # documents per task; None: all
+    include: str | Path | None = None,  # folder with further tasks
+    **options: Any,  # of `harness_model`
 ) -> dict:
     "Return the record of a checkpoint on some tasks; ValueError or OSError in one sentence."
     if read not in READINGS:
@@ -363,47 +491,79 @@ def evaluate_checkpoint(
     check_sizes(0, shots=0 if shots is None else shots)
     started, names = time.perf_counter(), expand_tasks(tasks)
     lm, found = harness_model(folder, **options), find_tasks(names, include)
-    rows = [row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)]
-    return to_plain({
-        "tasks": names, "read": read, "shots": shots, "limit": limit, "context": lm.max_length, "rows": rows,
-        "model": lm.model.config.to_diff_dict(), "parameters": lm.model.num_parameters(),
-        "lm_eval": version_of("lm_eval"), "seconds": round(time.perf_counter() - started, 1),
-        "environment": environment(), "command": command_line()})
+    rows = [
+        row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)
+    ]
+    return to_plain(
+        {
+            "tasks": names,
+            "read": read,
+            "shots": shots,
+            "limit": limit,
+            "context": lm.max_length,
+            "rows": rows,
+            "model": lm.model.config.to_diff_dict(),
+            "parameters": lm.model.num_parameters(),
+            "lm_eval": version_of("lm_eval"),
+            "seconds": round(time.perf_counter() - started, 1),
+            "environment": environment(),
+            "command": command_line(),
+        }
+    )
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-046
-def mean_rows(rows: list[dict]) -> list[dict]: # from `metric_rows`
+def mean_rows(rows: list[dict]) -> list[dict]:  # from `metric_rows`
     "Return two means per reading: of the six recall sets, if all are there, and of several perplexities."
-    groups, least = {}, {"contains": len(RECALL), "perplexity": 2} # numbers of values
+    groups, least = {}, {"contains": len(RECALL), "perplexity": 2}  # numbers of values
     for row in rows:
         metric = row["metric"].removeprefix("word_")
         if metric == "perplexity" or metric == "contains" and row["task"] in RECALL.values():
             groups.setdefault((row["read"], metric), []).append(row["value"])
-    return [{"task": f"mean of {plural(len(values), 'set')}", "read": read, "metric": metric,
-             "value": sum(values) / len(values),
-             "stderr": None, "documents": None}
-            for (read, metric), values in groups.items() if len(values) >= least[metric]]
+    return [
+        {
+            "task": f"mean of {plural(len(values), 'set')}",
+            "read": read,
+            "metric": metric,
+            "value": sum(values) / len(values),
+            "stderr": None,
+            "documents": None,
+        }
+        for (read, metric), values in groups.items()
+        if len(values) >= least[metric]
+    ]
 
 # %% ../../nbs/machine/evaluation.ipynb #bd319677
-def score_table(record: dict) -> str: # from `evaluate_checkpoint`
+def score_table(record: dict) -> str:  # from `evaluate_checkpoint`
     "Return every metric of a record, and the means, as text."
     header, digits = ["task", "read", "metric", "value", "± error", "documents"], "{:.4f}".format
-    rows = [[row["task"], row["read"], row["metric"], digits(row["value"]),
-             "" if row["stderr"] is None else digits(row["stderr"]), row["documents"]]
-            for row in record["rows"] + mean_rows(record["rows"])]
+    rows = [
+        [
+            row["task"],
+            row["read"],
+            row["metric"],
+            digits(row["value"]),
+            "" if row["stderr"] is None else digits(row["stderr"]),
+            row["documents"],
+        ]
+        for row in record["rows"] + mean_rows(record["rows"])
+    ]
     title = f"{record['parameters']:,} parameters, lm-eval {record['lm_eval']}"
     return f"{title}\n{tabulate(rows, header, disable_numparse=True)}"
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-049
 def export_checkpoint(
-    folder: str | Path, # of a model
-    out: str | Path,    # folder to write
-    tokenizer: str | None = None, context: int = 8192, # as for `load_pair`
+    folder: str | Path,  # of a model
+    out: str | Path,  # folder to write
+    tokenizer: str | None = None,
+    context: int = 8192,  # as for `load_pair`
 ) -> Path:
     "Write a checkpoint and its tokenizer in the form that transformers and lm-eval's `--model hf` load."
     from longhorn_kit.models.files import run_facts
+
     out = export_target(out)
     model, words = load_pair(folder, tokenizer, context)
     return export_model(model, words, out, run_facts(folder))
+
 
 def export_target(out: str | Path) -> Path:
     "Return a folder to export to; ValueError if it holds anything but an earlier export."
@@ -412,19 +572,21 @@ def export_target(out: str | Path) -> Path:
         raise ValueError(f"{out} holds other files; export to a new folder")
     return out
 
+
 def export_model(
-    model: Any,     # `SequenceLM`, or of transformers
-    words: Any,     # tokenizer of transformers
-    out: Path,      # from `export_target`
-    facts: dict,    # rows of the model card, as from `run_facts`
+    model: Any,  # `SequenceLM`, or of transformers
+    words: Any,  # tokenizer of transformers
+    out: Path,  # from `export_target`
+    facts: dict,  # rows of the model card, as from `run_facts`
 ) -> Path:
     "Write a model and its tokenizer as a folder of transformers; an earlier export stays until it is complete."
     from longhorn_kit.models.transformers import export_folder
+
     try:
         with quiet(), atomic_folder(out) as new:
             export_folder(model, new, words, facts)
     except Exception as error:
-        hides_one = isinstance(error, SafetensorError) or type(error) is Exception # of tokenizers
+        hides_one = isinstance(error, SafetensorError) or type(error) is Exception  # of tokenizers
         if not hides_one or "os error" not in str(error):
             raise
         raise cannot_write(out, error) from error

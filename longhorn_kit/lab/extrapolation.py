@@ -30,7 +30,12 @@ from torch.utils._pytree import tree_map_only
 from .corpus import prepare
 from .fit import fit
 from . import language
-from .language_training import check_vocabulary, open_texts, tokens_hash, trained_tokenizer
+from longhorn_kit.lab.language_training import (
+    check_vocabulary,
+    open_texts,
+    tokens_hash,
+    trained_tokenizer,
+)
 from .presets import LM_PRESETS, LMPreset, override
 from .run import Experiment, Results
 from .recipe import TrainConfig
@@ -39,36 +44,47 @@ from ..records import atomic_file, check_ranges, read_json, read_record
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006
 @torch.no_grad()
-def stream_losses(model: SequenceLM, windows: Tensor, chunk: int): # (B,M+1) token ids, tokens to read at a time
+def stream_losses(
+    model: SequenceLM, windows: Tensor, chunk: int
+):  # (B,M+1) token ids, tokens to read at a time
     "Yield the losses (B,c) of the next tokens in nats, and the cache after them, piece by piece."
     cache, device = None, model.embedding.weight.device
     for start in range(0, windows.shape[1] - 1, chunk):
-        piece = windows[:, start:start + chunk + 1].to(device, torch.int64)
+        piece = windows[:, start : start + chunk + 1].to(device, torch.int64)
         logits, cache = model.prefill(piece[:, :-1], cache)
         yield F.cross_entropy(logits.transpose(1, 2).float(), piece[:, 1:], reduction="none"), cache
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-012
-def cut(tokens: np.ndarray, length: int, total: int) -> Tensor: # -> (total/L,L+1)
+def cut(tokens: np.ndarray, length: int, total: int) -> Tensor:  # -> (total/L,L+1)
     "Return windows of L tokens and one more, in a row, that predict `total`; ValueError if the text is too short."
     if len(tokens) < total + 1:
         raise ValueError(f"the held-out text has {len(tokens):,} tokens; {total + 1:,} are needed")
-    rows = [np.asarray(tokens[start:start + length + 1]) for start in range(0, total, length)]
+    rows = [np.asarray(tokens[start : start + length + 1]) for start in range(0, total, length)]
     return torch.from_numpy(np.stack(rows).astype(np.int64))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-013
-def window_losses(model: SequenceLM, windows: Tensor, s: Any) -> np.ndarray: # (n,L+1), settings -> (n,L) nats
+def window_losses(
+    model: SequenceLM, windows: Tensor, s: Any
+) -> np.ndarray:  # (n,L+1), settings -> (n,L) nats
     "Return the loss of every token, with the state reset at the start of each window."
     chunk = min(s.chunk, windows.shape[1] - 1)
     parts = windows.split(max(1, s.tokens_at_once // chunk))
-    losses = [torch.cat([piece for piece, _ in stream_losses(model, part, chunk)], 1) for part in parts]
+    losses = [
+        torch.cat([piece for piece, _ in stream_losses(model, part, chunk)], 1) for part in parts
+    ]
     return torch.cat(losses).cpu().numpy()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-015
-def sliding_loss(model: SequenceLM, tokens: np.ndarray, total: int, s: Any) -> float: # -> nats per token
+def sliding_loss(
+    model: SequenceLM, tokens: np.ndarray, total: int, s: Any
+) -> float:  # -> nats per token
     "Return the mean loss of the second halves of windows of T tokens that start every T/2 of `total` tokens."
     half = s.context // 2
-    windows = torch.cat([cut(tokens, s.context, total), cut(tokens[half:], s.context, total - s.context)])
+    windows = torch.cat(
+        [cut(tokens, s.context, total), cut(tokens[half:], s.context, total - s.context)]
+    )
     return mean_of(window_losses(model, windows, s)[:, half:])
+
 
 def mean_of(values: np.ndarray, digits: int = 5) -> float:
     "Return the mean of many numbers, rounded."
@@ -80,49 +96,89 @@ def position_bins(longest: int) -> np.ndarray:
     edges = 2 ** (np.arange(math.ceil(math.log2(longest) * 3) + 1) / 3)
     return np.unique(np.concatenate([[0], np.minimum(np.round(edges), longest)]).astype(int))
 
-def by_position(losses: np.ndarray) -> dict: # (n,L) nats -> middle position of every bin, mean loss there
+
+def by_position(
+    losses: np.ndarray,
+) -> dict:  # (n,L) nats -> middle position of every bin, mean loss there
     "Return the mean loss against the number of tokens before."
     edges = position_bins(losses.shape[1])
     bins = list(zip(edges[:-1], edges[1:]))
-    return {"position": [round(math.sqrt((a + 1) * b), 1) for a, b in bins],
-            "nats": [mean_of(losses[:, a:b], 4) for a, b in bins]}
+    return {
+        "position": [round(math.sqrt((a + 1) * b), 1) for a, b in bins],
+        "nats": [mean_of(losses[:, a:b], 4) for a, b in bins],
+    }
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-018
-def added(carried: np.ndarray, reset: np.ndarray) -> list[float]: # (n,L) and (nL/T,T) nats of the same tokens -> (L/T,)
+def added(
+    carried: np.ndarray, reset: np.ndarray
+) -> list[float]:  # (n,L) and (nL/T,T) nats of the same tokens -> (L/T,)
     "Return the change of a stretch's loss by the state from before it (nats per token), one per stretch of T tokens."
-    stretches = np.split(carried - reset.reshape(carried.shape), carried.shape[1] // reset.shape[1], 1)
+    stretches = np.split(
+        carried - reset.reshape(carried.shape), carried.shape[1] // reset.shape[1], 1
+    )
     return [mean_of(part) for part in stretches]
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-021
-def perplexities(model: SequenceLM, tokens: np.ndarray, s: Any) -> dict: # (M,) held-out token ids, settings
+def perplexities(
+    model: SequenceLM, tokens: np.ndarray, s: Any
+) -> dict:  # (M,) held-out token ids, settings
     "Return nats per token at every window length, with sliding windows, and by position in the longest."
     total = s.windows * s.context * max(s.multiples)
     lengths = [s.context * multiple for multiple in s.multiples]
     losses = [window_losses(model, cut(tokens, length, total), s) for length in lengths]
-    return {"by_length": {"length": lengths, "nats": [mean_of(part) for part in losses]},
-            "position": by_position(losses[-1]), "added": added(losses[-1], losses[0]), "tokens": total,
-            "sliding": sliding_loss(model, tokens, total, s)}
+    return {
+        "by_length": {"length": lengths, "nats": [mean_of(part) for part in losses]},
+        "position": by_position(losses[-1]),
+        "added": added(losses[-1], losses[0]),
+        "tokens": total,
+        "sliding": sliding_loss(model, tokens, total, s),
+    }
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-023
 NEEDLES = ("passkey", "fact")
-NOUNS = ("door", "boat", "lamp", "bird", "coat", "wall", "cart", "tree", "moon", "flag", "book", "roof")
+NOUNS = (
+    "door",
+    "boat",
+    "lamp",
+    "bird",
+    "coat",
+    "wall",
+    "cart",
+    "tree",
+    "moon",
+    "flag",
+    "book",
+    "roof",
+)
 COLOURS = ("brown", "green", "white", "black", "ochre", "lilac", "amber", "ivory", "beige", "khaki")
-LONGEST = 6 # bytes of every answer, so no tokenizer needs more tokens
+LONGEST = 6  # bytes of every answer, so no tokenizer needs more tokens
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n18
-def needle(kind: str, seed: int, choices: int) -> tuple[str, str, list[str]]: # seed: ten in a row have ten colours
+def needle(
+    kind: str, seed: int, choices: int
+) -> tuple[str, str, list[str]]:  # seed: ten in a row have ten colours
     "Return the sentence to hide, the start of the sentence to complete, and possible answers, the right one first."
     rng = np.random.default_rng(seed)
     if kind == "passkey":
         keys = [f" {key}" for key in rng.choice(90_000, choices, replace=False) + 10_000]
-        return f"\nThe pass key is{keys[0]}. Remember it:{keys[0]} is the pass key.\n", "\nThe pass key is", keys
+        return (
+            f"\nThe pass key is{keys[0]}. Remember it:{keys[0]} is the pass key.\n",
+            "\nThe pass key is",
+            keys,
+        )
     right, noun = COLOURS[seed % len(COLOURS)], rng.choice(NOUNS)
     others = [colour for colour in rng.permutation(COLOURS) if colour != right]
     colours = [f" {colour}" for colour in [right, *others][:choices]]
-    return f"\nThe colour of the {noun} is{colours[0]}.\n", f"\nThe colour of the {noun} is", colours
+    return (
+        f"\nThe colour of the {noun} is{colours[0]}.\n",
+        f"\nThe colour of the {noun} is",
+        colours,
+    )
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-024
-def encoded(tokenizer: Any, *which: Any) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]: # as for `needle`
+def encoded(
+    tokenizer: Any, *which: Any
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:  # as for `needle`
     "Return sentence, question and answers of a needle as token ids."
     sentence, question, answers = needle(*which)
     ids = [np.asarray(tokenizer.encode(text), np.int64) for text in (sentence, question, *answers)]
@@ -130,19 +186,25 @@ def encoded(tokenizer: Any, *which: Any) -> tuple[np.ndarray, np.ndarray, list[n
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n20
 def haystack(
-    tokens: np.ndarray, tokenizer: Any, # (M,) held-out token ids; from `get_tokenizer`
-    kind: str, seed: int, # of the needle; the seed also decides where the text starts
-    length: int, depth: float, # L, tokens up to the answer; 0: the needle comes first, 1: right before the question
-    choices: int = 8, times: int = 1, # answers; 2: text and needle twice before the question
-) -> tuple[np.ndarray, list]: # (L,) text, needle and question; the answers
+    tokens: np.ndarray,
+    tokenizer: Any,  # (M,) held-out token ids; from `get_tokenizer`
+    kind: str,
+    seed: int,  # of the needle; the seed also decides where the text starts
+    length: int,
+    depth: float,  # L, tokens up to the answer; 0: the needle comes first, 1: right before the question
+    choices: int = 8,
+    times: int = 1,  # answers; 2: text and needle twice before the question
+) -> tuple[np.ndarray, list]:  # (L,) text, needle and question; the answers
     "Hide a needle in L tokens; with `times=2`, text and needle come twice before the question."
     hidden, asked, answers = encoded(tokenizer, kind, seed, choices)
     size = length - len(hidden) - len(asked)
     if size < 0 or len(tokens) < size:
-        raise ValueError(f"a context of {length} tokens does not fit: the needle and its question take "
-                         f"{len(hidden) + len(asked)}, the text has {len(tokens)}")
+        raise ValueError(
+            f"a context of {length} tokens does not fit: the needle and its question take "
+            f"{len(hidden) + len(asked)}, the text has {len(tokens)}"
+        )
     start = int(np.random.default_rng([seed, 1]).integers(len(tokens) - size + 1))
-    text, place = np.asarray(tokens[start:start + size], np.int64), round(depth * size)
+    text, place = np.asarray(tokens[start : start + size], np.int64), round(depth * size)
     return np.concatenate([text[:place], hidden, text[place:]] * times + [asked]), answers
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-028
@@ -150,15 +212,17 @@ def haystack(
 def answer_scores(
     model: SequenceLM,
     contexts: Tensor,  # (B,L) token ids
-    answers: list,     # B lists of K arrays of token ids
-    chunk: int = 1024, # tokens to read at a time
-) -> tuple[np.ndarray, np.ndarray]: # (B,K) log-probabilities; (B,) whether the first answer would be written
+    answers: list,  # B lists of K arrays of token ids
+    chunk: int = 1024,  # tokens to read at a time
+) -> tuple[
+    np.ndarray, np.ndarray
+]:  # (B,K) log-probabilities; (B,) whether the first answer would be written
     "Return the log-probability of each answer after its context."
     device = model.embedding.weight.device
     logits, cache = model.read(contexts.to(device), chunk)
     B, K = len(answers), len(answers[0])
     flat = [torch.as_tensor(answer, device=device) for row in answers for answer in row]
-    padded = pad_sequence(flat, batch_first=True) # (BK,longest)
+    padded = pad_sequence(flat, batch_first=True)  # (BK,longest)
     real = pad_sequence([torch.ones_like(answer) for answer in flat], batch_first=True).bool()
     logits = logits.repeat_interleave(K, 0)
     if padded.shape[1] > 1:
@@ -176,102 +240,179 @@ def score_trials(model: SequenceLM, trials: list, s: Any) -> tuple[np.ndarray, n
     rows = rows if all(len(context) == length for context, _ in trials) else 1
     found = []
     for i in range(0, len(trials), rows):
-        contexts, answers = zip(*trials[i:i + rows])
+        contexts, answers = zip(*trials[i : i + rows])
         found.append(answer_scores(model, torch.from_numpy(np.stack(contexts)), answers, s.chunk))
     return tuple(map(np.concatenate, zip(*found)))
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-037
-def retrieval_maps(model: SequenceLM, tokens: np.ndarray, tokenizer: Any, kind: str, s: Any) -> dict: # (M,) held out
+def retrieval_maps(
+    model: SequenceLM, tokens: np.ndarray, tokenizer: Any, kind: str, s: Any
+) -> dict:  # (M,) held out
     "Return, by reading, the lengths and the shares of right and of written answers by depth and length."
     maps, seeds = {}, range(s.trials)
     hide = lambda seed, *how: haystack(tokens, tokenizer, kind, seed, *how)
-    priors, _ = score_trials(model, [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds], s)
+    priors, _ = score_trials(
+        model, [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds], s
+    )
     for times, reading, lengths in ((1, "once", s.needle_lengths), (2, "twice", s.twice_lengths)):
         maps[reading] = {"length": list(lengths), "right": [], "written": []}
         for depth in s.depths:
-            found = [score_trials(model, [hide(seed, length, depth, s.choices, times) for seed in seeds], s)
-                     for length in lengths]
+            found = [
+                score_trials(
+                    model, [hide(seed, length, depth, s.choices, times) for seed in seeds], s
+                )
+                for length in lengths
+            ]
             gains = [scores - priors for scores, _ in found]
-            maps[reading]["right"].append([mean_of(gain[:, 0] > gain[:, 1:].max(1), 4) for gain in gains])
+            maps[reading]["right"].append(
+                [mean_of(gain[:, 0] > gain[:, 1:].max(1), 4) for gain in gains]
+            )
             maps[reading]["written"].append([mean_of(written, 4) for _, written in found])
     return maps
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-034
-def lessons(tokens: np.ndarray, tokenizer: Any, s: Any, device: Any) -> Iterator[tuple[Tensor, Tensor]]: # (M,) tokens
+def lessons(
+    tokens: np.ndarray, tokenizer: Any, s: Any, device: Any
+) -> Iterator[tuple[Tensor, Tensor]]:  # (M,) tokens
     "Yield batches (rows,M): haystacks of growing length with their answers, and targets, -100 before the answers."
-    longest = max(s.finetune_lengths) + LONGEST - 1 # one shape for all: behind the answer nothing is read or learnt
+    longest = (
+        max(s.finetune_lengths) + LONGEST - 1
+    )  # one shape for all: behind the answer nothing is read or learnt
     for step in range(s.finetune_steps):
         length = s.finetune_lengths[step * len(s.finetune_lengths) // s.finetune_steps]
         inputs = torch.zeros(s.finetune_rows, longest, dtype=torch.int64)
         targets = torch.full_like(inputs, -100)
         for row in range(s.finetune_rows):
-            seed = 10**6 + step * s.finetune_rows + row # never a seed of the test
+            seed = 10**6 + step * s.finetune_rows + row  # never a seed of the test
             depth, kind = np.random.default_rng(seed).random(), s.finetuned[step % len(s.finetuned)]
             context, (answer, _) = haystack(tokens, tokenizer, kind, seed, length, depth, 2)
             whole = torch.from_numpy(np.concatenate([context, answer]))
-            inputs[row, :len(whole) - 1], targets[row, length - 1:len(whole) - 1] = whole[:-1], whole[length:]
+            inputs[row, : len(whole) - 1], targets[row, length - 1 : len(whole) - 1] = (
+                whole[:-1],
+                whole[length:],
+            )
         yield inputs.to(device), targets.to(device)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-035
-def finetune(model: SequenceLM, tokens: np.ndarray, tokenizer: Any, s: Any) -> tuple[SequenceLM, float]: # (M,) tokens
+def finetune(
+    model: SequenceLM, tokens: np.ndarray, tokenizer: Any, s: Any
+) -> tuple[SequenceLM, float]:  # (M,) tokens
     "Return a copy finetuned on the needles in `finetuned`, and the mean loss of its last ten steps."
-    model, loss_of = deepcopy(model).train(), lambda model, *batch: 2 * model(*batch)[1:] # to learn from, to record
+    model, loss_of = (
+        deepcopy(model).train(),
+        lambda model, *batch: 2 * model(*batch)[1:],
+    )  # to learn from, to record
     with torch.enable_grad(), torch.random.fork_rng():
         batches = lessons(tokens, tokenizer, s, model.embedding.weight.device)
-        _, losses = fit(model, batches, loss_of, s.finetune_steps, s.finetune_lr, warmup=20, min_lr_ratio=1.0,
-                        weight_decay=0.0, clip=1.0, bf16=s.bf16, log_every=10)
+        _, losses = fit(
+            model,
+            batches,
+            loss_of,
+            s.finetune_steps,
+            s.finetune_lr,
+            warmup=20,
+            min_lr_ratio=1.0,
+            weight_decay=0.0,
+            clip=1.0,
+            bf16=s.bf16,
+            log_every=10,
+        )
     return model.eval(), losses[-1].item()
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-039
 @dataclass(frozen=True)
 class Config:
     "Models, lengths and amounts to measure."
-    context: int = 1024             # T, tokens of a training sequence
-    preset: LMPreset | None = None  # recipe of the models that are trained here; None: `checkpoints` has them
-    mixers: tuple[str, ...] = ()    # trained here
-    seeds: tuple[int, ...] = ()     # trained here
-    checkpoints: str = field(default="runs/language/gpu", metadata={"place": True}) # a run of the language experiment
-    data: str = field(default="", metadata={"place": True}) # text, as for `open_texts`
-    multiples: tuple[int, ...] = (1, 2, 4, 8, 16) # window lengths, in T
-    windows: int = 10               # of the longest kind, in a row
-    chunk: int = 1024               # tokens to read at a time
-    tokens_at_once: int = 32768     # over the windows read side by side
-    bf16: bool = True               # products and activations
-    needles: tuple[str, ...] = NEEDLES # kinds that the base model is asked for
+
+    context: int = 1024  # T, tokens of a training sequence
+    preset: LMPreset | None = (
+        None  # recipe of the models that are trained here; None: `checkpoints` has them
+    )
+    mixers: tuple[str, ...] = ()  # trained here
+    seeds: tuple[int, ...] = ()  # trained here
+    checkpoints: str = field(
+        default="runs/language/gpu", metadata={"place": True}
+    )  # a run of the language experiment
+    data: str = field(default="", metadata={"place": True})  # text, as for `open_texts`
+    multiples: tuple[int, ...] = (1, 2, 4, 8, 16)  # window lengths, in T
+    windows: int = 10  # of the longest kind, in a row
+    chunk: int = 1024  # tokens to read at a time
+    tokens_at_once: int = 32768  # over the windows read side by side
+    bf16: bool = True  # products and activations
+    needles: tuple[str, ...] = NEEDLES  # kinds that the base model is asked for
     finetuned: tuple[str, ...] = NEEDLES  # kinds that it is finetuned on and asked for
-    needle_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384) # tokens
-    twice_lengths: tuple[int, ...] = (512, 1024, 2048, 4096) # tokens of a text that is read twice
+    needle_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # tokens
+    twice_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)  # tokens of a text that is read twice
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    trials: int = 10                # needles per cell of the map
-    choices: int = 8                # answers to choose from
-    finetune_lengths: tuple[int, ...] = (256, 512, 1024) # tokens, one length after another
+    trials: int = 10  # needles per cell of the map
+    choices: int = 8  # answers to choose from
+    finetune_lengths: tuple[int, ...] = (256, 512, 1024)  # tokens, one length after another
     finetune_steps: int = 1000
-    finetune_rows: int = 16            # haystacks per step
+    finetune_rows: int = 16  # haystacks per step
     finetune_lr: float = 5e-4
     gpu: bool = True
 
     def __post_init__(self):
-        some = ("multiples", "windows", "chunk", "tokens_at_once", "needle_lengths", "twice_lengths", "trials",
-                "finetune_lengths", "finetune_steps", "finetune_rows")
-        check_ranges(self, **dict.fromkeys(some, (1, 10**9)), choices=(2, len(COLOURS)), depths=(0, 1),
-                     finetune_lr=(1e-12, 1e38))
+        some = (
+            "multiples",
+            "windows",
+            "chunk",
+            "tokens_at_once",
+            "needle_lengths",
+            "twice_lengths",
+            "trials",
+            "finetune_lengths",
+            "finetune_steps",
+            "finetune_rows",
+        )
+        check_ranges(
+            self,
+            **dict.fromkeys(some, (1, 10**9)),
+            choices=(2, len(COLOURS)),
+            depths=(0, 1),
+            finetune_lr=(1e-12, 1e38),
+        )
         if self.context < 2 or self.context % 2:
-            raise ValueError(f"context is {self.context}; windows slide by half of it, so it must be even")
+            raise ValueError(
+                f"context is {self.context}; windows slide by half of it, so it must be even"
+            )
         if unknown := {*self.needles, *self.finetuned} - {*NEEDLES}:
             raise ValueError(f"unknown needle {min(unknown)!r}; there are: {', '.join(NEEDLES)}")
 
+
 LAPTOP = Config(
-    256, LM_PRESETS["laptop"], ("longhorn", "longhorn_exact", "mamba", "attention"), (0,), "", "stdlib", windows=6,
-    chunk=256, tokens_at_once=2048, bf16=False, needles=(), finetuned=("fact",), depths=(0.0, 0.5, 1.0),
-    needle_lengths=(64, 128, 256, 512, 1024, 2048), twice_lengths=(64, 128, 256, 512),
-    finetune_lengths=(64, 96, 128), finetune_steps=90, finetune_lr=2e-3, gpu=False)
+    256,
+    LM_PRESETS["laptop"],
+    ("longhorn", "longhorn_exact", "mamba", "attention"),
+    (0,),
+    "",
+    "stdlib",
+    windows=6,
+    chunk=256,
+    tokens_at_once=2048,
+    bf16=False,
+    needles=(),
+    finetuned=("fact",),
+    depths=(0.0, 0.5, 1.0),
+    needle_lengths=(64, 128, 256, 512, 1024, 2048),
+    twice_lengths=(64, 128, 256, 512),
+    finetune_lengths=(64, 96, 128),
+    finetune_steps=90,
+    finetune_lr=2e-3,
+    gpu=False,
+)
 PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
-def measure(model: SequenceLM, texts: Any, s: Any) -> dict: # texts: from `open_texts`
+def measure(model: SequenceLM, texts: Any, s: Any) -> dict:  # texts: from `open_texts`
     "Measure perplexities on every domain, and needles hidden in the first, before and after finetuning."
-    words, val = texts.corpus.tokenizer, {name: tokens for name, (tokens, _) in texts.domains.items()}
-    autocast = lambda: torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)
+    words, val = (
+        texts.corpus.tokenizer,
+        {name: tokens for name, (tokens, _) in texts.domains.items()},
+    )
+    autocast = lambda: torch.autocast(
+        model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16
+    )
     ask = lambda model, kind: retrieval_maps(model, next(iter(val.values())), words, kind, s)
     with autocast():
         text = {name: perplexities(model, tokens, s) for name, tokens in val.items()}
@@ -297,9 +438,12 @@ def trained_models(folder: str) -> list[tuple[dict, Path]]:
     found = [(read_record(path)["settings"], path.parent / "model") for path in paths]
     found = [row for row in found if (row[1] / "model.safetensors").exists()]
     if not found:
-        raise FileNotFoundError(f"{folder} holds no trained model; run longhorn reproduce language --scale gpu, "
-                                "or name the folder of such a run with --checkpoints")
+        raise FileNotFoundError(
+            f"{folder} holds no trained model; run longhorn reproduce language --scale gpu, "
+            "or name the folder of such a run with --checkpoints"
+        )
     return sorted(found, key=lambda row: row[0]["seed"])
+
 
 @cache
 def weights_hash(place: Path) -> str:
@@ -309,35 +453,54 @@ def weights_hash(place: Path) -> str:
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-046
 def models_of(config: Config) -> Iterator[tuple]:
-    "Yield mixer, seed and origin of every model, its folder (\"\": to be trained) and its tokenizer."
+    'Yield mixer, seed and origin of every model, its folder ("": to be trained) and its tokenizer.'
     if config.preset:
         for seed, mixer in product(config.seeds, config.mixers):
             preset = override(config.preset, seed=seed)
             yield {"mixer": mixer, "seed": seed, "model": asdict(preset)}, "", preset.tokenizer
         return
     for known, place in trained_models(config.checkpoints):
-        origin = {"mixer": known["mixer"], "seed": known["seed"], "model": {"weights": weights_hash(place)}}
-        yield origin, str(place), trained_tokenizer(place, read_json(place / "config.json")["vocab_size"])
+        origin = {
+            "mixer": known["mixer"],
+            "seed": known["seed"],
+            "model": {"weights": weights_hash(place)},
+        }
+        yield (
+            origin,
+            str(place),
+            trained_tokenizer(place, read_json(place / "config.json")["vocab_size"]),
+        )
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-056
-ELSEWHERE = ("preset", "mixers", "seeds", "checkpoints", "data") # fields of `Config` that no single result depends on
+ELSEWHERE = (
+    "preset",
+    "mixers",
+    "seeds",
+    "checkpoints",
+    "data",
+)  # fields of `Config` that no single result depends on
 texts_of = cache(open_texts)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n40
 def jobs(config: Config, results: Results) -> Iterator[dict]:
     "Yield a job per model, and note in its folder where its model and its text are."
     if not config.data:
-        raise ValueError("name the text with --data FOLDER: that of the run of the language experiment")
+        raise ValueError(
+            "name the text with --data FOLDER: that of the run of the language experiment"
+        )
     shared = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
     for origin, place, tokenizer in models_of(config):
         texts = texts_of(config.data, tokenizer)
-        about = {"tokenizer": texts.corpus.tokenizer.name, "tokens": tokens_hash(texts.corpus),
-                 "text": {name: len(tokens) for name, (tokens, _) in texts.domains.items()}}
+        about = {
+            "tokenizer": texts.corpus.tokenizer.name,
+            "tokens": tokens_hash(texts.corpus),
+            "text": {name: len(tokens) for name, (tokens, _) in texts.domains.items()},
+        }
         settings = shared | origin | about
         path = results.job_folder(settings) / "places.json"
         places = {"model": place, "data": config.data}
         if not path.exists() or read_json(path) != places:
-            with atomic_file(path) as file: # not `write_json`: the job needs full paths
+            with atomic_file(path) as file:  # not `write_json`: the job needs full paths
                 file.write(json.dumps(places) + "\n")
         yield settings
 
@@ -346,7 +509,11 @@ def run_job(settings: dict, folder: Path) -> dict:
     "Measure one model, which is trained first if it has no folder."
     s, places = SimpleNamespace(**settings), read_json(folder / "places.json")
     torch.set_float32_matmul_precision("high" if s.gpu else "highest")
-    place = Path(places["model"]).expanduser() if places["model"] else train_small(settings, places["data"], folder)
+    place = (
+        Path(places["model"]).expanduser()
+        if places["model"]
+        else train_small(settings, places["data"], folder)
+    )
     model = SequenceLM.from_pretrained(place, "cuda" if s.gpu else "cpu").eval()
     texts = texts_of(places["data"], trained_tokenizer(place, model.config.vocab_size))
     check_vocabulary(texts.corpus.tokenizer.vocab_size, model.config.vocab_size)
@@ -355,10 +522,18 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-058
 def summarize(config: Config, results: Results) -> dict:
     "Return what was measured of every model, which were not measured, and the text."
-    known, measured = list(jobs(config, results)), ("parameters", "text", "needles", "finetune_loss", "seconds")
+    known, measured = (
+        list(jobs(config, results)),
+        ("parameters", "text", "needles", "finetune_loss", "seconds"),
+    )
     pick = lambda row, *names: {name: row[name] for name in names}
     rows = [(pick(settings, "mixer", "seed"), results.get(settings)) for settings in known]
-    return {"context": config.context, "models": [model | pick(row, *measured) for model, row in rows if row],
-            "not_run": [model for model, row in rows if not row], **pick(known[0], "tokenizer", "text")}
+    return {
+        "context": config.context,
+        "models": [model | pick(row, *measured) for model, row in rows if row],
+        "not_run": [model for model, row in rows if not row],
+        **pick(known[0], "tokenizer", "text"),
+    }
+
 
 EXPERIMENT = Experiment("extrapolation", PRESETS, jobs, run_job, summarize)

@@ -15,16 +15,22 @@ from torch import Tensor, nn
 from .recipe import lr_at, parameter_groups, set_lr
 
 # %% ../../nbs/machine/fit.ipynb #fit-006
-def fit_lr(number, steps, warmup, lr, min_lr_ratio=0.1): # number: of the step, from 0; others as in `lr_at`
+def fit_lr(
+    number, steps, warmup, lr, min_lr_ratio=0.1
+):  # number: of the step, from 0; others as in `lr_at`
     "Return the learning rate of a step; two steps have the highest rate."
     return lr_at(number + (number < warmup), steps, warmup, lr, min_lr_ratio)
 
 # %% ../../nbs/machine/fit.ipynb #fit-009
-def capture(step: Callable) -> torch.cuda.CUDAGraph | None: # step: uses the same tensors at every call
+def capture(
+    step: Callable,
+) -> torch.cuda.CUDAGraph | None:  # step: uses the same tensors at every call
     "Return a graph that records a step without running it; None, with a warning, if that fails."
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+        with torch.cuda.graph(
+            graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"
+        ):
             step()
         return graph
     except RuntimeError as error:
@@ -32,11 +38,13 @@ def capture(step: Callable) -> torch.cuda.CUDAGraph | None: # step: uses the sam
         warnings.warn(f"no CUDA graph: {str(error).splitlines()[0]}")
 
 # %% ../../nbs/machine/fit.ipynb #fit-010b
-def make_step(model, loss_fn, inputs, lr, groups, betas=(0.9, 0.999), clip=math.inf, bf16=False): # as in `fit`
+def make_step(
+    model, loss_fn, inputs, lr, groups, betas=(0.9, 0.999), clip=math.inf, bf16=False
+):  # as in `fit`
     "Return the training step, a function without arguments that returns measures, and the optimizer."
     device, weights = next(model.parameters()).device, list(model.parameters())
     on_gpu = device.type == "cuda"
-    rate = torch.tensor(lr, device=device) if on_gpu else lr # a graph reads a tensor
+    rate = torch.tensor(lr, device=device) if on_gpu else lr  # a graph reads a tensor
     optimizer = torch.optim.AdamW(groups, rate, betas, fused=True, capturable=on_gpu)
 
     def step():
@@ -53,33 +61,36 @@ def make_step(model, loss_fn, inputs, lr, groups, betas=(0.9, 0.999), clip=math.
 
 # %% ../../nbs/machine/fit.ipynb #fit-011
 def fit(
-    model: nn.Module,         # trained in place
-    batches: Iterator[tuple], # tuples of tensors, of fixed shapes, on the model's device
-    loss_fn: Callable,        # (model, *batch) -> loss (), measures of any shape
+    model: nn.Module,  # trained in place
+    batches: Iterator[tuple],  # tuples of tensors, of fixed shapes, on the model's device
+    loss_fn: Callable,  # (model, *batch) -> loss (), measures of any shape
     steps: int,
-    lr: float,                # the highest learning rate
-    warmup: int = 0,          # steps
-    min_lr_ratio: float = 0.1, # last rate, as a share of `lr`
-    weight_decay: float = 0.1, # on matrices, unless `groups` are given
-    groups: list | None = None, # the optimizer's parameter groups
+    lr: float,  # the highest learning rate
+    warmup: int = 0,  # steps
+    min_lr_ratio: float = 0.1,  # last rate, as a share of `lr`
+    weight_decay: float = 0.1,  # on matrices, unless `groups` are given
+    groups: list | None = None,  # the optimizer's parameter groups
     betas: tuple = (0.9, 0.999),
-    clip: float = math.inf,   # largest norm of the gradient
-    bf16: bool = False,       # matrix products in bfloat16
-    watch: Callable | None = None, # called with the measures of every point; True stops the training
-    first: list | None = None, # gets the measures of the first steps
-    first_steps: int = 50,     # as many
-    log_every: int = 50,      # steps per point of the curve
-) -> tuple[list[int], Tensor]: # steps (points,), measures (points, ...)
+    clip: float = math.inf,  # largest norm of the gradient
+    bf16: bool = False,  # matrix products in bfloat16
+    watch: Callable
+    | None = None,  # called with the measures of every point; True stops the training
+    first: list | None = None,  # gets the measures of the first steps
+    first_steps: int = 50,  # as many
+    log_every: int = 50,  # steps per point of the curve
+) -> tuple[list[int], Tensor]:  # steps (points,), measures (points, ...)
     "Train a model, and return its learning curve: the measures, averaged over every `log_every` steps."
     on_gpu, inputs, total = next(model.parameters()).device.type == "cuda", [], []
     graph, at, curve, groups = None, [], [], groups or parameter_groups(model, weight_decay)
     take, optimizer = make_step(model, loss_fn, inputs, lr, groups, betas, clip, bf16)
-    last = [] # measures of the last step; a graph writes them to the same place every time
+    last = []  # measures of the last step; a graph writes them to the same place every time
+
     def step():
         measures = take()
         last[:] = [measures]
         total[:] = total or [torch.zeros_like(measures)]
         total[0] += measures
+
     with torch.cuda.stream(torch.cuda.Stream() if on_gpu else None):
         for number in range(steps):
             batch = next(batches)
@@ -87,7 +98,9 @@ def fit(
             for place, tensor in zip(inputs, batch):
                 place.copy_(tensor)
             set_lr(optimizer, fit_lr(number, steps, warmup, lr, min_lr_ratio))
-            graph = capture(step) if on_gpu and number == 3 else graph # None if an operation cannot be recorded
+            graph = (
+                capture(step) if on_gpu and number == 3 else graph
+            )  # None if an operation cannot be recorded
             graph.replay() if graph else step()
             if first is not None and number < first_steps:
                 first.append(last[0].clone())

@@ -18,34 +18,49 @@ import longhorn_kit
 from .stats import show
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-006
-COLOURS = {"holds": "--h", "does not hold": "--d"} # CSS variable per verdict; all others are grey
-_FAST = "times as fast" # unit of ratios
-TITLES = {"points": "Points of accuracy", _FAST: "Times as fast", "%": "Per cent"} # others serve as titles
+COLOURS = {"holds": "--h", "does not hold": "--d"}  # CSS variable per verdict; all others are grey
+_FAST = "times as fast"  # unit of ratios
+TITLES = {
+    "points": "Points of accuracy",
+    _FAST: "Times as fast",
+    "%": "Per cent",
+}  # others serve as titles
 WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, chars=56)
-NARROW = dict(width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, chars=44)
+NARROW = dict(
+    width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, chars=44
+)
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-007
-def mark(x: float, y: float, verdict: str, colour: str = "") -> str: # colour: CSS variable, if not the verdict's
+def mark(
+    x: float, y: float, verdict: str, colour: str = ""
+) -> str:  # colour: CSS variable, if not the verdict's
     "Draw the mark of a verdict."
     colour = colour or COLOURS.get(verdict, "--u")
     fill = f'style="fill:var({colour});stroke:var(--page)"'
     if verdict == "holds":
         return f'<circle cx="{x:.1f}" cy="{y}" r="5.5" {fill}/>'
     if verdict == "does not hold":
-        return (f'<path d="M{x - 5:.1f} {y - 5}l10 10m0 -10l-10 10" '
-                f'style="stroke:var({colour});stroke-width:3.4;stroke-linecap:round"/>')
+        return (
+            f'<path d="M{x - 5:.1f} {y - 5}l10 10m0 -10l-10 10" '
+            f'style="stroke:var({colour});stroke-width:3.4;stroke-linecap:round"/>'
+        )
     if verdict == "undecided":
         return f'<path d="M{x:.1f} {y - 6}l6 6l-6 6l-6 -6z" {fill}/>'
     if verdict == "no code":
         return f'<path d="M{x - 5:.1f} {y}h10" style="stroke:var(--u);stroke-width:1.6"/>'
-    return (f'<rect x="{x - 4.5:.1f}" y="{y - 4.5}" width="9" height="9" '
-            'style="fill:var(--page);stroke:var(--u);stroke-width:1.6"/>')
+    return (
+        f'<rect x="{x - 4.5:.1f}" y="{y - 4.5}" width="9" height="9" '
+        'style="fill:var(--page);stroke:var(--u);stroke-width:1.6"/>'
+    )
 
 # %% ../../nbs/machine/forest.ipynb #6c195cca
-def text_at(x: float, y: float, words: str, classes: str = "", anchor: str = "start", style: str = "") -> str:
+def text_at(
+    x: float, y: float, words: str, classes: str = "", anchor: str = "start", style: str = ""
+) -> str:
     "Write words as an SVG element."
     place = f'x="{x:.1f}" y="{y:.1f}" class="{classes}"'
     return f'<text {place} text-anchor="{anchor}" style="{style}">{escape(words)}</text>'
+
 
 def _ring(x, y):
     return f'<circle cx="{x:.1f}" cy="{y}" r="5" style="fill:none;stroke:var(--ink);stroke-width:1.3"/>'
@@ -69,11 +84,17 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
         step *= next(factor for factor in (5, 2, 1, 0.5) if factor * step <= reach)
         ticks = [-step, 0, step]
     left, right = ends
-    return lambda value: min(max((log(value) + reach) / (2 * reach), 0), 1) * (right - left) + left, ticks
+    return (
+        lambda value: min(max((log(value) + reach) / (2 * reach), 0), 1) * (right - left) + left,
+        ticks,
+    )
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-010
 def _label(row, layout):
-    return wrap(": ".join(filter(None, (getattr(row, "scale", ""), row.comparison.label))), layout["chars"])
+    return wrap(
+        ": ".join(filter(None, (getattr(row, "scale", ""), row.comparison.label))), layout["chars"]
+    )
+
 
 def _row(row, y, height, place, layout):
     "Draw one row: label, interval, ring, mark, number, seeds, verdict."
@@ -81,23 +102,42 @@ def _row(row, y, height, place, layout):
     middle = y + (height / 2 if layout["n"] else height - 15)
     colour, (left, right) = COLOURS.get(found.verdict, "--u"), layout["plot"]
     first = y + (17 if layout["n"] else 15)
-    parts = [text_at(layout["label"], first + 16 * i, line) for i, line in enumerate(_label(row, layout))]
+    parts = [
+        text_at(layout["label"], first + 16 * i, line) for i, line in enumerate(_label(row, layout))
+    ]
     low = max(found.low, 1e-9) if comparison.unit == _FAST else found.low
     ends = [place(low), place(found.high)] if found.n > 1 else []
     if ends:
-        parts.append(f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" style="stroke:var({colour});stroke-width:2.4"/>')
+        parts.append(
+            f'<path d="M{ends[0]:.1f} {middle}H{ends[1]:.1f}" style="stroke:var({colour});stroke-width:2.4"/>'
+        )
         for end, sign, edge in ((ends[0], -1, left), (ends[1], 1, right)):
             if abs(end - edge) < 0.01:
-                parts.append(f'<path d="M{end + 5 * sign} {middle}l{-6 * sign} -4v8z" style="fill:var({colour})"/>')
+                parts.append(
+                    f'<path d="M{end + 5 * sign} {middle}l{-6 * sign} -4v8z" style="fill:var({colour})"/>'
+                )
     if comparison.published is not None:
         parts.append(_ring(place(comparison.published), middle))
-    number = show(found.difference, comparison.unit).replace("-", "\u2212") + "×" * (comparison.unit == _FAST)
+    number = show(found.difference, comparison.unit).replace("-", "\u2212") + "×" * (
+        comparison.unit == _FAST
+    )
     seeds = f"n = {found.n}"
-    parts += [mark(place(found.difference), middle, found.verdict), text_at(layout["number"], middle + 4, number)
-              ] if found.n else [text_at(left, middle + 4, found.why)]
-    parts.append(text_at(layout["n"], middle + 4, seeds, "dim") if layout["n"] else
-                 text_at(layout["verdict"], first, seeds, "dim", "end"))
-    parts.append(text_at(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})"))
+    parts += (
+        [
+            mark(place(found.difference), middle, found.verdict),
+            text_at(layout["number"], middle + 4, number),
+        ]
+        if found.n
+        else [text_at(left, middle + 4, found.why)]
+    )
+    parts.append(
+        text_at(layout["n"], middle + 4, seeds, "dim")
+        if layout["n"]
+        else text_at(layout["verdict"], first, seeds, "dim", "end")
+    )
+    parts.append(
+        text_at(layout["verdict"], middle + 4, found.verdict, "bold", "end", f"fill:var({colour})")
+    )
     return parts
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-011
@@ -110,9 +150,14 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
         zero, line = place(1 if unit == _FAST else 0), y + 22
         parts.append(text_at(layout["label"], y + 15, TITLES.get(unit, unit.capitalize()), "bold"))
         against, pro = ("slower", "faster") if unit == _FAST else ("against", "for the claim")
-        parts += [
-            text_at(zero - 6, y + 15, f"← {against}", "dim", "end"), text_at(zero + 6, y + 15, f"{pro} →", "dim"),
-        ] if layout["n"] else [text_at(layout["verdict"], y + 15, f"{pro} →", "dim", "end")]
+        parts += (
+            [
+                text_at(zero - 6, y + 15, f"← {against}", "dim", "end"),
+                text_at(zero + 6, y + 15, f"{pro} →", "dim"),
+            ]
+            if layout["n"]
+            else [text_at(layout["verdict"], y + 15, f"{pro} →", "dim", "end")]
+        )
         for i, row in enumerate(panel):
             height = layout["step"] + 16 * (len(_label(row, layout)) - 1)
             if i % 2 == 0:
@@ -124,49 +169,70 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
             parts += _row(row, line, height, place, layout)
             line += height
         y = line + 16
-        parts += [text_at(place(tick), y, f"{tick:g}".replace("-", "\u2212"), "dim", "middle") for tick in ticks]
+        parts += [
+            text_at(place(tick), y, f"{tick:g}".replace("-", "\u2212"), "dim", "middle")
+            for tick in ticks
+        ]
         y += 14
     return parts, y
 
 # %% ../../nbs/machine/forest.ipynb #39_forest-012
-def picture(rows: list, narrow: bool = False, title: str = "Results: one row per comparison") -> str:
+def picture(
+    rows: list, narrow: bool = False, title: str = "Results: one row per comparison"
+) -> str:
     "Return the plot as one SVG element, with its colours."
     layout = NARROW if narrow else WIDE
     parts, height = drawing(rows, layout)
-    return svg(f"{title.removesuffix('.')}. A table has the same rows.", layout["width"], height, *parts)
+    return svg(
+        f"{title.removesuffix('.')}. A table has the same rows.", layout["width"], height, *parts
+    )
+
 
 def svg(description: str, width: float, height: float, *parts: str) -> str:
     "Return elements as one SVG picture, with its style; the description is for screen readers."
-    style = Path(longhorn_kit.__file__).with_name("lab").joinpath("forest.css").read_text(encoding="utf-8")
+    style = (
+        Path(longhorn_kit.__file__)
+        .with_name("lab")
+        .joinpath("forest.css")
+        .read_text(encoding="utf-8")
+    )
     described = escape(description)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" class="lk" role="img" aria-label="{described}" '
-            f'viewBox="0 0 {width} {height:.0f}" width="{width}" style="max-width:100%;height:auto">'
-            f'<title>{described}</title><style>{style}</style>{"".join(parts)}</svg>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="lk" role="img" aria-label="{described}" '
+        f'viewBox="0 0 {width} {height:.0f}" width="{width}" style="max-width:100%;height:auto">'
+        f"<title>{described}</title><style>{style}</style>{''.join(parts)}</svg>"
+    )
 
 # %% ../../nbs/machine/forest.ipynb #3a04314d
 _SOURCE = "data:image/svg+xml;base64,"
 _IMAGE = re.compile(rf'<img class="lk" [^>]*src="{re.escape(_SOURCE)}([^"]+)">')
 
-def image(drawn: str) -> str: # one SVG element
+
+def image(drawn: str) -> str:  # one SVG element
     "Return an SVG picture as an <img> that contains it; every notebook shows it, trusted or not."
     width = re.search(r' width="([\d.]+)"', drawn)[1]
     description = escape(unescape(re.search(r' aria-label="([^"]*)"', drawn)[1]))
     data = base64.b64encode(drawn.encode()).decode()
     return f'<img class="lk" width="{width}" alt="{description}" src="{_SOURCE}{data}">'
 
+
 def inline(html: str) -> str:
     "Put SVG elements back in place of their <img>, for a page that may contain them."
     return _IMAGE.sub(lambda match: base64.b64decode(match[1]).decode(), html)
 
 # %% ../../nbs/machine/forest.ipynb #forest-both
-def both(wide: str, narrow: str) -> str: # SVG elements
+def both(wide: str, narrow: str) -> str:  # SVG elements
     "Return a picture in two shapes as HTML; the narrow one is hidden until a style sheet shows it."
-    return (f'<div class="lk-wide">{image(wide)}</div>'
-            f'<div class="lk-narrow" hidden="hidden">{image(narrow)}</div>')
+    return (
+        f'<div class="lk-wide">{image(wide)}</div>'
+        f'<div class="lk-narrow" hidden="hidden">{image(narrow)}</div>'
+    )
+
 
 def forest(rows: list, title: str = "Results: one row per comparison") -> str:
     "Return the plot as HTML that fits wide pages and phones."
     return both(picture(rows, False, title), picture(rows, True, title))
+
 
 def _legend(width: float) -> str:
     "Return the marks and their words as one SVG element, in as many lines as the width needs."
@@ -179,6 +245,7 @@ def _legend(width: float) -> str:
         parts.append(text_at(x + 12, y + 4, word))
         x += 40 + 7 * len(word)
     return svg("Legend", width, y + 12, *parts)
+
 
 def legend() -> str:
     "Return the marks and their words as HTML that fits wide pages and phones."

@@ -29,78 +29,225 @@ from ..records import read_json, records_root
 @dataclass(frozen=True)
 class Shown:
     "A comparison of the front page."
-    claim: str   # its name in the ledger
+
+    claim: str  # its name in the ledger
     scale: str
-    label: str   # start of the comparison's label in the ledger
-    field: str   # "Language"
-    setting: str # what tells it from other rows of its field: "N = 16"
-    first: str   # side that the claim puts ahead
+    label: str  # start of the comparison's label in the ledger
+    field: str  # "Language"
+    setting: str  # what tells it from other rows of its field: "N = 16"
+    first: str  # side that the claim puts ahead
     second: str
-    claimed: str # the claim in short
-    unless: str = "" # claim whose rows replace this one
+    claimed: str  # the claim in short
+    unless: str = ""  # claim whose rows replace this one
 
     @property
     def topic(self) -> str:
         "Return field and setting."
         return ", ".join(filter(None, (self.field, self.setting)))
 
+
 FRONT = (
-    Shown("one-pass", "gpu", "diagonal N=16 below Mamba", "Language", "N = 16",
-          "diagonal", "Mamba", "diagonal below Mamba"),
-    Shown("one-pass", "gpu", "exact N=16 below Mamba", "Language", "N = 16",
-          "exact", "Mamba", "exact below Mamba"),
-    Shown("one-pass", "gpu", "exact N=16 below diagonal", "Language", "N = 16",
-          "exact", "diagonal", "exact below diagonal"),
-    Shown("equal-state", "gpu", "exact N=64 below diagonal", "Language", "N = 64",
-          "exact", "diagonal", "exact below diagonal"),
-    Shown("equal-state", "gpu", "exact N=64 below Mamba", "Language", "N = 64",
-          "exact", "Mamba", "exact below Mamba"),
-    Shown("equal-state", "gpu", "exact N=64 below Gated DeltaNet", "Language", "N = 64",
-          "exact", "Gated DeltaNet", "exact below Gated DeltaNet"),
-    Shown("equal-state-mlp", "gpu", "exact N=64, MLP below Gated DeltaNet", "Language", "MLPs",
-          "exact", "Gated DeltaNet", "exact below Gated DeltaNet"),
-    Shown("exact-cost", "gpu", "exact against diagonal", "Kernel", "",
-          "exact", "diagonal", "exact takes at least twice the diagonal's time"),
-    Shown("kernel-official", "gpu", "ours against the official", "Kernel", "",
-          "diagonal", "the official kernel", "ours as fast as the official one"),
-    Shown("kernel-time", "gpu", "ours against Mamba's CUDA kernel", "Kernel", "",
-          "diagonal", "Mamba's kernel", "our diagonal one as fast as Mamba's"),
-    Shown("recall-rewritten", "laptop", "embedding of 32", "Recall", "toy, keys rewritten, embedding 32",
-          "exact", "diagonal", "exact above diagonal"),
-    Shown("recall-rewritten", "laptop", "embedding of 8", "Recall", "toy, keys rewritten, embedding 8",
-          "exact", "diagonal", "exact above diagonal"),
-    Shown("recall", "laptop", "keys rewritten: exact above diagonal", "Recall", "toy, keys rewritten",
-          "exact", "diagonal", "exact above diagonal", unless="recall-rewritten"),
-    Shown("recall", "laptop", "keys once: exact above rotary attention", "Recall", "toy, keys once",
-          "exact", "attention", "exact above attention"),
-    Shown("mqar", "gpu", "diagonal above Mamba (", "Recall", "MQAR",
-          "diagonal", "Mamba", "diagonal above Mamba"),
-    Shown("mqar", "gpu", "diagonal above DeltaNet (", "Recall", "MQAR",
-          "diagonal", "DeltaNet", "diagonal above DeltaNet"),
-    Shown("vision", "gpu", "diagonal as good as Mamba", "Vision", "CIFAR-10",
-          "diagonal", "Mamba", "diagonal as good as Mamba"))
+    Shown(
+        "one-pass",
+        "gpu",
+        "diagonal N=16 below Mamba",
+        "Language",
+        "N = 16",
+        "diagonal",
+        "Mamba",
+        "diagonal below Mamba",
+    ),
+    Shown(
+        "one-pass",
+        "gpu",
+        "exact N=16 below Mamba",
+        "Language",
+        "N = 16",
+        "exact",
+        "Mamba",
+        "exact below Mamba",
+    ),
+    Shown(
+        "one-pass",
+        "gpu",
+        "exact N=16 below diagonal",
+        "Language",
+        "N = 16",
+        "exact",
+        "diagonal",
+        "exact below diagonal",
+    ),
+    Shown(
+        "equal-state",
+        "gpu",
+        "exact N=64 below diagonal",
+        "Language",
+        "N = 64",
+        "exact",
+        "diagonal",
+        "exact below diagonal",
+    ),
+    Shown(
+        "equal-state",
+        "gpu",
+        "exact N=64 below Mamba",
+        "Language",
+        "N = 64",
+        "exact",
+        "Mamba",
+        "exact below Mamba",
+    ),
+    Shown(
+        "equal-state",
+        "gpu",
+        "exact N=64 below Gated DeltaNet",
+        "Language",
+        "N = 64",
+        "exact",
+        "Gated DeltaNet",
+        "exact below Gated DeltaNet",
+    ),
+    Shown(
+        "equal-state-mlp",
+        "gpu",
+        "exact N=64, MLP below Gated DeltaNet",
+        "Language",
+        "MLPs",
+        "exact",
+        "Gated DeltaNet",
+        "exact below Gated DeltaNet",
+    ),
+    Shown(
+        "exact-cost",
+        "gpu",
+        "exact against diagonal",
+        "Kernel",
+        "",
+        "exact",
+        "diagonal",
+        "exact takes at least twice the diagonal's time",
+    ),
+    Shown(
+        "kernel-official",
+        "gpu",
+        "ours against the official",
+        "Kernel",
+        "",
+        "diagonal",
+        "the official kernel",
+        "ours as fast as the official one",
+    ),
+    Shown(
+        "kernel-time",
+        "gpu",
+        "ours against Mamba's CUDA kernel",
+        "Kernel",
+        "",
+        "diagonal",
+        "Mamba's kernel",
+        "our diagonal one as fast as Mamba's",
+    ),
+    Shown(
+        "recall-rewritten",
+        "laptop",
+        "embedding of 32",
+        "Recall",
+        "toy, keys rewritten, embedding 32",
+        "exact",
+        "diagonal",
+        "exact above diagonal",
+    ),
+    Shown(
+        "recall-rewritten",
+        "laptop",
+        "embedding of 8",
+        "Recall",
+        "toy, keys rewritten, embedding 8",
+        "exact",
+        "diagonal",
+        "exact above diagonal",
+    ),
+    Shown(
+        "recall",
+        "laptop",
+        "keys rewritten: exact above diagonal",
+        "Recall",
+        "toy, keys rewritten",
+        "exact",
+        "diagonal",
+        "exact above diagonal",
+        unless="recall-rewritten",
+    ),
+    Shown(
+        "recall",
+        "laptop",
+        "keys once: exact above rotary attention",
+        "Recall",
+        "toy, keys once",
+        "exact",
+        "attention",
+        "exact above attention",
+    ),
+    Shown(
+        "mqar",
+        "gpu",
+        "diagonal above Mamba (",
+        "Recall",
+        "MQAR",
+        "diagonal",
+        "Mamba",
+        "diagonal above Mamba",
+    ),
+    Shown(
+        "mqar",
+        "gpu",
+        "diagonal above DeltaNet (",
+        "Recall",
+        "MQAR",
+        "diagonal",
+        "DeltaNet",
+        "diagonal above DeltaNet",
+    ),
+    Shown(
+        "vision",
+        "gpu",
+        "diagonal as good as Mamba",
+        "Vision",
+        "CIFAR-10",
+        "diagonal",
+        "Mamba",
+        "diagonal as good as Mamba",
+    ),
+)
 
 # %% ../../nbs/machine/front.ipynb #front-009
 @dataclass(frozen=True)
 class Finding:
     "A row of the ledger with the names of its two sides."
+
     shown: Shown
     row: Row
+
 
 def _ready(row: Row) -> bool:
     comparison = row.comparison
     return bool(comparison.differences or comparison.doubt) and not comparison.waits
+
 
 def findings() -> list[Finding]:
     "Return the findings of the front page, from the recorded runs."
     rows = [row for row in ledger("recorded runs only") if _ready(row)]
     found = []
     for shown in FRONT:
-        found += [Finding(shown, row) for row in rows
-                  if (row.claim.name, row.scale) == (shown.claim, shown.scale)
-                  and row.comparison.label.startswith(shown.label)][:1]
+        found += [
+            Finding(shown, row)
+            for row in rows
+            if (row.claim.name, row.scale) == (shown.claim, shown.scale)
+            and row.comparison.label.startswith(shown.label)
+        ][:1]
     names = {finding.shown.claim for finding in found}
     return [finding for finding in found if finding.shown.unless not in names]
+
 
 def front() -> list[Row]:
     "Return the same rows worded as claims, with verdicts, for the ledger."
@@ -113,7 +260,8 @@ def front() -> list[Row]:
 
 # %% ../../nbs/machine/front.ipynb #front-012
 TIMES = "times as fast"
-DIGITS = {"bits per byte": 3, "points": 1} # after the point
+DIGITS = {"bits per byte": 3, "points": 1}  # after the point
+
 
 def leader(finding: Finding) -> str:
     "Return the side that is ahead, or an empty text if that is not decided."
@@ -126,6 +274,7 @@ def leader(finding: Finding) -> str:
     even = 1 if timed else 0
     return finding.shown.first if judgement.difference > even else finding.shown.second
 
+
 def count(finding: Finding) -> str:
     "Return the number of seeds, or at how many shapes the leader is faster."
     comparison, judgement = finding.row.comparison, finding.row.judgement
@@ -134,6 +283,7 @@ def count(finding: Finding) -> str:
     for_first = leader(finding) == finding.shown.first
     wins = sum(ratio > 1 if for_first else ratio < 1 for ratio in comparison.differences)
     return f"{wins} of {judgement.n} shapes"
+
 
 def favours(finding: Finding) -> str:
     "Return whom a finding favours, in words."
@@ -147,7 +297,8 @@ def number(value: float, unit: str, sign: bool = False) -> str:
     form = f"{'+' if sign else ''}.{DIGITS.get(unit, 2)}f"
     return format(value, form).replace("-", "\u2212")
 
-def _amounts(finding: Finding) -> list[float]: # -> middle, smallest, largest
+
+def _amounts(finding: Finding) -> list[float]:  # -> middle, smallest, largest
     "Return the leader's lead, or the share of the other's time that it takes, with its interval."
     judgement = finding.row.judgement
     values = [judgement.difference, judgement.low, judgement.high]
@@ -159,9 +310,10 @@ def _amounts(finding: Finding) -> list[float]: # -> middle, smallest, largest
         middle, *ends = values
     return [middle, *sorted(ends)]
 
+
 def statement(
     finding: Finding,
-    interval: bool = False, # show that of a decided row, too
+    interval: bool = False,  # show that of a decided row, too
 ) -> str:
     "Return the finding as a sentence, in the same words whoever is ahead, without its unit."
     unit, judgement = finding.row.comparison.unit, finding.row.judgement
@@ -182,15 +334,22 @@ def statement(
 # %% ../../nbs/machine/front.ipynb #front-016
 WIDE = dict(width=920, label=8, chars=58, names=(540, 752), plot=(550, 742), n=912, step=26)
 NARROW = dict(width=380, label=6, chars=50, names=(118, 266), plot=(128, 256), n=None, step=50)
-TITLES = {"bits per byte": "Language: held-out loss, in bits per byte",
-          TIMES: "Kernels: forward + backward, share of the time",
-          "points": "Recall and vision: accuracy, in points"}
+TITLES = {
+    "bits per byte": "Language: held-out loss, in bits per byte",
+    TIMES: "Kernels: forward + backward, share of the time",
+    "points": "Recall and vision: accuracy, in points",
+}
 SHARES = {1: "same", 0.5: "½", 0.25: "¼", 0.125: "⅛"}
-MARKS = { # kind -> verdict whose mark it borrows, colour; a triangle for diagonal
-    "exact": ("holds", "--e"), "diagonal": ("", "--g"), "another": ("does not hold", "--o"),
-    "undecided": ("undecided", "--u"), "not judged": ("cannot be judged", "--u")}
+MARKS = {  # kind -> verdict whose mark it borrows, colour; a triangle for diagonal
+    "exact": ("holds", "--e"),
+    "diagonal": ("", "--g"),
+    "another": ("does not hold", "--o"),
+    "undecided": ("undecided", "--u"),
+    "not judged": ("cannot be judged", "--u"),
+}
 
-def leader_mark(x: float, y: float, kind: str) -> str: # kind: of `MARKS`
+
+def leader_mark(x: float, y: float, kind: str) -> str:  # kind: of `MARKS`
     "Draw the mark of a leader."
     verdict, colour = MARKS[kind]
     if kind == "diagonal":
@@ -198,12 +357,17 @@ def leader_mark(x: float, y: float, kind: str) -> str: # kind: of `MARKS`
         return f'<path d="M{x:.1f} {y - 6}l6.5 11h-13z" style="{style}"/>'
     return mark(x, y, verdict, colour)
 
+
 def kind(finding: Finding) -> str:
     "Return the class of a finding's leader: exact, diagonal, another, undecided or not judged."
     name = leader(finding)
     if not name:
         judgement = finding.row.judgement
-        return "undecided" if judgement.verdict == "undecided" or judgement.side == EQUAL else "not judged"
+        return (
+            "undecided"
+            if judgement.verdict == "undecided" or judgement.side == EQUAL
+            else "not judged"
+        )
     return name if name in ("exact", "diagonal") else "another"
 
 # %% ../../nbs/machine/front.ipynb #front-018
@@ -212,9 +376,11 @@ def _tick(value: float, unit: str) -> str:
         return SHARES[2 ** -abs(math.log2(value))]
     return f"{value:+g}".replace("-", "\u2212") if value else "0"
 
+
 def _lines(finding: Finding, layout: dict) -> list[str]:
     parts = filter(None, (finding.shown.setting, statement(finding)))
     return wrap(": ".join(parts), layout["chars"])
+
 
 def _interval(finding: Finding, middle: float, place: Callable, layout: dict) -> list[str]:
     "Draw the interval and the mark; an arrow ends an interval that leaves the axis."
@@ -233,6 +399,7 @@ def _interval(finding: Finding, middle: float, place: Callable, layout: dict) ->
         parts.append(leader_mark(place(judgement.difference), middle, kind(finding)))
     return parts
 
+
 def _row(finding: Finding, y: float, height: float, place: Callable, layout: dict) -> list[str]:
     "Draw one row."
     lines = _lines(finding, layout)
@@ -250,11 +417,16 @@ def _row(finding: Finding, y: float, height: float, place: Callable, layout: dic
     return parts + _interval(finding, middle, place, layout)
 
 # %% ../../nbs/machine/front.ipynb #front-020
-KINDS = {"exact": "exact is ahead", "diagonal": "diagonal is ahead",
-         "another": "another layer or kernel is ahead", "undecided": "undecided",
-         "not judged": "not judged"}
+KINDS = {
+    "exact": "exact is ahead",
+    "diagonal": "diagonal is ahead",
+    "another": "another layer or kernel is ahead",
+    "undecided": "undecided",
+    "not judged": "not judged",
+}
 
-def _legend(layout: dict) -> tuple[list[str], float]: # -> parts, height
+
+def _legend(layout: dict) -> tuple[list[str], float]:  # -> parts, height
     parts, x, y = [], layout["label"] + 6, 16
     for name, words in KINDS.items():
         if x + 30 + 7 * len(words) > layout["width"]:
@@ -262,6 +434,7 @@ def _legend(layout: dict) -> tuple[list[str], float]: # -> parts, height
         parts += [leader_mark(x, y, name), text_at(x + 12, y + 4, words)]
         x += 36 + 7 * len(words)
     return parts, y + 18
+
 
 def _panel(panel: list[Finding], unit: str, y: float, layout: dict) -> tuple[list[str], float]:
     "Draw the rows of one unit with their axis, downwards from y; return the parts and the end."
@@ -282,6 +455,7 @@ def _panel(panel: list[Finding], unit: str, y: float, layout: dict) -> tuple[lis
     parts += [text_at(place(tick), y + 15, _tick(tick, unit), "dim", "middle") for tick in shown]
     return parts, y + 28
 
+
 def picture(found: list[Finding], narrow: bool = False) -> str:
     "Return the findings as one SVG element."
     layout = NARROW if narrow else WIDE
@@ -293,12 +467,14 @@ def picture(found: list[Finding], narrow: bool = False) -> str:
     description = "Results, one row per comparison. A table has the same rows."
     return svg(description, layout["width"], y, *parts)
 
+
 def findings_picture(found: list[Finding]) -> str:
     "Return the findings as HTML that fits wide pages and phones."
     return both(picture(found), picture(found, narrow=True))
 
 # %% ../../nbs/machine/front.ipynb #front-023
 HEADER = ("comparison", "found (95 % interval, or range over shapes)", "n", "ahead")
+
 
 def table_rows(found: list[Finding]) -> list[list[str]]:
     "Return the texts of each finding: comparison, statement, seeds or shapes, leader."
@@ -307,13 +483,21 @@ def table_rows(found: list[Finding]) -> list[list[str]]:
         comparison, judgement = finding.row.comparison, finding.row.judgement
         unit = "" if comparison.unit == TIMES or not judgement.n else f" {comparison.unit}"
         reason = f": {judgement.why}" if judgement.verdict == "cannot be judged" else ""
-        rows.append([finding.shown.topic, statement(finding, interval=True) + unit, count(finding),
-                     favours(finding) + reason])
+        rows.append(
+            [
+                finding.shown.topic,
+                statement(finding, interval=True) + unit,
+                count(finding),
+                favours(finding) + reason,
+            ]
+        )
     return rows
+
 
 def findings_markdown(found: list[Finding]) -> str:
     "Write findings as a Markdown table."
     return tabulate(table_rows(found), HEADER, "github", disable_numparse=True)
+
 
 def findings_html(found: list[Finding]) -> str:
     "Write findings as an HTML table."
@@ -325,17 +509,22 @@ def findings_html(found: list[Finding]) -> str:
     return '<table class="ledger">\n' + "\n".join(lines) + "\n</table>"
 
 # %% ../../nbs/machine/front.ipynb #front-026
-def _eager(rows: list[dict], **wanted) -> list[float]: # -> ms, one per shape
+def _eager(rows: list[dict], **wanted) -> list[float]:  # -> ms, one per shape
     "Return forward plus backward of eager calls, for the rows that have these values."
-    times = {row["shape"]: row["eager_forward_ms"] + row["eager_backward_ms"] for row in rows
-             if all(row.get(name) == value for name, value in wanted.items())}
+    times = {
+        row["shape"]: row["eager_forward_ms"] + row["eager_backward_ms"]
+        for row in rows
+        if all(row.get(name) == value for name, value in wanted.items())
+    }
     return [times[shape] for shape in SHAPES]
 
-def _range(slow: list[float], fast: list[float]) -> str: # ms, one per shape
+
+def _range(slow: list[float], fast: list[float]) -> str:  # ms, one per shape
     "Write how many times as fast the second is, as a range over shapes."
     ratios = [a / b for a, b in zip(slow, fast)]
     low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
     return f"{low} times as fast" if low == high else f"{low} to {high} times as fast"
+
 
 def users() -> str:
     "Return the table of what a user gains, as Markdown, from the records of kernel times."
@@ -349,17 +538,27 @@ def users() -> str:
         ours = _eager(record["rows"], section="main", form=form, kernels=form)
         rows.append([f"Longhorn's official kernel: our {form} scan", _range(official, ours)])
     rows += [
-        ["Mamba's `selective_scan_fn`: ours, on views of (B,L,D) memory",
-         _range(mamba, _eager(drop_in, layout="rows"))],
-        ["Mamba's `selective_scan_fn`: ours, on tensors as Mamba's block holds them",
-         _range(mamba, _eager(drop_in, layout="time"))]]
+        [
+            "Mamba's `selective_scan_fn`: ours, on views of (B,L,D) memory",
+            _range(mamba, _eager(drop_in, layout="rows")),
+        ],
+        [
+            "Mamba's `selective_scan_fn`: ours, on tensors as Mamba's block holds them",
+            _range(mamba, _eager(drop_in, layout="time")),
+        ],
+    ]
     card = record["gpu"].removeprefix("NVIDIA ")
     header = ("in place of", f"forward + backward on one {card}")
     return tabulate(rows, header, "github", disable_numparse=True)
 
 # %% ../../nbs/machine/front.ipynb #front-029
-SPEED = {"exact": "exact, this kit", "diagonal": "diagonal, this kit",
-         "official_longhorn_cuda_again": "diagonal, official CUDA", "mamba_cuda_again": "Mamba, official CUDA"}
+SPEED = {
+    "exact": "exact, this kit",
+    "diagonal": "diagonal, this kit",
+    "official_longhorn_cuda_again": "diagonal, official CUDA",
+    "mamba_cuda_again": "Mamba, official CUDA",
+}
+
 
 def speed() -> str:
     "Return the kernel times at three shapes as a Markdown table, with eager calls in brackets."
@@ -374,9 +573,16 @@ def speed() -> str:
         rows.append([words, *times])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
+
 def reproduced() -> str:
     "Return the claims that `longhorn reproduce` runs, with their minutes, as a Markdown table."
     chosen = [claim for claim in claims.runnable("laptop") if "laptop" not in claim.by_name]
-    rows = [[f"`{claim.name}`", claim.statement, f"{claim.minutes['laptop']:g}"] for claim in chosen]
-    header = ("claim", "the paper's statement, tested on small models", f"minutes on {PLATFORM['laptop']}")
+    rows = [
+        [f"`{claim.name}`", claim.statement, f"{claim.minutes['laptop']:g}"] for claim in chosen
+    ]
+    header = (
+        "claim",
+        "the paper's statement, tested on small models",
+        f"minutes on {PLATFORM['laptop']}",
+    )
     return tabulate(rows, header, "github", disable_numparse=True)

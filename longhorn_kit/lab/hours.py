@@ -18,12 +18,13 @@ from ..records import JsonObject, plural, read_json, read_jsonl, records_root
 @dataclass(frozen=True)
 class Part:
     "GPU time of some runs of a record, on one card."
+
     experiment: str
-    record: str                  # path of the file in the repository
-    card: str                    # "" if it is not recorded
-    runs: int | None = None      # None: the record does not count them
-    seconds: float | None = None # of the jobs; None: not recorded
-    sharing: int = 1             # jobs that could share a GPU
+    record: str  # path of the file in the repository
+    card: str  # "" if it is not recorded
+    runs: int | None = None  # None: the record does not count them
+    seconds: float | None = None  # of the jobs; None: not recorded
+    sharing: int = 1  # jobs that could share a GPU
     note: str = ""
 
     def hours(self) -> tuple[float, float]:
@@ -45,40 +46,54 @@ def one_pass_runs(record):
     for run in record["results"].get("reruns", []):
         yield 1, run["seconds"], run["made"]["device"], ""
 
+
 def language_runs(record):
     "Yield the runs with their own time, from the first step to the last evaluation."
     for run in record["results"]["runs"]:
         yield 1, run["wall_seconds"], run["device"], ""
+
 
 def mqar_runs(record):
     "Yield the number of runs: every rate with the first seed, and further seeds at the best rate."
     for cell in record["results"]["cells"]:
         yield len(cell["by_lr"]) + len(cell["accuracy"]) - 1, 0.0, "", ""
 
+
 def extrapolation_runs(record):
     "Yield the trained models that were read."
     for model in record["results"]["models"]:
         yield 1, model["seconds"], "", ""
+
 
 def vision_runs(record):
     "Yield the runs of every model."
     for seconds in record["results"]["seconds"].values():
         yield len(seconds), sum(seconds), "", ""
 
-RUNS = {"one-pass": one_pass_runs, "language": language_runs, "mqar": mqar_runs,
-        "extrapolation": extrapolation_runs, "vision": vision_runs}
+
+RUNS = {
+    "one-pass": one_pass_runs,
+    "language": language_runs,
+    "mqar": mqar_runs,
+    "extrapolation": extrapolation_runs,
+    "vision": vision_runs,
+}
 
 # %% ../../nbs/machine/hours.ipynb #hours-015
 def jobs_that_share(experiment: str, scale: str) -> int:
     "Return how many jobs of an experiment run side by side on one GPU; 1 if no claim has it."
-    claim = next((claim for claim in all_claims() if claim.name == experiment and claim.module), None)
+    claim = next(
+        (claim for claim in all_claims() if claim.name == experiment and claim.module), None
+    )
     return getattr(find_experiment(claim).config(scale), "per_gpu", 1) if claim else 1
 
+
 def cards_of(record: dict) -> str:
-    "Return the names of the cards of a record, joined by \"or\"."
+    'Return the names of the cards of a record, joined by "or".'
     return " or ".join(name for name in record["made"]["device"] if name != "cpu")
 
-def experiment_parts(record: dict, path: str) -> Iterator[Part]: # path: in the repository
+
+def experiment_parts(record: dict, path: str) -> Iterator[Part]:  # path: in the repository
     "Yield the parts of a record of an experiment."
     name, total = record["experiment"], record["seconds"]
     listed = RUNS[name](record) if name in RUNS else []
@@ -94,7 +109,7 @@ def experiment_parts(record: dict, path: str) -> Iterator[Part]: # path: in the 
         notes = "; ".join(filter(None, (note, missing, below)))
         time = seconds[card, note] if timed else total
         yield Part(name, path, card, runs[card, note], time, sharing, notes)
-        missing = below = "" # say it once
+        missing = below = ""  # say it once
     if not runs or total > 1.01 * timed > 0:
         rest = "jobs beside their runs: loading, compiling" if runs else ""
         note = "; ".join(filter(None, (rest, missing)))
@@ -102,12 +117,13 @@ def experiment_parts(record: dict, path: str) -> Iterator[Part]: # path: in the 
 
 # %% ../../nbs/machine/hours.ipynb #hours-017
 def gpu_of(record: dict) -> str:
-    "Return the name of the card of a record, or of its last attempt; \"\" without one."
+    'Return the name of the card of a record, or of its last attempt; "" without one.'
     places = [record, record.get("environment")]
     places += [*record.get("attempts", [])[-1:], *record.get("runs", [])[:1]]
     places += [place.get("environment") for place in places if isinstance(place, dict)]
     names = (place.get("gpu") for place in places if isinstance(place, dict))
     return next((name for name in names if isinstance(name, str)), "")
+
 
 def measured_part(record: dict, path: str, experiment: str) -> Part:
     "Return the part of a record that belongs to no experiment."
@@ -119,6 +135,7 @@ def measured_part(record: dict, path: str, experiment: str) -> Part:
     note = "; ".join(filter(None, notes))
     return Part(experiment, path, gpu_of(record), runs, seconds, note=note)
 
+
 def repeated_part(path: Path, shown: str) -> Part:
     "Return the part of runs that were measured again, from a file of JSON lines."
     rows = read_jsonl(path)
@@ -128,7 +145,7 @@ def repeated_part(path: Path, shown: str) -> Part:
 
 # %% ../../nbs/machine/hours.ipynb #hours-019
 def gpu_parts(
-    root: str | Path | None = None, # folder with nbs, kernels and tests; None: the kit's
+    root: str | Path | None = None,  # folder with nbs, kernels and tests; None: the kit's
 ) -> list[Part]:
     "Return the GPU time of every committed record."
     root = Path(root) if root else records_root().resolve()
@@ -154,12 +171,14 @@ def gpu_parts(
             parts.append(measured_part(record, shown, name))
     return parts
 
+
 def hours_text(parts: list[Part]) -> str:
     "Add up the GPU hours of parts, as a number or as a range."
     least, most = (sum(part.hours()[end] for part in parts) for end in (0, 1))
     return f"{least:.2f}" if most - least < 0.005 else f"{least:.2f} to {most:.2f}"
 
-def totals(parts: list[Part]) -> list[list]: # name, records, runs, hours, records without a time
+
+def totals(parts: list[Part]) -> list[list]:  # name, records, runs, hours, records without a time
     "Return a row per experiment, and one for all."
     names = list(dict.fromkeys(part.experiment for part in parts))
     rows = []

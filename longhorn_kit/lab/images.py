@@ -24,7 +24,7 @@ from .data import check_hub_folder
 from .processes import gathered, is_main_process
 from .recipe import fork_rng, seed_all
 from .vision import digits
-from ..models.vision import default_cfgs # before timm, because it repairs torchvision
+from ..models.vision import default_cfgs  # before timm, because it repairs torchvision
 from ..records import plural, warn, without_machine_paths
 
 # %% ../../nbs/machine/images.ipynb #images-004
@@ -33,47 +33,69 @@ from timm.data.readers.reader_factory import create_reader
 from timm.utils.misc import natural_key
 
 # %% ../../nbs/machine/images.ipynb #images-007
-LARGEST_CLASS = (1 << 18) - 1 # the largest public sets have 200,000 classes
+LARGEST_CLASS = (1 << 18) - 1  # the largest public sets have 200,000 classes
+
 
 class Reader:
     "Images and labels by number, like timm's readers."
-    def __init__(self, items, classes, place): # classes: name -> label; place: what messages call an image
+
+    def __init__(
+        self, items, classes, place
+    ):  # classes: name -> label; place: what messages call an image
         self.items, self.classes, self.place = items, classes, place
 
     @property
-    def labels(self): return [item[-1] for item in self.items]
+    def labels(self):
+        return [item[-1] for item in self.items]
 
-    def __len__(self): return len(self.items)
-    def __getitem__(self, i): return self.items[i]
-    def filename(self, i, absolute=True): return f"{self.place} {i}"
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, i):
+        return self.items[i]
+
+    def filename(self, i, absolute=True):
+        return f"{self.place} {i}"
 
 # %% ../../nbs/machine/images.ipynb #images-007-3
-def digit_images(images): # an `ImageSet`
+def digit_images(images):  # an `ImageSet`
     "Return a reader of scikit-learn's digits."
-    items = [(image.numpy(), label) for image, label in zip(images.images[:, 0], images.labels.tolist())]
+    items = [
+        (image.numpy(), label) for image, label in zip(images.images[:, 0], images.labels.tolist())
+    ]
     return Reader(items, {str(digit): digit for digit in range(10)}, "digit")
+
 
 @cache
 def image_endings() -> frozenset:
     "Return the endings of the files that Pillow decodes without another program."
-    Image.preinit() # first: the order in which Pillow tries its formats at every image
+    Image.preinit()  # first: the order in which Pillow tries its formats at every image
     Image.init()
     known = {ending for ending, kind in Image.registered_extensions().items() if kind in Image.OPEN}
-    return frozenset(known - {".eps", ".ps", ".wmf", ".emf"}) # drawings
+    return frozenset(known - {".eps", ".ps", ".wmf", ".emf"})  # drawings
+
 
 def walked(folder):
     "Yield (folder, its visible folders, its visible files) for a folder and all below it."
-    def unreadable(error): # os.walk would leave out the folder
+
+    def unreadable(error):  # os.walk would leave out the folder
         raise error
+
     for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
         here = os.path.realpath(root)
         above = lambda name: f"{here}/".startswith(f"{os.path.realpath(os.path.join(root, name))}/")
-        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))
-                      and not (os.path.islink(os.path.join(root, name)) and above(name))]
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith((".", "__MACOSX"))
+            and not (os.path.islink(os.path.join(root, name)) and above(name))
+        ]
         shown = [name for name in files if not name.startswith(".") and name.lower() not in UNSEEN]
         yield Path(root), folders, shown
 
-UNSEEN = ("thumbs.db", "desktop.ini") # hidden files of Windows
+
+UNSEEN = ("thumbs.db", "desktop.ini")  # hidden files of Windows
+
 
 def survey(folder, endings):
     "Return (images, other files, folders at the bottom without an image) of a folder of class folders."
@@ -87,22 +109,28 @@ def survey(folder, endings):
             bare.append(root)
     return images, others, bare
 
+
 def report_others(folder, others, bare):
     "Print what is left out; ValueError for a folder of a class without an image."
     if bare:
         held = Counter(path.suffix for path in others if path.parent == bare[0])
-        raise ValueError(f"the class folder {bare[0]} has no image that can be read; "
-                         f"it has {endings_of(held)}")
+        raise ValueError(
+            f"the class folder {bare[0]} has no image that can be read; it has {endings_of(held)}"
+        )
     if others and is_main_process():
         held = Counter(path.suffix for path in others)
         example = without_machine_paths(str(others[0]))
-        warn(f"{folder}: left out {plural(len(others), 'file')} that are no images in a class folder "
-             f"({endings_of(held)}), such as {example}")
+        warn(
+            f"{folder}: left out {plural(len(others), 'file')} that are no images in a class folder "
+            f"({endings_of(held)}), such as {example}"
+        )
 
-def endings_of(held): # held: Counter of endings
+
+def endings_of(held):  # held: Counter of endings
     "Return endings with their numbers, as text."
     words = [f"{ending or 'no ending'}: {number}" for ending, number in held.most_common(5)]
     return ", ".join(words) or "no files"
+
 
 def check_folders(images):
     "Raise ValueError if two folders have the same name, and so would be the same class."
@@ -110,13 +138,21 @@ def check_folders(images):
     for path in images:
         known = parents.setdefault(path.parent.name, path.parent)
         if known != path.parent:
-            raise ValueError(f"{known} and {path.parent} would both be the class {path.parent.name}; "
-                             "rename one of them")
+            raise ValueError(
+                f"{known} and {path.parent} would both be the class {path.parent.name}; "
+                "rename one of them"
+            )
+
 
 class FolderImages(Reader):
     "Images of one folder per class, as in ImageNet; an item is (path, class)."
-    def filename(self, i, absolute=True): return self.items[i][0]
-    def __getitem__(self, i): return open(self.items[i][0], "rb"), self.items[i][1]
+
+    def filename(self, i, absolute=True):
+        return self.items[i][0]
+
+    def __getitem__(self, i):
+        return open(self.items[i][0], "rb"), self.items[i][1]
+
 
 def folder_images(folder: Path) -> FolderImages:
     "Return a reader of one folder per class; ValueError or OSError if a class has no images."
@@ -137,13 +173,19 @@ def folder_images(folder: Path) -> FolderImages:
 # %% ../../nbs/machine/images.ipynb #images-009
 class HubData(Reader):
     "Data set of the hub or local files, read by `datasets`."
+
     def __init__(self, name, splits):
         from datasets import get_dataset_split_names, load_dataset
+
         check_hub_folder(name)
+
         def first(wanted, known, kind):
             if not (names := [word for word in wanted if word in known]):
-                raise ValueError(f"{name} has the {kind} {', '.join(known)}; expected one of {', '.join(wanted)}")
+                raise ValueError(
+                    f"{name} has the {kind} {', '.join(known)}; expected one of {', '.join(wanted)}"
+                )
             return names[0]
+
         split = first(splits, get_dataset_split_names(name), "splits")
         rows = load_dataset(name, split=split)
         image = first(("image", "img", "jpg"), rows.column_names, "columns")
@@ -155,35 +197,47 @@ class HubData(Reader):
             raise ValueError(f"{name}, {split}: the column {label!r} holds a {kind}, not a class")
         labels = set(known)
         if max(len(labels), len(names or ())) > LARGEST_CLASS:
-            raise ValueError(f"{name}, {split}: the column {label!r} has more than {LARGEST_CLASS:,} classes")
+            raise ValueError(
+                f"{name}, {split}: the column {label!r} has more than {LARGEST_CLASS:,} classes"
+            )
         values = range(len(names)) if names else sorted(labels - {None})
-        self.code = {value: i for i, value in enumerate(values)} # label in the data -> class
+        self.code = {value: i for i, value in enumerate(values)}  # label in the data -> class
         if split == "train" and not labels <= set(values):
             raise ValueError(f"{name}, {split}: some images have no label")
         reader = create_reader(f"hfds/{name}", split=split, input_key=image, target_key=label)
-        self.numbers = [self.code.get(value, -1) for value in known] # -1: held-out labels are hidden
-        super().__init__(reader, {name: i for i, name in enumerate(names or map(str, values))}, f"{name}, {split}, row")
+        self.numbers = [
+            self.code.get(value, -1) for value in known
+        ]  # -1: held-out labels are hidden
+        super().__init__(
+            reader,
+            {name: i for i, name in enumerate(names or map(str, values))},
+            f"{name}, {split}, row",
+        )
         if split == "train" and Path(name).is_dir():
             from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
             images, others, bare = survey(name, set(ImageFolder.EXTENSIONS))
             others = [path for path in others if not path.name.startswith("metadata.")]
-            if images: # else tables
+            if images:  # else tables
                 report_others(name, others, bare)
 
     @property
-    def labels(self): return self.numbers
+    def labels(self):
+        return self.numbers
 
     def __getitem__(self, i):
         try:
             file, _ = self.items[i]
-        except (AssertionError, TypeError): # timm expects an image in every row
+        except (AssertionError, TypeError):  # timm expects an image in every row
             raise OSError(f"{self.filename(i)} has no image") from None
         return file, self.numbers[i]
 
 # %% ../../nbs/machine/images.ipynb #images-011
 class Shards(Reader):
     "Reader of images in tar files; an item is (name, path, first byte, bytes, class)."
-    def filename(self, i, absolute=True): return self.items[i][0]
+
+    def filename(self, i, absolute=True):
+        return self.items[i][0]
 
     def __getitem__(self, i):
         _, path, start, size, label = self.items[i]
@@ -191,7 +245,10 @@ class Shards(Reader):
             file.seek(start)
             return io.BytesIO(file.read(size)), label
 
-def shard_files(folder: str, names: tuple) -> list[Path]: # folder: or a pattern; names: of the part
+
+def shard_files(
+    folder: str, names: tuple
+) -> list[Path]:  # folder: or a pattern; names: of the part
     "Return the shards of a part, sorted; ValueError for a compressed one."
     folders = [Path(folder)] if Path(folder).is_dir() else map(Path, sorted(glob.glob(folder)))
     files = sorted(path for place in folders if place.is_dir() for path in place.iterdir())
@@ -199,19 +256,25 @@ def shard_files(folder: str, names: tuple) -> list[Path]: # folder: or a pattern
         ours = [path for path in files if name in path.name]
         packed = [path for path in ours if re.search(r"\.(tar\.\w+|t[gbx]z2?)$", path.name.lower())]
         if packed:
-            raise ValueError(f"{packed[0]} is compressed, and images are read from the middle of a shard; "
-                             "decompress it")
+            raise ValueError(
+                f"{packed[0]} is compressed, and images are read from the middle of a shard; "
+                "decompress it"
+            )
         if found := [path for path in ours if path.name.lower().endswith(".tar")]:
             return found
     return []
 
+
 def class_of(text: bytes, place: str) -> int:
     "Return the class in a file KEY.cls; ValueError if it is none."
     if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", text) or int(text) > LARGEST_CLASS:
-        raise ValueError(f"{place}: the label {text[:20]!r} is not a class from 0 to {LARGEST_CLASS:,}")
+        raise ValueError(
+            f"{place}: the label {text[:20]!r} is not a class from 0 to {LARGEST_CLASS:,}"
+        )
     return int(text)
 
-def read_shard(path: Path) -> tuple[dict, dict]: # -> key -> (first byte, bytes), key -> class
+
+def read_shard(path: Path) -> tuple[dict, dict]:  # -> key -> (first byte, bytes), key -> class
     "Return where the images of a shard are, and its labels; ValueError names what is wrong."
     images, labels = {}, {}
     try:
@@ -237,7 +300,8 @@ def read_shard(path: Path) -> tuple[dict, dict]: # -> key -> (first byte, bytes)
         raise ValueError(f"{path} is damaged or no tar file: {error}") from None
     return images, labels
 
-def check_end(path: Path, end: int) -> None: # end: first byte after the last file that was read
+
+def check_end(path: Path, end: int) -> None:  # end: first byte after the last file that was read
     "Raise ValueError if anything but zeros follows, and warn if the mark of the end is missing."
     with open(path, "rb") as file:
         file.seek(end)
@@ -246,11 +310,14 @@ def check_end(path: Path, end: int) -> None: # end: first byte after the last fi
             warn(f"{path} has no mark of its end; it may have been cut off")
         while block:
             if block.strip(b"\0"):
-                raise ValueError(f"{path} is damaged, or several tar files joined: after byte {end:,} "
-                                 "it cannot be read")
+                raise ValueError(
+                    f"{path} is damaged, or several tar files joined: after byte {end:,} "
+                    "it cannot be read"
+                )
             block = file.read(1 << 20)
 
-def shard_images(folder: str, names: tuple) -> Shards: # as for `shard_files`
+
+def shard_images(folder: str, names: tuple) -> Shards:  # as for `shard_files`
     "Return a reader of webdataset shards: tar files with KEY.jpg (or png, ...) beside KEY.cls."
     items, alone = [], []
     for path in shard_files(folder, names):
@@ -259,22 +326,26 @@ def shard_images(folder: str, names: tuple) -> Shards: # as for `shard_files`
         for key in (key for key in images if key in labels):
             items.append((f"{path}, {key}", path, *images[key], labels[key]))
     if not items:
-        raise FileNotFoundError(f"no shards match {folder}/*{names[0]}*.tar, or they have no pairs KEY.jpg "
-                                "and KEY.cls")
+        raise FileNotFoundError(
+            f"no shards match {folder}/*{names[0]}*.tar, or they have no pairs KEY.jpg and KEY.cls"
+        )
     if alone and is_main_process():
-        warn(f"{folder}: left out {plural(len(alone), 'key')} with an image or a label alone, "
-             f"such as {min(alone)}")
+        warn(
+            f"{folder}: left out {plural(len(alone), 'key')} with an image or a label alone, "
+            f"such as {min(alone)}"
+        )
     return Shards(items, {str(i): i for i in range(max(item[-1] for item in items) + 1)}, folder)
 
 # %% ../../nbs/machine/images.ipynb #images-012
 def open_part(
-    data: str, # "digits", a folder, "hf:NAME" or "wds:FOLDER"
-    part: str, # "train" or "val"
+    data: str,  # "digits", a folder, "hf:NAME" or "wds:FOLDER"
+    part: str,  # "train" or "val"
 ) -> Any:
     "Return a reader of training or held-out images; ValueError or OSError if it has no images."
     reader = open_source(data, part)
     check_readable(data, reader)
     return reader
+
 
 def check_readable(data: str, reader: Any) -> None:
     "Raise ValueError for a class whose images are all broken."
@@ -285,23 +356,29 @@ def check_readable(data: str, reader: Any) -> None:
     for numbers in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
         if not any(can_decode(reader, int(i)) for i in numbers):
             first, label = int(numbers[0]), labels[numbers[0]]
-            name = next((name for name, i in reader.classes.items() if i == label), "without a label")
+            name = next(
+                (name for name, i in reader.classes.items() if i == label), "without a label"
+            )
             file = without_machine_paths(str(reader.filename(first, absolute=True)))
-            raise ValueError(f"{data}: none of the {plural(len(numbers), 'image')} of class {name} can be read; "
-                             f"the first is {file}")
+            raise ValueError(
+                f"{data}: none of the {plural(len(numbers), 'image')} of class {name} can be read; "
+                f"the first is {file}"
+            )
+
 
 def can_decode(reader: Any, i: int) -> bool:
     "Check whether an image can be decoded."
     try:
         file, _ = reader[i]
         with closing(file), Image.open(file) as image:
-            image.draft("RGB", (32, 32)) # JPEG: decode an eighth of the pixels
+            image.draft("RGB", (32, 32))  # JPEG: decode an eighth of the pixels
             image.load()
         return True
     except BROKEN:
         return False
 
-def open_source(data: str, part: str) -> Any: # as for `open_part`
+
+def open_source(data: str, part: str) -> Any:  # as for `open_part`
     "Return a reader of training or held-out images."
     names = ("train",) if part == "train" else ("val", "validation", "test")
     if data == "digits":
@@ -313,51 +390,57 @@ def open_source(data: str, part: str) -> Any: # as for `open_part`
     places = [Path(data) / name for name in names]
     return folder_images(next(filter(Path.is_dir, places), places[0]))
 
-def open_data(data: str) -> tuple: # -> readers of training and held-out images
+
+def open_data(data: str) -> tuple:  # -> readers of training and held-out images
     "Return both parts of a data set; ValueError if their classes differ."
     train, val = (open_part(data, part) for part in ("train", "val"))
-    if data.startswith("wds:"): # one part may lack the last classes
+    if data.startswith("wds:"):  # one part may lack the last classes
         if both := {item[1] for item in train.items} & {item[1] for item in val.items}:
             raise ValueError(f"{min(both)} is a shard of both parts, by its name")
         train.classes = val.classes = max(train.classes, val.classes, key=len)
     if train.classes != val.classes:
         odd = sorted(set(train.classes) ^ set(val.classes))
-        raise ValueError(f"{data}: training and held-out images have different classes "
-                         f"({len(train.classes)} and {len(val.classes)}; {', '.join(odd[:3])}, ...)")
+        raise ValueError(
+            f"{data}: training and held-out images have different classes "
+            f"({len(train.classes)} and {len(val.classes)}; {', '.join(odd[:3])}, ...)"
+        )
     return train, val
 
 # %% ../../nbs/machine/images.ipynb #images-016
-BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError) # what Pillow raises
+BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises
+
 
 class Images(Dataset):
     "Held-out images: item i is (image, label, broken images); the label is -100 if it is missing."
-    def __init__(self, reader: Any, transform: Callable, mode: str = "RGB"): # mode: of Pillow
+
+    def __init__(self, reader: Any, transform: Callable, mode: str = "RGB"):  # mode: of Pillow
         self.reader, self.transform, self.mode, self.broken = reader, transform, mode, set()
 
-    def __len__(self): return len(self.reader)
+    def __len__(self):
+        return len(self.reader)
 
     def load(self, i: int) -> tuple | None:
         "Return a decoded image and its label; None for a broken image."
         try:
             image, label = self.reader[i]
             image = Image.fromarray(image) if hasattr(image, "shape") else Image.open(image)
-            if image.mode.startswith("I;16"): # Pillow would clip 16 bits, not scale them
+            if image.mode.startswith("I;16"):  # Pillow would clip 16 bits, not scale them
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert(self.mode), label if label >= 0 else -100
         except BROKEN:
             return None
 
-    def __getitem__(self, i): # a number beyond the end fills a batch
+    def __getitem__(self, i):  # a number beyond the end fills a batch
         loaded = self.load(i) if i < len(self) else None
         image, label = loaded or (Image.new(self.mode, (64, 64)), -100)
         return self.transform(image), label, [i] * (i < len(self) and loaded is None)
 
-    def __getitems__(self, places): # a batch, and its seconds
+    def __getitems__(self, places):  # a batch, and its seconds
         started = time.perf_counter()
         return [self[i] for i in places], time.perf_counter() - started
 
 # %% ../../nbs/machine/images.ipynb #images-017
-def count_broken(images: Images, mine) -> int: # mine: numbers of broken images
+def count_broken(images: Images, mine) -> int:  # mine: numbers of broken images
     "Combine the broken images of all processes, print new names, and return the number so far."
     broken = images.broken.union(*gathered(set(mine)))
     new = sorted(broken - images.broken) if is_main_process() else []
@@ -372,9 +455,14 @@ def count_broken(images: Images, mine) -> int: # mine: numbers of broken images
 # %% ../../nbs/machine/images.ipynb #images-020
 class Augmented(Images):
     "Training images by their place in the run; seed and place decide order and augmentation."
+
     def __init__(self, reader: Any, transform: Callable, mode: str, config: Any):
         super().__init__(reader, transform, mode)
-        self.seed, self.repeats, self.each = config.seed, config.repeats, config.eval_every * config.batch_size
+        self.seed, self.repeats, self.each = (
+            config.seed,
+            config.repeats,
+            config.eval_every * config.batch_size,
+        )
         self.epoch, self.order = None, None
 
     def number(self, place: int) -> int:
@@ -392,55 +480,98 @@ class Augmented(Images):
                 seed_all(self.seed, place, 1)
                 return self.transform(loaded[0]), loaded[1], broken
             broken.append(i)
-        return *super().__getitem__(len(self))[:2], broken # the training process raises
+        return *super().__getitem__(len(self))[:2], broken  # the training process raises
 
 # %% ../../nbs/machine/images.ipynb #images-022
-def posterize(image: Image.Image, bits_to_keep: int, **options: Any) -> Image.Image: # bits_to_keep: of 8
+def posterize(
+    image: Image.Image, bits_to_keep: int, **options: Any
+) -> Image.Image:  # bits_to_keep: of 8
     "Return a posterized image; black for 0 bits, where Pillow 13 raises an error."
-    return auto_augment.posterize(image, bits_to_keep, **options) if bits_to_keep else image.point(lambda value: 0)
+    return (
+        auto_augment.posterize(image, bits_to_keep, **options)
+        if bits_to_keep
+        else image.point(lambda value: 0)
+    )
 
-def transforms(config: Any, cfg: dict) -> tuple: # cfg: the model's `pretrained_cfg`
+
+def transforms(config: Any, cfg: dict) -> tuple:  # cfg: the model's `pretrained_cfg`
     "Return the transforms of training and validation, and Pillow's colour mode of the model's images."
-    same = {name: cfg[name] for name in ("input_size", "mean", "std", "interpolation")} | {"use_prefetcher": False}
+    same = {name: cfg[name] for name in ("input_size", "mean", "std", "interpolation")} | {
+        "use_prefetcher": False
+    }
     operations = auto_augment.NAME_TO_OP
-    with patch.dict(operations, {name: posterize for name in operations if name.startswith("Posterize")}):
+    with patch.dict(
+        operations, {name: posterize for name in operations if name.startswith("Posterize")}
+    ):
         augment = create_transform(
-            **same, is_training=True, re_prob=config.erase, re_mode="pixel", scale=(config.smallest_crop, 1.0),
-            hflip=config.flip, color_jitter=config.color_jitter or None, auto_augment=config.auto_augment or None)
-    return augment, create_transform(**same, crop_pct=config.crop_pct), "L" if cfg["input_size"][0] == 1 else "RGB"
+            **same,
+            is_training=True,
+            re_prob=config.erase,
+            re_mode="pixel",
+            scale=(config.smallest_crop, 1.0),
+            hflip=config.flip,
+            color_jitter=config.color_jitter or None,
+            auto_augment=config.auto_augment or None,
+        )
+    return (
+        augment,
+        create_transform(**same, crop_pct=config.crop_pct),
+        "L" if cfg["input_size"][0] == 1 else "RGB",
+    )
 
 # %% ../../nbs/machine/images.ipynb #images-025
-def collated(batch): # from `__getitems__`
+def collated(batch):  # from `__getitems__`
     "Return the images, labels, broken images and seconds of a batch."
     items, seconds = batch
-    return *default_collate([item[:2] for item in items]), sum((item[2] for item in items), []), seconds
+    return (
+        *default_collate([item[:2] for item in items]),
+        sum((item[2] for item in items), []),
+        seconds,
+    )
+
 
 def bound(worker):
     "Ignore signals to stop, and end with the training process."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL)) # ignore the first
+    signal.signal(
+        signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    )  # ignore the first
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL) # PR_SET_PDEATHSIG; otherwise it would keep the folder's lock
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG; otherwise it would keep the folder's lock
 
-def make_loader(images: Images, places, workers: int): # places: lists, one per batch
+
+def make_loader(images: Images, places, workers: int):  # places: lists, one per batch
     "Yield batches, loaded ahead."
     try:
-        yield from DataLoader(images, batch_sampler=places, num_workers=workers, collate_fn=collated,
-                              worker_init_fn=bound, generator=torch.Generator())
-    except (ConnectionError, EOFError) as error: # the process died while it sent a batch
+        yield from DataLoader(
+            images,
+            batch_sampler=places,
+            num_workers=workers,
+            collate_fn=collated,
+            worker_init_fn=bound,
+            generator=torch.Generator(),
+        )
+    except (ConnectionError, EOFError) as error:  # the process died while it sent a batch
         raise RuntimeError(f"DataLoader worker: {error}") from error
 
 # %% ../../nbs/machine/images.ipynb #images-027
 class ImageBatches:
     "Sampler of one process: batches (images (b,C,H,W), labels (b,) int64)."
+
     def __init__(self, images: Augmented, config: Any, rank: int = 0, world: int = 1):
         self.images, self.config, self.rank, self.world = images, config, rank, world
-        self.rows = config.batch_size // (world * config.gradient_accumulation_steps) # `train` refuses a remainder
+        self.rows = config.batch_size // (
+            world * config.gradient_accumulation_steps
+        )  # `train` refuses a remainder
         if self.rows % 2 and (config.mixup or config.cutmix):
-            raise ValueError(f"a micro-batch has {self.rows} images; mixup and cutmix pair them, "
-                             "so the number must be even")
+            raise ValueError(
+                f"a micro-batch has {self.rows} images; mixup and cutmix pair them, "
+                "so the number must be even"
+            )
         self.drawn, self.mine, self.loader, self.started = 0, set(), None, 0.0
-        self.loaded, self.waited, self.worked = 0, 0.0, 0.0 # images and seconds of this process
+        self.loaded, self.waited, self.worked = 0, 0.0, 0.0  # images and seconds of this process
 
     def places(self) -> Iterator[list[int]]:
         "Yield the places of this process for each batch, starting at the next one."
@@ -451,16 +582,24 @@ class ImageBatches:
     def next_batch(self) -> tuple:
         "Return the next batch."
         started = time.perf_counter()
-        with fork_rng(): # without workers the images are augmented here
+        with fork_rng():  # without workers the images are augmented here
             if self.loader is None:
-                self.loader, self.started = make_loader(self.images, self.places(), self.config.workers), started
+                self.loader, self.started = (
+                    make_loader(self.images, self.places(), self.config.workers),
+                    started,
+                )
             images, labels, broken, seconds = next(self.loader)
         self.drawn, self.loaded = self.drawn + self.rows * self.world, self.loaded + self.rows
-        self.waited, self.worked = self.waited + time.perf_counter() - started, self.worked + seconds
+        self.waited, self.worked = (
+            self.waited + time.perf_counter() - started,
+            self.worked + seconds,
+        )
         self.mine.update(broken)
         if len(self.mine) == len(self.images):
             name = self.images.reader.filename(0, absolute=True)
-            raise ValueError(f"none of {plural(len(self.mine), 'image')} can be read; the first is {name}")
+            raise ValueError(
+                f"none of {plural(len(self.mine), 'image')} can be read; the first is {name}"
+            )
         return images, labels
 
     def state_dict(self) -> dict:

@@ -19,7 +19,14 @@ from torch import Tensor
 # %% ../../nbs/lab/34_language.ipynb #34_language-n03
 from .compare import own_seeds
 from .data import Sampler
-from .language_training import Texts, fit, held_out_losses, new_model, open_texts, source_of
+from longhorn_kit.lab.language_training import (
+    Texts,
+    fit,
+    held_out_losses,
+    new_model,
+    open_texts,
+    source_of,
+)
 from .presets import LM_PRESETS, LMPreset, model_config, override
 from .processes import TrainingDiverged
 from .recipe import TrainConfig
@@ -32,15 +39,27 @@ from ..records import atomic_file, check_ranges, read_json
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-025
 MAIN = ("longhorn", "mamba", "longhorn_exact", "longhorn_scalar")  # three seeds
-SECOND = ("attention", "gla", "mamba_input_a")                     # two
-OTHERS = ("deltanet", "gated_deltanet", "mamba2", "retnet", "hgrn2", "rwkv6", "rwkv5", "longhorn_decoupled")
+SECOND = ("attention", "gla", "mamba_input_a")  # two
+OTHERS = (
+    "deltanet",
+    "gated_deltanet",
+    "mamba2",
+    "retnet",
+    "hgrn2",
+    "rwkv6",
+    "rwkv5",
+    "longhorn_decoupled",
+)
 LAPTOP = ("longhorn_exact", "longhorn", "mamba", "attention")
-PUBLISHED = ("longhorn", "mamba", "attention", "gla") # in the paper's table
+PUBLISHED = ("longhorn", "mamba", "attention", "gla")  # in the paper's table
 
 ALL = MAIN + SECOND + OTHERS
-MORE = {"place": True} # of a setting that adds runs and changes none
+MORE = {"place": True}  # of a setting that adds runs and changes none
 
-def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS) -> tuple: # ((mixer, seed), ...)
+
+def in_order(
+    main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS
+) -> tuple:  # ((mixer, seed), ...)
     "Return three seeds of `main`, two of `second`, one of `others`."
     parts = (main, 0), (main, 1), (second, 0), (main, 2), (second, 1), (others, 0)
     return tuple((mixer, seed) for mixers, seed in parts for mixer in mixers)
@@ -49,31 +68,39 @@ def in_order(main: tuple = MAIN, second: tuple = SECOND, others: tuple = OTHERS)
 @dataclass(frozen=True)
 class Language(LMPreset):
     "One scale of the experiment."
-    runs: tuple[tuple[str, int], ...] = in_order() # (mixer, seed), in order; without `judged`
-    judged: int = field(default=0, metadata=MORE) # seeds per model; a verdict needs 4, 8 or 16
-    models: tuple[str, ...] = field(default=LAPTOP, metadata=MORE) # only with `judged`
-    passes: float = field(default=1.0, metadata=MORE) # with `judged`; up to 1: `tokens` at most
-    tokens: int = 0          # for every run; 0: as in the recipe
-    evaluations: int = 16    # per run; only with `tokens`
+
+    runs: tuple[tuple[str, int], ...] = in_order()  # (mixer, seed), in order; without `judged`
+    judged: int = field(default=0, metadata=MORE)  # seeds per model; a verdict needs 4, 8 or 16
+    models: tuple[str, ...] = field(default=LAPTOP, metadata=MORE)  # only with `judged`
+    passes: float = field(default=1.0, metadata=MORE)  # with `judged`; up to 1: `tokens` at most
+    tokens: int = 0  # for every run; 0: as in the recipe
+    evaluations: int = 16  # per run; only with `tokens`
     baselines: bool = False  # measure trigram counts and xz too, on bytes
-    prompt: str = "    def " # for the samples
-    sample: int = 0          # tokens to write after the prompt
-    lengths: tuple[int, ...] = () # contexts at which decoding is timed
+    prompt: str = "    def "  # for the samples
+    sample: int = 0  # tokens to write after the prompt
+    lengths: tuple[int, ...] = ()  # contexts at which decoding is timed
     gpu: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        check_ranges(self, tokens=(0, math.inf), evaluations=(1, math.inf), sample=(0, math.inf),
-                     lengths=(1, math.inf), judged=(0, LOOKS[-1]), passes=(1e-6, 1e6))
+        check_ranges(
+            self,
+            tokens=(0, math.inf),
+            evaluations=(1, math.inf),
+            sample=(0, math.inf),
+            lengths=(1, math.inf),
+            judged=(0, LOOKS[-1]),
+            passes=(1e-6, 1e6),
+        )
         if unknown := [mixer for mixer in self.models if mixer not in ALL]:
             raise ValueError(f"{unknown[0]!r} has no judged seeds; there are: {', '.join(ALL)}")
-        for mixer, seed in chosen_runs(self): # ValueError for an unknown mixer or a negative seed
+        for mixer, seed in chosen_runs(self):  # ValueError for an unknown mixer or a negative seed
             mixer_options(mixer), replace(self.train, seed=seed)
         if self.baselines and self.tokenizer != "bytes":
             raise ValueError(f"baselines are for bytes; the tokenizer is {self.tokenizer}")
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-judged
-def chosen_runs(config: Language) -> tuple: # ((mixer, seed), ...)
+def chosen_runs(config: Language) -> tuple:  # ((mixer, seed), ...)
     "Return the runs of a scale: its list, or the judged seeds of its models, seed by seed."
     if not config.judged:
         return config.runs
@@ -81,29 +108,50 @@ def chosen_runs(config: Language) -> tuple: # ((mixer, seed), ...)
     return tuple((mixer, seeds[mixer][i]) for i in range(config.judged) for mixer in config.models)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-027
-def scale_of(preset: LMPreset, **more: object) -> Language: # more: fields
+def scale_of(preset: LMPreset, **more: object) -> Language:  # more: fields
     "Return a preset as a scale."
     return Language(**vars(preset) | more)
 
+
 PRESETS = {
-    "laptop": scale_of(LM_PRESETS["laptop"], runs=in_order((), (), LAPTOP), baselines=True, sample=240,
-                       lengths=(128, 512, 2048, 8192)),
-    "gpu": scale_of(override(LM_PRESETS["small"], compile=True), tokens=160_000_000, judged=LOOKS[0],
-                    models=PUBLISHED, gpu=True),
-    "paper": scale_of(LM_PRESETS["owt-120m"], tokens=2_457_600_000, judged=LOOKS[0],
-                      models=PUBLISHED, gpu=True)}
+    "laptop": scale_of(
+        LM_PRESETS["laptop"],
+        runs=in_order((), (), LAPTOP),
+        baselines=True,
+        sample=240,
+        lengths=(128, 512, 2048, 8192),
+    ),
+    "gpu": scale_of(
+        override(LM_PRESETS["small"], compile=True),
+        tokens=160_000_000,
+        judged=LOOKS[0],
+        models=PUBLISHED,
+        gpu=True,
+    ),
+    "paper": scale_of(
+        LM_PRESETS["owt-120m"], tokens=2_457_600_000, judged=LOOKS[0], models=PUBLISHED, gpu=True
+    ),
+}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-029
-def recipe_of(config: Language, unique: int = 0) -> TrainConfig: # unique: tokens of the text
+def recipe_of(config: Language, unique: int = 0) -> TrainConfig:  # unique: tokens of the text
     "Return the recipe: steps follow from tokens, an eighth are warm-up."
     recipe, tokens = config.train, config.tokens
-    if not tokens: return recipe
+    if not tokens:
+        return recipe
     if config.judged and unique:
         whole = int(config.passes * unique)
         tokens = whole if config.passes > 1 else min(tokens, whole)
     steps = max(2, tokens // (recipe.batch_size * recipe.context))
-    return replace(recipe, steps=steps, warmup=steps // 8, eval_every=max(1, steps // config.evaluations),
-                   save_total_limit=1, save_every=0, save_seconds=300)
+    return replace(
+        recipe,
+        steps=steps,
+        warmup=steps // 8,
+        eval_every=max(1, steps // config.evaluations),
+        save_total_limit=1,
+        save_every=0,
+        save_seconds=300,
+    )
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-n12
 def text_of(config: Language) -> dict:
@@ -111,13 +159,16 @@ def text_of(config: Language) -> dict:
     data, local = config.data, os.environ.get("LONGHORN_TEXT")
     data = local if local and (not data or data.startswith("hf:")) else data
     if not data:
-        raise ValueError("name the text with --data (or $LONGHORN_TEXT): a folder with NAME.train.txt.xz "
-                         "and NAME.val.txt.xz, or files such as books/*.txt")
+        raise ValueError(
+            "name the text with --data (or $LONGHORN_TEXT): a folder with NAME.train.txt.xz "
+            "and NAME.val.txt.xz, or files such as books/*.txt"
+        )
     return source_of(replace(config, data=data, train=recipe_of(config))) | {"val": config.val}
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-033
-SPEED = TrainConfig.may_change - {"eval_every"} # fields of a recipe that no result depends on
+SPEED = TrainConfig.may_change - {"eval_every"}  # fields of a recipe that no result depends on
 SIZES = ("d_model", "n_layer", "dropout", "val", "pad_vocab", "sizes")
+
 
 def jobs(config: Language, results: Results):
     "Yield one job per run, then the baselines' job; a note keeps place and speed."
@@ -127,8 +178,15 @@ def jobs(config: Language, results: Results):
     speed = {name: recipe.pop(name) for name in sorted(SPEED)}
     with atomic_file(results.folder / "note.json") as file:
         file.write(json.dumps({"text": source, "speed": speed}))
-    model = {name: getattr(config, name) for name in SIZES} | {"tokenizer": texts.corpus.tokenizer.name}
-    asked = {"prompt": config.prompt, "sample": config.sample, "lengths": list(config.lengths), "gpu": config.gpu}
+    model = {name: getattr(config, name) for name in SIZES} | {
+        "tokenizer": texts.corpus.tokenizer.name
+    }
+    asked = {
+        "prompt": config.prompt,
+        "sample": config.sample,
+        "lengths": list(config.lengths),
+        "gpu": config.gpu,
+    }
     # baselines read the windows of the first run
     first = config.runs[0][1] if config.runs else config.train.seed
     for mixer, seed in (*chosen_runs(config), *[("baselines", first)] * config.baselines):
@@ -141,39 +199,59 @@ def run_job(settings: dict, folder: Path) -> dict:
     s, note = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
     texts = open_texts(**note["text"])
     if texts.summary() != s.text:
-        raise ValueError(f"the text {note['text']} is not the text of this job; restart the run with the same text")
+        raise ValueError(
+            f"the text {note['text']} is not the text of this job; restart the run with the same text"
+        )
     recipe = TrainConfig(**s.preset["train"] | note["speed"] | {"cpu": not s.gpu})
     preset, corpus = LMPreset("", **s.preset | {"train": recipe}), texts.corpus
     if s.mixer == "baselines":
-        return baselines(seen_windows(corpus.train, recipe), *(tokens for tokens, _ in texts.domains.values()))
+        return baselines(
+            seen_windows(corpus.train, recipe), *(tokens for tokens, _ in texts.domains.values())
+        )
     config, place = model_config(preset, s.mixer, corpus.tokenizer.vocab_size), folder / "training"
     about = {"model": config.to_dict(), "parameters": count_parameters(config)}
     try:
-        model, found = fit(preset, s.mixer, corpus, place, held_out_losses(texts, recipe), folder / "model", True)
+        model, found = fit(
+            preset, s.mixer, corpus, place, held_out_losses(texts, recipe), folder / "model", True
+        )
     except TrainingDiverged as error:
         return about | {"diverged": str(error).split(";")[0]}
-    text = torch.from_numpy(np.asarray(corpus.val[:max(s.lengths, default=0)]).astype(np.int64))[None]
-    more = {"state_numbers": state_numbers(model), "decode": decode_costs(model, text, s.lengths),
-            "sample": write_text(model, corpus.tokenizer, s.prompt, s.sample, seed=s.seed) if s.sample else ""}
+    text = torch.from_numpy(np.asarray(corpus.val[: max(s.lengths, default=0)]).astype(np.int64))[
+        None
+    ]
+    more = {
+        "state_numbers": state_numbers(model),
+        "decode": decode_costs(model, text, s.lengths),
+        "sample": write_text(model, corpus.tokenizer, s.prompt, s.sample, seed=s.seed)
+        if s.sample
+        else "",
+    }
     shutil.rmtree(place / "checkpoints")
     return about | measured(found, texts) | more
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-037
-def measured(found: dict, texts: Texts) -> dict: # found: from `fit`
+def measured(found: dict, texts: Texts) -> dict:  # found: from `fit`
     "Return curves and last losses in the unit of the text, and the speed."
     history, size = found["history"], max(1, len(found["history"]) // 50)
-    value = lambda nats: round(texts.corpus.bits_per_byte(nats) if texts.corpus.tokenizer.name == "bytes" else nats, 5)
+    value = lambda nats: round(
+        texts.corpus.bits_per_byte(nats) if texts.corpus.tokenizer.name == "bytes" else nats, 5
+    )
     tested = [line for line in history if "val_loss" in line]
     names = {name: f"val/{name}" for name in texts.domains} | {"all": "val_loss"}
     curves = {name: [value(line[key]) for line in tested] for name, key in names.items()}
-    blocks = [history[i:i + size] for i in range(0, len(history), size)]
+    blocks = [history[i : i + size] for i in range(0, len(history), size)]
     return {name: found[name] for name in ("tokens", "steps", "engine")} | {
-        "loss": {name: curve[-1] for name, curve in curves.items()}, "bits_per_byte": round(found["bits_per_byte"], 5),
+        "loss": {name: curve[-1] for name, curve in curves.items()},
+        "bits_per_byte": round(found["bits_per_byte"], 5),
         "val": {"tokens": [line["tokens"] for line in tested], **curves},
-        "train": {"tokens": [block[-1]["tokens"] for block in blocks],
-                  "loss": [value(mean(line["loss"] for line in block)) for block in blocks]},
+        "train": {
+            "tokens": [block[-1]["tokens"] for block in blocks],
+            "loss": [value(mean(line["loss"] for line in block)) for block in blocks],
+        },
         "largest_gradient": round(max(line["grad_norm"] for line in history), 5),
-        "train_seconds": round(found["seconds"], 1), "tokens_per_second": round(found["tokens_per_second"])}
+        "train_seconds": round(found["seconds"], 1),
+        "tokens_per_second": round(found["tokens_per_second"]),
+    }
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
@@ -181,52 +259,69 @@ def summarize(config: Language, results: Results) -> dict:
     runs, levels = [], {}
     known = replace(config, models=ALL, judged=LOOKS[-1]) if config.judged else config
     for settings in jobs(known, results):
-        row = {name: part for name, part in (results.get(settings) or {}).items() if name not in ("settings", "sha256")}
+        row = {
+            name: part
+            for name, part in (results.get(settings) or {}).items()
+            if name not in ("settings", "sha256")
+        }
         made, wall = row.pop("made", {}), row.pop("seconds", 0)
         if row and settings["mixer"] == "baselines":
             levels = row
         elif row:
-            times = {"seconds": row.pop("train_seconds"), "wall_seconds": wall} if "loss" in row else {}
+            times = (
+                {"seconds": row.pop("train_seconds"), "wall_seconds": wall} if "loss" in row else {}
+            )
             runs.append({"mixer": settings["mixer"], "seed": settings["seed"]} | row | times | made)
     return settings["text"] | {"baselines": levels, "runs": runs}
+
 
 EXPERIMENT = Experiment("language", PRESETS, jobs, run_job, summarize)
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-066
-def seen_windows(tokens, config: TrainConfig) -> np.ndarray: # (steps·batch_size, context+1)
+def seen_windows(tokens, config: TrainConfig) -> np.ndarray:  # (steps·batch_size, context+1)
     "Return every window of a run, in its order."
     sampler = Sampler(tokens, config.context, config.batch_size, config.seed)
     batches = [sampler.next_batch() for _ in range(config.steps)]
-    return torch.cat([torch.cat([inputs, targets[:, -1:]], 1) for inputs, targets in batches]).numpy()
+    return torch.cat(
+        [torch.cat([inputs, targets[:, -1:]], 1) for inputs, targets in batches]
+    ).numpy()
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-069
-def trigram(windows, tokens, size=256) -> np.ndarray: # (W,L) to count, (M,) bytes to predict -> (M-2,)
+def trigram(
+    windows, tokens, size=256
+) -> np.ndarray:  # (W,L) to count, (M,) bytes to predict -> (M-2,)
     "Return the probability of each byte from the third on by equation (2)."
     w, t = (np.asarray(part).astype(np.int64) for part in (windows, tokens))
     p = np.full(len(t) - 2, 1 / size)
-    for order in range(3): # bytes of context
-        code = lambda x: sum(x[..., i:x.shape[-1] - order + i] * size**(order - i) for i in range(order + 1))
-        counts = np.bincount(code(w).ravel(), minlength=size**(order + 1)).reshape(-1, size)
-        context, following = divmod(code(t[2 - order:]), size)
+    for order in range(3):  # bytes of context
+        code = lambda x: sum(
+            x[..., i : x.shape[-1] - order + i] * size ** (order - i) for i in range(order + 1)
+        )
+        counts = np.bincount(code(w).ravel(), minlength=size ** (order + 1)).reshape(-1, size)
+        context, following = divmod(code(t[2 - order :]), size)
         total, different = counts.sum(1)[context], (counts > 0).sum(1)[context]
         seen = counts[context, following] + different * p
         p = np.where(total > 0, seen / np.maximum(total + different, 1), p)
     return p
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-072
-def baselines(seen: np.ndarray, val: np.ndarray) -> dict[str, float]: # seen (W,L); val (M,) bytes
+def baselines(seen: np.ndarray, val: np.ndarray) -> dict[str, float]:  # seen (W,L); val (M,) bytes
     "Measure trigram counts, and xz alone and after the training bytes, equation (3)."
     data = [np.asarray(part).astype(np.uint8).tobytes() for part in (seen[:, :-1], val)]
     size = lambda *parts: len(lzma.compress(b"".join(parts), preset=9 | lzma.PRESET_EXTREME))
-    return {"trigram": float(-np.log2(trigram(seen, val)).mean()), "xz_alone": 8 * size(data[1]) / len(data[1]),
-            "xz_primed": 8 * (size(*data) - size(data[0])) / len(data[1])}
+    return {
+        "trigram": float(-np.log2(trigram(seen, val)).mean()),
+        "xz_alone": 8 * size(data[1]) / len(data[1]),
+        "xz_primed": 8 * (size(*data) - size(data[0])) / len(data[1]),
+    }
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-075
-def cache_numbers(cache) -> int: # of one sequence, as `prefill` returns it
+def cache_numbers(cache) -> int:  # of one sequence, as `prefill` returns it
     "Count the numbers in a cache."
     if isinstance(cache, Tensor):
         return cache.numel()
     return sum(cache_numbers(part) for part in cache) if isinstance(cache, (list, tuple)) else 0
+
 
 def state_numbers(model: SequenceLM) -> int:
     "Count the numbers of a model's state; attention has none."
@@ -234,24 +329,37 @@ def state_numbers(model: SequenceLM) -> int:
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-076
 @torch.no_grad()
-def decode_costs(model, tokens, lengths, rounds=7, steps=4) -> dict: # tokens (1,M); steps: timed at once
+def decode_costs(
+    model, tokens, lengths, rounds=7, steps=4
+) -> dict:  # tokens (1,M); steps: timed at once
     "Return the median time per decoded token (ms) and the numbers in the cache."
-    caches, cache, times, tokens = [], None, [[] for _ in lengths], tokens.to(model.embedding.weight.device)
+    caches, cache, times, tokens = (
+        [],
+        None,
+        [[] for _ in lengths],
+        tokens.to(model.embedding.weight.device),
+    )
     for first, last in zip((0, *lengths), lengths):
         _, cache = model.eval().prefill(tokens[:, first:last], cache, last_only=True)
         caches.append(cache)
-    for _ in range(rounds + 1): # the first one warms up
+    for _ in range(rounds + 1):  # the first one warms up
         for cache, mine in zip(caches, times):
             started = time.perf_counter()
-            for step in range(steps): _, cache = model.step(tokens[:, step], cache)
+            for step in range(steps):
+                _, cache = model.step(tokens[:, step], cache)
             mine.append(1000 * (time.perf_counter() - started) / steps)
-    return {"length": list(lengths), "ms": [round(median(mine[1:]), 3) for mine in times],
-            "numbers": [cache_numbers(cache) for cache in caches]}
+    return {
+        "length": list(lengths),
+        "ms": [round(median(mine[1:]), 3) for mine in times],
+        "numbers": [cache_numbers(cache) for cache in caches],
+    }
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-022
 def write_text(
     model: SequenceLM, tokenizer: object, prompt: str = "The ", tokens: int = 240, seed: int = 0
-) -> str: # tokens: to add
+) -> str:  # tokens: to add
     "Return the prompt with its continuation."
     ids = torch.tensor([tokenizer.encode(prompt).tolist()], device=model.embedding.weight.device)
-    return tokenizer.decode(model.eval().generate(ids, tokens, temperature=0.8, seed=seed)[0].tolist())
+    return tokenizer.decode(
+        model.eval().generate(ids, tokens, temperature=0.8, seed=seed)[0].tolist()
+    )

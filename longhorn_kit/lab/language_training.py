@@ -17,17 +17,36 @@ import torch
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n05
 from .corpus import Corpus, prepare, tokenizer_hash
-from .data import VAL_PART, CharTokenizer, file_documents, get_tokenizer, matching_files
+from longhorn_kit.lab.data import (
+    VAL_PART,
+    CharTokenizer,
+    file_documents,
+    get_tokenizer,
+    matching_files,
+)
 from .presets import LMPreset, find_preset, model_config, override
-from .processes import check_launcher, check_memory, is_main_process, make_accelerator, together
+from longhorn_kit.lab.processes import (
+    check_launcher,
+    check_memory,
+    is_main_process,
+    make_accelerator,
+    together,
+)
 from .recipe import TrainConfig, evaluate
 from .trackers import check_tracker
 from .training import train
 from ..models import LMConfig, SequenceLM
 from ..models.lm import count_parameters
 from ..models.mixer import mixer_options
-from ..records import (
-    FullPath, atomic_file, check_same_settings, digest_of, read_json, read_record, to_plain)
+from longhorn_kit.records import (
+    FullPath,
+    atomic_file,
+    check_same_settings,
+    digest_of,
+    read_json,
+    read_record,
+    to_plain,
+)
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-008
 def stretches(tokens, total: int | None) -> np.ndarray:
@@ -37,30 +56,45 @@ def stretches(tokens, total: int | None) -> np.ndarray:
     pieces = max(1, min(16, total))
     cuts = [i * total // pieces for i in range(pieces + 1)]
     shift = [i * (len(tokens) - total) // max(1, pieces - 1) for i in range(pieces)]
-    return np.concatenate([np.asarray(tokens[a + s:b + s]) for a, b, s in zip(cuts, cuts[1:], shift)])
+    return np.concatenate(
+        [np.asarray(tokens[a + s : b + s]) for a, b, s in zip(cuts, cuts[1:], shift)]
+    )
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-011
 @dataclass
 class Texts:
     "A text to train on, and each domain's held-out part."
+
     corpus: Corpus
-    domains: dict # name -> (token ids (M,), bytes of text that they stand for)
-    long: dict = field(default_factory=dict) # name -> token ids (M,) of long held-out documents, without end marks
+    domains: dict  # name -> (token ids (M,), bytes of text that they stand for)
+    long: dict = field(
+        default_factory=dict
+    )  # name -> token ids (M,) of long held-out documents, without end marks
 
     def summary(self) -> dict:
         "Return the summary of the text for a record."
-        parts = {"unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
-                 "corpus": self.corpus.index["text_sha256"], "tokenizer": self.corpus.tokenizer.name,
-                 "train_tokens": len(self.corpus.train),
-                 "domains": {name: {"tokens": len(part), "bytes": size} for name, (part, size) in self.domains.items()}}
+        parts = {
+            "unit": "bits per byte" if self.corpus.tokenizer.name == "bytes" else "nats per token",
+            "corpus": self.corpus.index["text_sha256"],
+            "tokenizer": self.corpus.tokenizer.name,
+            "train_tokens": len(self.corpus.train),
+            "domains": {
+                name: {"tokens": len(part), "bytes": size}
+                for name, (part, size) in self.domains.items()
+            },
+        }
         if self.long:
-            parts["long"] = {name: self.long_summary(documents) for name, documents in self.long.items()}
+            parts["long"] = {
+                name: self.long_summary(documents) for name, documents in self.long.items()
+            }
         return parts
 
-    def long_summary(self, documents: list) -> dict: # documents: of a name in `long`
+    def long_summary(self, documents: list) -> dict:  # documents: of a name in `long`
         "Return number, bytes (one per end mark) and a short hash of long documents."
         tokenizer = self.corpus.tokenizer
-        tokens = np.concatenate([part for document in documents for part in (document, [tokenizer.end])])
+        tokens = np.concatenate(
+            [part for document in documents for part in (document, [tokenizer.end])]
+        )
         size = int(tokenizer.sizes[tokens.astype(np.int64)].sum())
         digest = hashlib.sha256(tokens.astype("<u2").tobytes()).hexdigest()[:16]
         return {"documents": len(documents), "bytes": size, "sha256": digest}
@@ -70,7 +104,8 @@ def encoded(path: Path, tokenizer) -> list:
     "Return the token ids (M,) of every document of a file, without end marks."
     return [tokenizer.encode(text) for _, text in file_documents(path)]
 
-def tokens_of(path: Path, tokenizer) -> tuple: # -> token ids (M,), bytes
+
+def tokens_of(path: Path, tokenizer) -> tuple:  # -> token ids (M,), bytes
     "Return a file's tokens with end marks, and its bytes, one per mark."
     texts = [text for _, text in file_documents(path)]
     parts = [part for text in texts for part in (tokenizer.encode(text), [tokenizer.end])]
@@ -79,34 +114,52 @@ def tokens_of(path: Path, tokenizer) -> tuple: # -> token ids (M,), bytes
 # %% ../../nbs/machine/language_training.ipynb #34_language-012
 @lru_cache(maxsize=2)
 def open_texts(
-    source: str = "stdlib",   # a folder with NAME.train.txt, NAME.val.txt and maybe NAME.long.txt; or as for `prepare`
+    source: str = "stdlib",  # a folder with NAME.train.txt, NAME.val.txt and maybe NAME.long.txt; or as for `prepare`
     tokenizer: str = "bytes",
-    val: int | None = None, # see `LMPreset`; not for a folder
-    **options,                # of `prepare`, unless the source is a folder
+    val: int | None = None,  # see `LMPreset`; not for a folder
+    **options,  # of `prepare`, unless the source is a folder
 ) -> Texts:
     "Open a text, from the cache if possible; ValueError or OSError if it fails."
     folder = Path(source).expanduser()
-    trained, held, long = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val", "long"))
-    if source == "stdlib" or not glob.glob(trained) or (folder / "train.bin").exists(): # the last one is nanoGPT's
+    trained, held, long = (
+        f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val", "long")
+    )
+    if (
+        source == "stdlib" or not glob.glob(trained) or (folder / "train.bin").exists()
+    ):  # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
         tokens, size = stretches(corpus.val, val), corpus.index["val"]["bytes"]
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
     if tokenizer == "gpt2" and (folder / "vocab.bpe").exists():
         tokenizer = f"gpt2:{folder}"
     corpus = prepare(trained, tokenizer, held)
-    parts = {path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer) for path in matching_files(held)}
+    parts = {
+        path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer)
+        for path in matching_files(held)
+    }
     long_files = sorted(map(Path, glob.glob(long)))
-    return Texts(corpus, parts, {path.name.split(".long.")[0]: encoded(path, corpus.tokenizer) for path in long_files})
+    return Texts(
+        corpus,
+        parts,
+        {path.name.split(".long.")[0]: encoded(path, corpus.tokenizer) for path in long_files},
+    )
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
     "Return a function `LossOnly` -> {val/DOMAIN, val_loss: over all domains}, nats per token."
     rows, domains = max(1, config.batch_size // config.gradient_accumulation_steps), texts.domains
     total = sum(len(tokens) - 1 for tokens, _ in domains.values())
+
     def measure(model):
-        found = {name: evaluate(model, tokens, config.context, rows) for name, (tokens, _) in domains.items()}
-        mean_loss = sum(found[name] * (len(tokens) - 1) for name, (tokens, _) in domains.items()) / total
+        found = {
+            name: evaluate(model, tokens, config.context, rows)
+            for name, (tokens, _) in domains.items()
+        }
+        mean_loss = (
+            sum(found[name] * (len(tokens) - 1) for name, (tokens, _) in domains.items()) / total
+        )
         return {f"val/{name}": loss for name, loss in found.items()} | {"val_loss": mean_loss}
+
     return measure
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-015
@@ -117,22 +170,29 @@ def new_model(config: LMConfig, seed: int) -> SequenceLM:
         return SequenceLM(config)
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n14-c
-def started_model(config: LMConfig, tokenizer: Any, init_from: str) -> SequenceLM: # init_from: its folder
+def started_model(
+    config: LMConfig, tokenizer: Any, init_from: str
+) -> SequenceLM:  # init_from: its folder
     "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
     model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
     known, ours = to_plain(model.config.to_dict()), to_plain(config.to_dict())
     for name in ours:
         if known[name] != ours[name] and name != "dropout":
-            raise ValueError(f"--init-from {init_from} is a model with {name}={known[name]}; this one has "
-                             f"{name}={ours[name]}")
+            raise ValueError(
+                f"--init-from {init_from} is a model with {name}={known[name]}; this one has "
+                f"{name}={ours[name]}"
+            )
     theirs = get_tokenizer(trained_tokenizer(init_from, model.config.vocab_size))
     if tokenizer_hash(theirs) != tokenizer_hash(tokenizer):
-        raise ValueError(f"--init-from {init_from} was trained on tokens of {tokenizer_hash(theirs)}; "
-                         f"this run has {tokenizer_hash(tokenizer)}")
-    model.config = config # with the dropout of this run
+        raise ValueError(
+            f"--init-from {init_from} was trained on tokens of {tokenizer_hash(theirs)}; "
+            f"this run has {tokenizer_hash(tokenizer)}"
+        )
+    model.config = config  # with the dropout of this run
     for block in model.blocks:
         block.dropout = config.dropout
     return model.train()
+
 
 def weights_sha256(model: SequenceLM) -> str:
     "Return the SHA-256 of a model's weights."
@@ -144,7 +204,7 @@ def weights_sha256(model: SequenceLM) -> str:
 # %% ../../nbs/machine/language_training.ipynb #language_training-n16
 def save_lm(
     model: SequenceLM,
-    tokenizer: str | CharTokenizer, # a name, or a table of characters
+    tokenizer: str | CharTokenizer,  # a name, or a table of characters
     folder: str | Path,
 ) -> None:
     "Write weights, config and tokenizer, as `longhorn generate FOLDER` reads them."
@@ -154,14 +214,19 @@ def save_lm(
         kind, _, place = tokenizer.partition(":")
         name = f"{kind}:{Path(place).expanduser().resolve()}" if place else tokenizer
         about = {"tokenizer": name}
-    with atomic_file(Path(folder) / "tokenizer.json") as file: # `write_record` would shorten the path
+    with atomic_file(
+        Path(folder) / "tokenizer.json"
+    ) as file:  # `write_record` would shorten the path
         file.write(json.dumps(about | {"sha256": digest_of(about)}) + "\n")
     model.save_pretrained(folder)
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-017
 def gather_full_model(model: SequenceLM) -> SequenceLM:
     "Return the model with whole weights; all processes call it."
-    state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+    state = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for name, t in model.state_dict().items()
+    }
     with torch.device("meta"):
         whole = SequenceLM(model.config)
     whole.load_state_dict(state, assign=True)
@@ -173,36 +238,44 @@ def check_same_model(folder: Path, notes: dict) -> None:
     if (folder / "images.json").exists():
         raise ValueError(f"{folder} holds a run of train-vision; use another folder or delete it")
     always = ("lm_config.json", "text.json", "config.json")
-    if not all((folder / name).exists() for name in always): return # no run here
+    if not all((folder / name).exists() for name in always):
+        return  # no run here
     ours, start = notes["lm_config.json"], folder / "start.json"
     if read_record(folder / "text.json")["source"] != notes["text.json"]["source"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     check_same_settings(folder, read_record(folder / "lm_config.json"), ours, ("mixer", *ours))
     digest = read_record(start)["weights"] if start.exists() else None
     if digest != notes.get("start.json", {}).get("weights"):
-        raise ValueError(f"{folder} holds a run that started from other weights; use another folder or delete it")
+        raise ValueError(
+            f"{folder} holds a run that started from other weights; use another folder or delete it"
+        )
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-018
 def tokens_hash(corpus: Corpus) -> str:
     "Return a short hash of the tokens of both parts."
-    return hashlib.sha256(" ".join(corpus.index[part]["sha256"] for part in ("train", "val")).encode()).hexdigest()[:12]
+    return hashlib.sha256(
+        " ".join(corpus.index[part]["sha256"] for part in ("train", "val")).encode()
+    ).hexdigest()[:12]
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n21
 def fit(
     preset: LMPreset,
-    mixer: str, # a key of `MIXERS`
+    mixer: str,  # a key of `MIXERS`
     corpus: Corpus,
-    folder: str | Path, # of the run
-    val: object = None, # as `val_tokens` of `train`; None: the corpus's
-    out: Path | None = None, # of the model; None: `model` in the folder of the run
-    quiet: bool = False, # no progress
-    options: dict | None = None, # of the mixer, such as {"d_state": 32}
-    init_from: str = "", # folder of a model to take the first weights from; "": random weights
-    lengthens: bool = False, # more steps than a finished run had continue it
-) -> tuple[SequenceLM, dict]: # the model; what `train` returns, bits_per_byte and parameters
+    folder: str | Path,  # of the run
+    val: object = None,  # as `val_tokens` of `train`; None: the corpus's
+    out: Path | None = None,  # of the model; None: `model` in the folder of the run
+    quiet: bool = False,  # no progress
+    options: dict | None = None,  # of the mixer, such as {"d_state": 32}
+    init_from: str = "",  # folder of a model to take the first weights from; "": random weights
+    lengthens: bool = False,  # more steps than a finished run had continue it
+) -> tuple[SequenceLM, dict]:  # the model; what `train` returns, bits_per_byte and parameters
     "Train one model of a preset and save it; an interrupted run resumes."
     config = model_config(preset, mixer, corpus.tokenizer.vocab_size, options)
-    notes = {"lm_config.json": to_plain(config.to_dict()), "text.json": {"source": corpus.index["text_sha256"]}}
+    notes = {
+        "lm_config.json": to_plain(config.to_dict()),
+        "text.json": {"source": corpus.index["text_sha256"]},
+    }
     with together():
         started = started_model(config, corpus.tokenizer, init_from) if init_from else None
         if started is not None:
@@ -210,20 +283,40 @@ def fit(
             notes["start.json"] = {"init_from": place, "weights": weights_sha256(started)}
         if is_main_process():
             check_same_model(Path(folder), notes)
-        step_bytes = 2 * config.n_layer * config.d_model * preset.train.batch_size * preset.train.context
-        check_memory(count_parameters(config), step_bytes, preset.train, "d_model, n_layer, batch_size or context")
+        step_bytes = (
+            2 * config.n_layer * config.d_model * preset.train.batch_size * preset.train.context
+        )
+        check_memory(
+            count_parameters(config),
+            step_bytes,
+            preset.train,
+            "d_model, n_layer, batch_size or context",
+        )
     same = config.to_dict() | {"prepared text": tokens_hash(corpus)}
     model = new_model(config, preset.train.seed) if started is None else started
     val = stretches(corpus.val, preset.val) if val is None else val
-    result = train(model, corpus.train, val, preset.train, folder, mixer, quiet, same, notes, corpus.tokenizer.end,
-                   lengthens)
+    result = train(
+        model,
+        corpus.train,
+        val,
+        preset.train,
+        folder,
+        mixer,
+        quiet,
+        same,
+        notes,
+        corpus.tokenizer.end,
+        lengthens,
+    )
     model = gather_full_model(model)
     if is_main_process():
-        tokenizer = preset.tokenizer # with the vocabulary's folder
+        tokenizer = preset.tokenizer  # with the vocabulary's folder
         if isinstance(corpus.tokenizer, CharTokenizer):
             tokenizer = corpus.tokenizer
         save_lm(model, tokenizer, out or Path(folder) / "model")
-    bits = corpus.bits_per_byte(result.get("ema_val_loss", result["val_loss"])) # of the weights that are saved
+    bits = corpus.bits_per_byte(
+        result.get("ema_val_loss", result["val_loss"])
+    )  # of the weights that are saved
     return model, result | {"bits_per_byte": bits, "parameters": count_parameters(config)}
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-032
@@ -234,28 +327,37 @@ def first_steps(folder: str | Path) -> int | None:
     record = read_record(Path(folder) / "config.json")
     return [*record.get("lengthened", []), record["config"]["steps"]][0]
 
-def source_of(preset: LMPreset, data: str | None = None, own: bool = False, steps: int | None = None) -> dict:
+
+def source_of(
+    preset: LMPreset, data: str | None = None, own: bool = False, steps: int | None = None
+) -> dict:
     "Return the arguments of `prepare`; `steps`: those of the run, if it has fewer because it was lengthened."
     source, recipe = preset.data if data is None else data, preset.train
-    enough = recipe.context * ((steps or recipe.steps) * recipe.batch_size + 1) + 1 # of a stream: what the run reads
-    return {"source": source, "tokenizer": preset.tokenizer, "tokens": enough if source.startswith("hf:") else None,
-            "fraction": preset.fraction if own or source == preset.data else VAL_PART}
+    enough = (
+        recipe.context * ((steps or recipe.steps) * recipe.batch_size + 1) + 1
+    )  # of a stream: what the run reads
+    return {
+        "source": source,
+        "tokenizer": preset.tokenizer,
+        "tokens": enough if source.startswith("hf:") else None,
+        "fraction": preset.fraction if own or source == preset.data else VAL_PART,
+    }
 
 # %% ../../nbs/machine/language_training.ipynb #34_language-081
 def train_lm(
-    preset: str, # a key of `LM_PRESETS`
-    mixer: str, # a key of `MIXERS`
-    data: str | None, # "stdlib", a file, folder or glob of texts, or hf:NAME; None: the preset's
-    out: str | Path, # folder of the run
-    text_column: str = "text", # of the data, see `prepare`
-    verify: bool = False, # compare all prepared tokens with their SHA-256
-    options: dict | None = None, # of the mixer, such as {"d_state": 32}
-    init_from: str = "", # folder of a model to take the first weights from
-    **overrides: object, # see `override`
-) -> dict:                # what `train` returns, and bits_per_byte, parameters
+    preset: str,  # a key of `LM_PRESETS`
+    mixer: str,  # a key of `MIXERS`
+    data: str | None,  # "stdlib", a file, folder or glob of texts, or hf:NAME; None: the preset's
+    out: str | Path,  # folder of the run
+    text_column: str = "text",  # of the data, see `prepare`
+    verify: bool = False,  # compare all prepared tokens with their SHA-256
+    options: dict | None = None,  # of the mixer, such as {"d_state": 32}
+    init_from: str = "",  # folder of a model to take the first weights from
+    **overrides: object,  # see `override`
+) -> dict:  # what `train` returns, and bits_per_byte, parameters
     "Train a language model and print the result."
     with together():
-        check_launcher() # before the text is prepared
+        check_launcher()  # before the text is prepared
         chosen = override(find_preset(preset), **overrides)
         check_tracker(chosen.train.track)
         mixer_options(mixer)
@@ -266,13 +368,17 @@ def train_lm(
         if is_main_process():
             print(f"text: {corpus.described()}", flush=True)
         make_accelerator(chosen.train.cpu, chosen.train.precision)
-    _, result = fit(chosen, mixer, corpus, out, options=options, init_from=init_from, lengthens=True)
+    _, result = fit(
+        chosen, mixer, corpus, out, options=options, init_from=init_from, lengthens=True
+    )
     if is_main_process():
         saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
-        print(f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
-              f"held-out {result['bits_per_byte']:.3f} bits per byte")
+        print(
+            f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
+            f"held-out {result['bits_per_byte']:.3f} bits per byte"
+        )
         prompt = "The "
-        if isinstance(corpus.tokenizer, CharTokenizer): # its table may lack a T
+        if isinstance(corpus.tokenizer, CharTokenizer):  # its table may lack a T
             prompt = corpus.tokenizer.decode(corpus.val[:4])
         command = shlex.join(["longhorn", "generate", str(saved), "--prompt", prompt])
         print(f"saved in {saved}; try: {command}")
@@ -283,10 +389,12 @@ def check_finite(model, folder: str | Path) -> None:
     "Raise ValueError if a weight is not finite."
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            raise ValueError(f"the model in {folder} is useless: {name} is not finite; its training diverged")
+            raise ValueError(
+                f"the model in {folder} is useless: {name} is not finite; its training diverged"
+            )
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n26
-def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # folder: of a saved model
+def trained_tokenizer(folder: str | Path, vocab_size: int) -> str:  # folder: of a saved model
     "Return the name of a model's tokenizer."
     path = Path(folder) / "tokenizer.json"
     if path.exists():
@@ -298,11 +406,15 @@ def trained_tokenizer(folder: str | Path, vocab_size: int) -> str: # folder: of 
         return f"chars:{folder}" if known["tokenizer"] == "chars" else known["tokenizer"]
     if vocab_size == 256:
         return "bytes"
-    raise ValueError(f"{folder} names no tokenizer for its {vocab_size} tokens; name one with --tokenizer")
+    raise ValueError(
+        f"{folder} names no tokenizer for its {vocab_size} tokens; name one with --tokenizer"
+    )
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n28
 def check_vocabulary(tokens: int, vocab_size: int) -> None:
     "Raise ValueError unless the model has an embedding per token, and little padding."
     if not tokens <= vocab_size < 2 * tokens:
-        raise ValueError(f"the tokenizer has {tokens} tokens, the model {vocab_size}; "
-                         "name the one it was trained with (--tokenizer)")
+        raise ValueError(
+            f"the tokenizer has {tokens} tokens, the model {vocab_size}; "
+            "name the one it was trained with (--tokenizer)"
+        )

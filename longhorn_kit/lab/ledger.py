@@ -30,16 +30,17 @@ from ..records import plural, read_record, records_root, to_plain
 @dataclass(frozen=True)
 class Row:
     "One comparison of a claim, with its result."
+
     claim: Claim
     comparison: Comparison = Comparison("")
     judgement: Judgement = Judgement(0)
-    scale: str = ""   # of `SCALES`, with a variant's name in brackets, or of `BASES`
-    about: str = ""   # how it was run
-    file: str = ""    # path of the record
-    command: str = "" # what runs it, again or for the first time
+    scale: str = ""  # of `SCALES`, with a variant's name in brackets, or of `BASES`
+    about: str = ""  # how it was run
+    file: str = ""  # path of the record
+    command: str = ""  # what runs it, again or for the first time
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n07
-def load_record(path: Path, name: str) -> dict: # name: of the claim that it should belong to
+def load_record(path: Path, name: str) -> dict:  # name: of the claim that it should belong to
     "Return a claim's record; ValueError if it is damaged or belongs to another claim."
     record = read_record(path)
     if record.get("experiment") != name:
@@ -49,32 +50,39 @@ def load_record(path: Path, name: str) -> dict: # name: of the claim that it sho
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-089
 ERRORS = (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError, ValueError, OSError)
 
+
 def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgement]]:
     "Return the judged comparisons of a claim in a record; ValueError if the record lacks a value."
     try:
         return outcomes(claim.name, record)
     except ERRORS as error:
-        raise ValueError(f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})"
+        ) from None
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n09
-def rerun_command(name: str, scale: str, record: dict | None = None) -> str: # name: of the claim
+def rerun_command(name: str, scale: str, record: dict | None = None) -> str:  # name: of the claim
     "Return a shell command that repeats a run; the record's if it ran this claim alone or a variant."
     claim, command = find_claim(name), (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
-    return own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
+    return (
+        own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
+    )
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-091
 def _rows_of_file(
     claim: Claim,
-    source: str, # name of the claim whose record it should be
+    source: str,  # name of the claim whose record it should be
     path: Path,
-    stem: str,   # scale, or name of a variant
+    stem: str,  # scale, or name of a variant
     shown: str,  # path to print
 ) -> list[Row]:
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
     folder = path.parent
     command = rerun_command(source, stem)
-    wrong = lambda **why: [Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)]
+    wrong = lambda **why: [
+        Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)
+    ]
     if not path.exists():
         own = path.name == "record.json" and source == claim.name
         started = own and folder.is_dir() and any(folder.iterdir())
@@ -90,7 +98,11 @@ def _rows_of_file(
         if missing := record.get("missing"):
             about += f"{'; ' * bool(about)}{missing} jobs of this run are missing"
     except ERRORS as error:
-        return wrong(verdict="cannot be judged", why=str(error).replace(str(path), shown)) if stem in SCALES else []
+        return (
+            wrong(verdict="cannot be judged", why=str(error).replace(str(path), shown))
+            if stem in SCALES
+            else []
+        )
     return [Row(claim, *pair, scale, about, shown, command) for pair in found]
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n13
@@ -101,14 +113,18 @@ def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
         file = lambda scale: f"{source}/{scale}/record.json"
         files = [(runs / file(scale), scale, f"{runs.name}/{file(scale)}") for scale in SCALES]
         if results:
-            further = sorted(path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES)
+            further = sorted(
+                path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES
+            )
             there = [f"{source}/{stem}.json" for stem in (*SCALES, *further)]
-            files += [(results / name, Path(name).stem, f"nbs/lab/results/{name}") for name in there]
+            files += [
+                (results / name, Path(name).stem, f"nbs/lab/results/{name}") for name in there
+            ]
         rows += [row for file in files for row in _rows_of_file(claim, source, *file)]
     return rows
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-092
-def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/results
+def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]:  # nbs/lab/results
     "Return the rows judged by recorded times; empty without a record."
     root = results and results.resolve().parent.parent.parent
     path = root and root / claim.times
@@ -116,24 +132,41 @@ def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]: # nbs/lab/r
         return []
     try:
         record = read_record(path)
-        later = [read_record(root / claim.later)] if claim.later and (root / claim.later).exists() else []
-        command = claim.commands.get("gpu") or record["command"].split(";")[0] # after ; a note on single rows
+        later = (
+            [read_record(root / claim.later)]
+            if claim.later and (root / claim.later).exists()
+            else []
+        )
+        command = (
+            claim.commands.get("gpu") or record["command"].split(";")[0]
+        )  # after ; a note on single rows
         gpu = record.get("gpu") or record["environment"]["gpu"]
         about = f"timed on one {gpu}"
-        return [Row(claim, *pair, "gpu", about, claim.times, command) for pair in claim.timed(record, *later)]
+        return [
+            Row(claim, *pair, "gpu", about, claim.times, command)
+            for pair in claim.timed(record, *later)
+        ]
     except ERRORS as error:
-        found = Judgement(0, verdict="cannot be judged", why=str(error).replace(str(path), claim.times))
+        found = Judgement(
+            0, verdict="cannot be judged", why=str(error).replace(str(path), claim.times)
+        )
         return [Row(claim, judgement=found, scale="gpu", file=claim.times)]
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-093
 def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
-    "Return every row of one claim; if nothing is known, one that says \"not run\" or \"no code\"."
+    'Return every row of one claim; if nothing is known, one that says "not run" or "no code".'
     rows = _rows_of_runs(claim, runs, results) if claim.compare else []
     rows += _rows_of_times(claim, results)
-    rows += [Row(claim, *pair, claim.basis, BASES[claim.basis]) for pair in (claim.settled or list)()]
-    there = {row.scale for row in rows} | ({"gpu"} if claim.timed else set()) # the workbench is not part of the package
+    rows += [
+        Row(claim, *pair, claim.basis, BASES[claim.basis]) for pair in (claim.settled or list)()
+    ]
+    there = {row.scale for row in rows} | (
+        {"gpu"} if claim.timed else set()
+    )  # the workbench is not part of the package
     for scale in SCALES:
-        if (scale in claim.commands or (scale in claim.minutes and claim.compare)) and scale not in there:
+        if (
+            scale in claim.commands or (scale in claim.minutes and claim.compare)
+        ) and scale not in there:
             command = claim.commands.get(scale) or rerun_command(claim.reads or claim.name, scale)
             judgement = _missing(claim, _cost(claim, scale))
             rows.append(Row(claim, judgement=judgement, scale=scale, command=command))
@@ -142,6 +175,7 @@ def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     elsewhere = "not run here; what was recorded is in the repository"
     why = elsewhere if claim.has_code else "no code runs or judges it"
     return [Row(claim, judgement=_missing(claim, why))]
+
 
 def _missing(claim, why):
     "Return the judgement of a claim without evidence."
@@ -168,8 +202,11 @@ def measured_minutes() -> str:
     folder = results_folder()
     if not folder or not (folder / "minutes.json").exists():
         return ""
-    return "; ".join(f"{_range(row['seconds'])} on {row['machine']}"
-                     for row in read_record(folder / "minutes.json")["rows"])
+    return "; ".join(
+        f"{_range(row['seconds'])} on {row['machine']}"
+        for row in read_record(folder / "minutes.json")["rows"]
+    )
+
 
 def _range(seconds):
     "Return the least and the most of some times in whole minutes."
@@ -179,7 +216,9 @@ def _range(seconds):
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-100
 class Ledger(list):
     "List of rows, shown as text in a terminal and as HTML in a notebook."
-    def __str__(self): return ledger_text(self)
+
+    def __str__(self):
+        return ledger_text(self)
 
     __repr__ = __str__
 
@@ -189,22 +228,24 @@ class Ledger(list):
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n21
 def ledger(
-    runs: str | Path = "runs",         # folder of fresh runs
-    results: str | Path | None = None, # folder of recorded runs; None: the kit's
+    runs: str | Path = "runs",  # folder of fresh runs
+    results: str | Path | None = None,  # folder of recorded runs; None: the kit's
 ) -> Ledger:
     "Return the rows of all claims: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
-    return Ledger(row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results))
+    return Ledger(
+        row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results)
+    )
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-095
-def cells(row: Row) -> tuple[str, str, str, str, str]: # -> comparison, published, here, n, verdict
+def cells(row: Row) -> tuple[str, str, str, str, str]:  # -> comparison, published, here, n, verdict
     "Return the texts of a row."
     found, unit = row.judgement, row.comparison.unit
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
     paper = "–" if row.comparison.published is None else show(row.comparison.published, unit)
     n = str(found.n or "–") if row.comparison.differences else "–"
     here = effect(row.comparison, found) or "–"
-    if found.level != LEVEL: # with looks, the bar is the one that the verdict was read from
+    if found.level != LEVEL:  # with looks, the bar is the one that the verdict was read from
         here += f", {100 * (1 - found.level):.3g} % interval"
     return label, paper, here, n, str(found)
 
@@ -219,19 +260,27 @@ def reason(row: Row) -> str:
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-096
 def _aligned(texts: tuple, widths: tuple) -> list[str]:
     "Wrap every text inside its column, as lines of one table row."
-    ruler = ["x" * width for width in widths] # gives every row the same columns
+    ruler = ["x" * width for width in widths]  # gives every row the same columns
     lines = tabulate([ruler, texts], tablefmt="plain", maxcolwidths=widths, disable_numparse=True)
     return ["  " + line for line in lines.splitlines()[1:]]
 
 # %% ../../nbs/machine/ledger.ipynb #ledger-n30
-def ledger_text(rows: list[Row], width: int = 80) -> str: # width: characters per line
+def ledger_text(rows: list[Row], width: int = 80) -> str:  # width: characters per line
     "Write the ledger for a terminal: the claim, then a table line per comparison."
     width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
-    say = lambda text, indent=0: [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
-    lines = say("A positive difference is for the claim. An interval covers 95 % if no other share is given.")
+    say = lambda text, indent=0: [
+        " " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)
+    ]
+    lines = say(
+        "A positive difference is for the claim. An interval covers 95 % if no other share is given."
+    )
     lines += _aligned(("COMPARISON", "PAPER", "HERE [INTERVAL]", "n", "VERDICT"), widths)
     for claim, found in by_claim(rows):
-        lines += ["", *say(f"{claim.name}: {claim.statement}"), *say(f"{claim.published} ({claim.source})", 2)]
+        lines += [
+            "",
+            *say(f"{claim.name}: {claim.statement}"),
+            *say(f"{claim.published} ({claim.source})", 2),
+        ]
         for (file, command), part in groupby(found, key=lambda row: (row.file, row.command)):
             for row in part:
                 lines += _aligned(cells(row), widths) + say(reason(row).strip(), 6)
@@ -244,9 +293,11 @@ def by_claim(rows: list[Row]) -> list[tuple[Claim, list[Row]]]:
     groups = [list(part) for _, part in groupby(rows, key=lambda row: row.claim.name)]
     return [(group[0].claim, group) for group in groups]
 
+
 def ledger_summary(rows: list[Row]) -> str:
     "Count the claims, and the comparisons of each verdict."
     return f"{plural(len(by_claim(rows)), 'claim')}, {plural(len(rows), 'row')}: {counted(rows)}"
+
 
 def counted(rows: list[Row]) -> str:
     "Count the comparisons of each verdict."
@@ -256,13 +307,24 @@ def counted(rows: list[Row]) -> str:
 # %% ../../nbs/machine/ledger.ipynb #ledger-n34
 def ledger_json(rows: list[Row]) -> str:
     "Write all fields of all rows as a JSON list."
-    found = [{"claim": row.claim.name, "statement": row.claim.statement, "paper": row.claim.published,
-              "source": row.claim.source, "rule": row.claim.rule, **asdict(row.comparison), **asdict(row.judgement),
-              **{name: getattr(row, name) for name in ("scale", "about", "file", "command")}} for row in rows]
+    found = [
+        {
+            "claim": row.claim.name,
+            "statement": row.claim.statement,
+            "paper": row.claim.published,
+            "source": row.claim.source,
+            "rule": row.claim.rule,
+            **asdict(row.comparison),
+            **asdict(row.judgement),
+            **{name: getattr(row, name) for name in ("scale", "about", "file", "command")},
+        }
+        for row in rows
+    ]
     return json.dumps(to_plain(found), indent=1, ensure_ascii=False)
 
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-097
 HEADER = ("comparison", "paper", "here, with interval", "n", "verdict")
+
 
 def ledger_markdown(rows: list[Row]) -> str:
     "Write rows as a Markdown table."
@@ -275,8 +337,14 @@ def ledger_markdown(rows: list[Row]) -> str:
 def templates() -> Any:
     "Return the package's templates, which escape every text."
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    found = Environment(loader=FileSystemLoader(Path(longhorn_kit.__file__).parent / "lab"), autoescape=True,
-                        trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+
+    found = Environment(
+        loader=FileSystemLoader(Path(longhorn_kit.__file__).parent / "lab"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
     found.globals |= {"HEADER": HEADER, "cells": cells, "reason": reason, "zip": zip}
     found.globals |= {"forest": forest, "inline": inline}
     return found
@@ -286,7 +354,8 @@ def ledger_html(rows: list[Row]) -> str:
     "Write rows as an HTML table, each verdict with its class."
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
-def section(name: str, rows: list[Row], plot: bool = True) -> str: # name: of a claim
+
+def section(name: str, rows: list[Row], plot: bool = True) -> str:  # name: of a claim
     "Write a claim's section as HTML: statement, figure, table, records, commands."
     found = [row for row in rows if row.claim.name == name]
     shown = templates().get_template("ledger.html.j2").module

@@ -14,8 +14,14 @@ from pathlib import Path
 
 from .. import __version__
 from .claims import Claim
-from .ledger import (
-    Row, by_claim, counted, ledger_json, ledger_markdown, ledger_summary)
+from longhorn_kit.lab.ledger import (
+    Row,
+    by_claim,
+    counted,
+    ledger_json,
+    ledger_markdown,
+    ledger_summary,
+)
 from ..records import atomic_folder, commit_of_kit, contents, read_json
 
 # %% ../../nbs/machine/logbook.ipynb #logbook-011
@@ -23,17 +29,21 @@ def logbook_cell(kind: str, title: str, body: str, page: str, time: str) -> str:
     "Return a cell of a page, of kind markdown or code; its number follows from page and title."
     number = hashlib.sha256(f"{page} {title}".encode()).hexdigest()[:12]
     facts = {"type": kind, "id": f"cell_{number}", "created_at": time, "title": title}
-    body = body.replace("<!-- trackio-cell", "<!-- cell") # a record cannot forge a cell
+    body = body.replace("<!-- trackio-cell", "<!-- cell")  # a record cannot forge a cell
     if kind == "code":
         facts["language"] = "bash"
         body = f"````bash\n{body}\n````"
     return f"\n\n---\n<!-- trackio-cell\n{json.dumps(facts, ensure_ascii=False)}\n-->\n{body}\n"
 
 # %% ../../nbs/machine/logbook.ipynb #logbook-014
-def claim_page(claim: Claim, rows: list[Row], time: str) -> str: # rows: its own; time: ISO 8601
+def claim_page(claim: Claim, rows: list[Row], time: str) -> str:  # rows: its own; time: ISO 8601
     "Return the page of a claim as Markdown with cells."
-    facts = [claim.statement, f"**Published:** {claim.published} ({claim.source})",
-             f"**Rule:** {claim.rule}", f"**Verdicts:** {counted(rows)}"]
+    facts = [
+        claim.statement,
+        f"**Published:** {claim.published} ({claim.source})",
+        f"**Rule:** {claim.rule}",
+        f"**Verdicts:** {counted(rows)}",
+    ]
     cells = [logbook_cell("markdown", "Claim", "\n\n".join(facts), claim.name, time)]
     groups = groupby(rows, key=lambda row: (row.scale, row.file, row.about, row.command))
     for number, ((scale, file, about, command), part) in enumerate(groups, 1):
@@ -50,6 +60,7 @@ def claim_page(claim: Claim, rows: list[Row], time: str) -> str: # rows: its own
 # %% ../../nbs/machine/logbook.ipynb #logbook-016
 TITLE = "Claims of Longhorn"
 
+
 def index_page(rows: list[Row]) -> str:
     "Return the first page: what was counted, and a link to every claim."
     kit = f"longhorn-kit {__version__}, commit {commit_of_kit() or 'unknown'}"
@@ -59,17 +70,29 @@ def index_page(rows: list[Row]) -> str:
         lines.append(f"| [{claim.name}](#/{claim.name}) | {counted(own)} |")
     return "\n".join(lines) + "\n"
 
+
 def logbook_manifest(rows: list[Row], time: str) -> dict:
     "Return title and tree of the pages, as Trackio keeps them."
     names = [claim.name for claim, _ in by_claim(rows)]
-    pages = [{"slug": name, "title": name, "file": f"pages/{name}/page.md", "children": []}
-             for name in names]
+    pages = [
+        {"slug": name, "title": name, "file": f"pages/{name}/page.md", "children": []}
+        for name in names
+    ]
     root = {"slug": "index", "title": TITLE, "file": "pages/index.md", "children": pages}
-    return {"schema_version": 2, "title": TITLE, "emoji": "🎯", "space_id": None, "paper": None,
-            "tags": [], "updated_at": time, "root": root}
+    return {
+        "schema_version": 2,
+        "title": TITLE,
+        "emoji": "🎯",
+        "space_id": None,
+        "paper": None,
+        "tags": [],
+        "updated_at": time,
+        "root": root,
+    }
 
 # %% ../../nbs/machine/logbook.ipynb #logbook-021
 PARTS = {".trackio", "verdicts.json", "manifest.json"}
+
 
 def check_logbook_folder(folder: Path) -> None:
     "Raise ValueError for a folder that holds more than a logbook that this page wrote."
@@ -83,15 +106,18 @@ def check_logbook_folder(folder: Path) -> None:
     if pages(written) != pages(contents(folder)):
         raise ValueError(f"pages of the logbook in {folder} have been changed; name a new folder")
 
-def write_logbook(rows: list[Row], folder: str | Path) -> Path: # rows: from `ledger`
+
+def write_logbook(rows: list[Row], folder: str | Path) -> Path:  # rows: from `ledger`
     "Write the ledger as a logbook, and return its folder; ValueError or OSError if it cannot."
     folder = Path(folder)
     check_logbook_folder(folder)
     time = datetime.now(timezone.utc).isoformat(timespec="seconds")
     plain = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    files = {"metadata.json": plain({"space_id": None, "emoji": "🎯", "created_at": time}),
-             "logbook/logbook.json": plain(logbook_manifest(rows, time)),
-             "logbook/pages/index.md": index_page(rows)}
+    files = {
+        "metadata.json": plain({"space_id": None, "emoji": "🎯", "created_at": time}),
+        "logbook/logbook.json": plain(logbook_manifest(rows, time)),
+        "logbook/pages/index.md": index_page(rows),
+    }
     for claim, own in by_claim(rows):
         files[f"logbook/pages/{claim.name}/page.md"] = claim_page(claim, own, time)
     with atomic_folder(folder) as new:

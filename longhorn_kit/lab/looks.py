@@ -17,17 +17,36 @@ from statistics import mean
 
 from .compare import comparison_of, own_seeds, tokens_at
 from .plan import RATES, RECIPE, Model, scan_models
-from .stats import (
-    APART, EXPLODED, FARTHEST, FLATTEST, LOOK_LEVEL, LOOKS, MEAN_SEARCH, PLAN_SD, PRIOR_DF, Comparison, Contrast, Fit,
-    Judgement, fit_mean, fit_rates, is_open, judge_looks, no_verdict)
+from longhorn_kit.lab.stats import (
+    APART,
+    EXPLODED,
+    FARTHEST,
+    FLATTEST,
+    LOOK_LEVEL,
+    LOOKS,
+    MEAN_SEARCH,
+    PLAN_SD,
+    PRIOR_DF,
+    Comparison,
+    Contrast,
+    Fit,
+    Judgement,
+    fit_mean,
+    fit_rates,
+    is_open,
+    judge_looks,
+    no_verdict,
+)
 from ..records import to_plain
 
 # %% ../../nbs/machine/looks.ipynb #looks-006
-SEARCH_SEEDS = 3 # per model and learning rate
+SEARCH_SEEDS = 3  # per model and learning rate
+
 
 @dataclass(frozen=True)
 class Seeded(Model):
     "A model with its own seeds: the runs of two models are independent."
+
     number: int = 0
 
     def search_seeds(self) -> tuple[int, ...]:
@@ -38,157 +57,291 @@ class Seeded(Model):
         "Return the first `count` judged seeds."
         return tuple(own_seeds(self.number, count))
 
+
 @dataclass(frozen=True)
 class Pool:
     "Models in the same block, which share the estimate of the variance."
+
     about: str
     blocks: int
     models: tuple[Seeded, ...]
-    rate_of: str = "" # the pool whose common rate its models take; "": its own
+    rate_of: str = ""  # the pool whose common rate its models take; "": its own
+
 
 def numbered(first: int, models: tuple[Model, ...]) -> tuple[Seeded, ...]:
     "Give models consecutive numbers."
     return tuple(Seeded(**vars(model), number=first + i) for i, model in enumerate(models))
 
+
 def with_key_norm(model: Model) -> Model:
     "Return the same model with keys of learned length."
-    return Model(f"{model.name}, key norm", model.mixer, model.options | {"key_norm": True}, model.d_mlp, model.speed)
+    return Model(
+        f"{model.name}, key norm",
+        model.mixer,
+        model.options | {"key_norm": True},
+        model.d_mlp,
+        model.speed,
+    )
 
 # %% ../../nbs/machine/looks.ipynb #looks-008
 _N64 = scan_models(64, ("exact", "diagonal", "Mamba"), (1.5, 1.4, 1.0))
 _N16 = scan_models(16, ("exact", "diagonal", "Mamba"), (2.5, 2.2, 1.75))
 _MLP = scan_models(64, ("exact", "Mamba"), (2.2, 1.5), ", MLP", (768, 720))
 POOLS = {
-    "equal-state": Pool("12 mixers without MLP, N = 64: 590k state numbers", 12, numbered(1, (
-        *_N64,
-        Model("Gated DeltaNet", "gated_deltanet", dict(n_heads=3, d_key=64, d_value=256)),
-        with_key_norm(_N64[0]),
-        with_key_norm(_N64[1])))),
-    "paper": Pool("12 mixers without MLP, N = 16: 147k state numbers", 12, numbered(11, (
-        *_N16,
-        with_key_norm(_N16[0])))),
-    "equal-state-mlp": Pool("6 mixers, each with MLP, 295k state numbers", 6, numbered(21, (
-        *_MLP,
-        Model("Gated DeltaNet, MLP", "gated_deltanet", dict(n_heads=6, d_key=64, d_value=128), 624, 1.5),
-        Model("attention, MLP", "attention", {}, 1136, 3.3),
-        *scan_models(32, ("exact",), (2.8,), ", MLP", (800,)),
-        with_key_norm(_MLP[0])))),
-    "middle-state": Pool("12 mixers without MLP, N = 32: 295k state numbers", 12, numbered(31, scan_models(
-        32, ("exact", "diagonal"), (2.0, 1.8))))}
+    "equal-state": Pool(
+        "12 mixers without MLP, N = 64: 590k state numbers",
+        12,
+        numbered(
+            1,
+            (
+                *_N64,
+                Model("Gated DeltaNet", "gated_deltanet", dict(n_heads=3, d_key=64, d_value=256)),
+                with_key_norm(_N64[0]),
+                with_key_norm(_N64[1]),
+            ),
+        ),
+    ),
+    "paper": Pool(
+        "12 mixers without MLP, N = 16: 147k state numbers",
+        12,
+        numbered(11, (*_N16, with_key_norm(_N16[0]))),
+    ),
+    "equal-state-mlp": Pool(
+        "6 mixers, each with MLP, 295k state numbers",
+        6,
+        numbered(
+            21,
+            (
+                *_MLP,
+                Model(
+                    "Gated DeltaNet, MLP",
+                    "gated_deltanet",
+                    dict(n_heads=6, d_key=64, d_value=128),
+                    624,
+                    1.5,
+                ),
+                Model("attention, MLP", "attention", {}, 1136, 3.3),
+                *scan_models(32, ("exact",), (2.8,), ", MLP", (800,)),
+                with_key_norm(_MLP[0]),
+            ),
+        ),
+    ),
+    "middle-state": Pool(
+        "12 mixers without MLP, N = 32: 295k state numbers",
+        12,
+        numbered(31, scan_models(32, ("exact", "diagonal"), (2.0, 1.8))),
+    ),
+}
 
 # %% ../../nbs/machine/looks.ipynb #looks-010
 POOLS |= {
-    "one-rate": Pool("12 mixers without MLP, one step size for all channels, N = 16", 12, numbered(41, scan_models(
-        16, ("one rate",), (2.2,))), rate_of="paper"),
-    "one-rate-64": Pool("12 mixers without MLP, one step size for all channels, N = 64", 12, numbered(42, scan_models(
-        64, ("one rate",), (1.4,))), rate_of="equal-state"),
-    "control": Pool("12 mixers without MLP, N = 4: 37k state numbers", 12, numbered(51, scan_models(
-        4, ("exact",), (2.6,), " in 12 blocks"))),
+    "one-rate": Pool(
+        "12 mixers without MLP, one step size for all channels, N = 16",
+        12,
+        numbered(41, scan_models(16, ("one rate",), (2.2,))),
+        rate_of="paper",
+    ),
+    "one-rate-64": Pool(
+        "12 mixers without MLP, one step size for all channels, N = 64",
+        12,
+        numbered(42, scan_models(64, ("one rate",), (1.4,))),
+        rate_of="equal-state",
+    ),
+    "control": Pool(
+        "12 mixers without MLP, N = 4: 37k state numbers",
+        12,
+        numbered(51, scan_models(4, ("exact",), (2.6,), " in 12 blocks")),
+    ),
     "reruns": Pool("runs of the first plan once more, on its text", 12, ()),
-    "laptop": Pool("2 mixers without MLP, N = 4", 2, numbered(61, scan_models(
-        4, ("exact", "diagonal", "Mamba"), (0.01, 0.01, 0.01))))}
+    "laptop": Pool(
+        "2 mixers without MLP, N = 4",
+        2,
+        numbered(61, scan_models(4, ("exact", "diagonal", "Mamba"), (0.01, 0.01, 0.01))),
+    ),
+}
 
 POOLS |= {
-    "others": Pool("12 mixers without MLP, other scans, N = 64", 12, numbered(71, scan_models(
-        64, ("decoupled", "Mamba, A from input"), (1.4, 0.8))), rate_of="equal-state"),
-    "others-mlp": Pool("6 mixers, each with MLP, other layers", 6, numbered(73, (
-        Model("Mamba-2, MLP", "mamba2", dict(d_state=64), 832, 1.5),
-        Model("DeltaNet, MLP", "deltanet", {}, 1136, 1.5),
-        Model("GLA, MLP", "gla", dict(n_heads=2), 1136, 1.5))), rate_of="equal-state-mlp")}
-AFTER_THE_PLAN = {"others", "others-mlp", "other-layers-once", "mamba2"} # pools and claims
+    "others": Pool(
+        "12 mixers without MLP, other scans, N = 64",
+        12,
+        numbered(71, scan_models(64, ("decoupled", "Mamba, A from input"), (1.4, 0.8))),
+        rate_of="equal-state",
+    ),
+    "others-mlp": Pool(
+        "6 mixers, each with MLP, other layers",
+        6,
+        numbered(
+            73,
+            (
+                Model("Mamba-2, MLP", "mamba2", dict(d_state=64), 832, 1.5),
+                Model("DeltaNet, MLP", "deltanet", {}, 1136, 1.5),
+                Model("GLA, MLP", "gla", dict(n_heads=2), 1136, 1.5),
+            ),
+        ),
+        rate_of="equal-state-mlp",
+    ),
+}
+AFTER_THE_PLAN = {"others", "others-mlp", "other-layers-once", "mamba2"}  # pools and claims
 
 # (pool, model, place of the rate, seed): the first plan's outlier at 8e-3 once more, and three seeds at 5e-3
-RERUNS = tuple(("equal-state", "diagonal N=64", place, seed) for place, seed in ((4, 4), (3, 1), (3, 2), (3, 3)))
-ALL_MODELS = {model.name: model for name, pool in POOLS.items() if name != "laptop" for model in pool.models}
+RERUNS = tuple(
+    ("equal-state", "diagonal N=64", place, seed)
+    for place, seed in ((4, 4), (3, 1), (3, 2), (3, 3))
+)
+ALL_MODELS = {
+    model.name: model for name, pool in POOLS.items() if name != "laptop" for model in pool.models
+}
 
 # %% ../../nbs/machine/looks.ipynb #looks-012
 @dataclass(frozen=True)
 class Question:
     "The planned comparisons of one claim."
+
     contrasts: tuple[Contrast, ...]
-    stage: int = 0        # 0: first; a later stage starts when the earlier ones have ended
-    outcome: str = "loss" # of a run: "loss", "tokens" or "length"
-    families: tuple[str, ...] = ("best rates", "one rate") # which rates the runs have
+    stage: int = 0  # 0: first; a later stage starts when the earlier ones have ended
+    outcome: str = "loss"  # of a run: "loss", "tokens" or "length"
+    families: tuple[str, ...] = ("best rates", "one rate")  # which rates the runs have
 
     def models(self) -> set[str]:
         "Return the names of all models that it compares."
         return {model for contrast in self.contrasts for model, _ in contrast.weights}
 
+
 def below(first: str, second: str, published: float | None = None) -> Contrast:
     "Compare two models; the claim gives the first one the lower loss."
     return Contrast(f"{first} below {second}", ((first, -1), (second, 1)), published=published)
 
-PAPER_LEAD = 0.0044 # bits per byte: 0.013 nats per token of about 4.3 bytes
+
+PAPER_LEAD = 0.0044  # bits per byte: 0.013 nats per token of about 4.3 bytes
 QUESTIONS = {
-    "one-pass": Question((
-        below("diagonal N=16", "Mamba N=16", PAPER_LEAD),
-        below("exact N=16", "Mamba N=16"),
-        below("exact N=16", "diagonal N=16"))),
-    "equal-state": Question((
-        below("exact N=64", "Gated DeltaNet"),
-        below("exact N=64", "Mamba N=64"),
-        below("exact N=64", "diagonal N=64"))),
-    "equal-state-mlp": Question((
-        below("exact N=64, MLP", "Gated DeltaNet, MLP"),
-        below("exact N=64, MLP", "Mamba N=64, MLP"),
-        below("exact N=64, MLP", "attention, MLP"),
-        below("exact N=64, MLP", "exact N=32, MLP")))}
+    "one-pass": Question(
+        (
+            below("diagonal N=16", "Mamba N=16", PAPER_LEAD),
+            below("exact N=16", "Mamba N=16"),
+            below("exact N=16", "diagonal N=16"),
+        )
+    ),
+    "equal-state": Question(
+        (
+            below("exact N=64", "Gated DeltaNet"),
+            below("exact N=64", "Mamba N=64"),
+            below("exact N=64", "diagonal N=64"),
+        )
+    ),
+    "equal-state-mlp": Question(
+        (
+            below("exact N=64, MLP", "Gated DeltaNet, MLP"),
+            below("exact N=64, MLP", "Mamba N=64, MLP"),
+            below("exact N=64, MLP", "attention, MLP"),
+            below("exact N=64, MLP", "exact N=32, MLP"),
+        )
+    ),
+}
 
 # %% ../../nbs/machine/looks.ipynb #looks-014
-GROWS = Contrast("(diagonal - exact) at N=64 above the same at N=16", (
-    ("diagonal N=64", 1), ("exact N=64", -1), ("diagonal N=16", -1), ("exact N=16", 1)))
+GROWS = Contrast(
+    "(diagonal - exact) at N=64 above the same at N=16",
+    (("diagonal N=64", 1), ("exact N=64", -1), ("diagonal N=16", -1), ("exact N=16", 1)),
+)
 QUESTIONS |= {
     "approximation": Question((GROWS, below("exact N=32", "diagonal N=32"))),
-    "key-norm": Question((
-        below("exact N=16, key norm", "exact N=16"),
-        below("exact N=64, key norm", "exact N=64"),
-        below("exact N=64, MLP, key norm", "exact N=64, MLP"),
-        below("diagonal N=64, key norm", "diagonal N=64"))),
-    "key-norm-others": Question((
-        below("exact N=16, key norm", "Mamba N=16"),
-        below("exact N=64, key norm", "Mamba N=64"),
-        below("exact N=64, key norm", "Gated DeltaNet"),
-        below("exact N=64, MLP, key norm", "Mamba N=64, MLP"),
-        below("exact N=64, MLP, key norm", "Gated DeltaNet, MLP"))),
-    "scalar-rate": Question((
-        below("diagonal N=16", "one rate N=16"),
-        below("diagonal N=64", "one rate N=64")), stage=1),
-    "control": Question((below("exact N=16", "exact N=4 in 12 blocks"),), stage=2, families=("best rates",)),
-    "sample-efficiency": Question((
-        Contrast("diagonal N=16 needs fewer tokens than Mamba N=16", (("diagonal N=16", -1), ("Mamba N=16", 1)),
-                 unit="%", margin=1.0, published=45.0),
-        Contrast("exact N=16 needs fewer tokens than Mamba N=16", (("exact N=16", -1), ("Mamba N=16", 1)),
-                 unit="%", margin=1.0)), outcome="tokens", families=("best rates",)),
-    "extrapolation-once": Question(tuple(
-        Contrast(f"{name}: perplexity at 16 times the context less than 1 % above that at the context", ((name, -1),))
-        for name in ("diagonal N=16", "exact N=16")), outcome="length", families=("best rates",))}
+    "key-norm": Question(
+        (
+            below("exact N=16, key norm", "exact N=16"),
+            below("exact N=64, key norm", "exact N=64"),
+            below("exact N=64, MLP, key norm", "exact N=64, MLP"),
+            below("diagonal N=64, key norm", "diagonal N=64"),
+        )
+    ),
+    "key-norm-others": Question(
+        (
+            below("exact N=16, key norm", "Mamba N=16"),
+            below("exact N=64, key norm", "Mamba N=64"),
+            below("exact N=64, key norm", "Gated DeltaNet"),
+            below("exact N=64, MLP, key norm", "Mamba N=64, MLP"),
+            below("exact N=64, MLP, key norm", "Gated DeltaNet, MLP"),
+        )
+    ),
+    "scalar-rate": Question(
+        (below("diagonal N=16", "one rate N=16"), below("diagonal N=64", "one rate N=64")), stage=1
+    ),
+    "control": Question(
+        (below("exact N=16", "exact N=4 in 12 blocks"),), stage=2, families=("best rates",)
+    ),
+    "sample-efficiency": Question(
+        (
+            Contrast(
+                "diagonal N=16 needs fewer tokens than Mamba N=16",
+                (("diagonal N=16", -1), ("Mamba N=16", 1)),
+                unit="%",
+                margin=1.0,
+                published=45.0,
+            ),
+            Contrast(
+                "exact N=16 needs fewer tokens than Mamba N=16",
+                (("exact N=16", -1), ("Mamba N=16", 1)),
+                unit="%",
+                margin=1.0,
+            ),
+        ),
+        outcome="tokens",
+        families=("best rates",),
+    ),
+    "extrapolation-once": Question(
+        tuple(
+            Contrast(
+                f"{name}: perplexity at 16 times the context less than 1 % above that at the context",
+                ((name, -1),),
+            )
+            for name in ("diagonal N=16", "exact N=16")
+        ),
+        outcome="length",
+        families=("best rates",),
+    ),
+}
 QUESTIONS |= {
-    "other-layers-once": Question((
-        below("exact N=64", "decoupled N=64"),
-        below("Mamba N=64", "Mamba, A from input N=64"),
-        below("exact N=64, MLP", "Mamba-2, MLP"),
-        below("exact N=64, MLP", "DeltaNet, MLP"),
-        below("exact N=64, MLP", "GLA, MLP")), stage=3),
-    "mamba2": Question((below("Mamba N=64, MLP", "Mamba-2, MLP"),), stage=3)}
-CONTROL_SEEDS = {"exact N=16": 16} # judged seeds, in two sets of eight, to compare a model with itself
+    "other-layers-once": Question(
+        (
+            below("exact N=64", "decoupled N=64"),
+            below("Mamba N=64", "Mamba, A from input N=64"),
+            below("exact N=64, MLP", "Mamba-2, MLP"),
+            below("exact N=64, MLP", "DeltaNet, MLP"),
+            below("exact N=64, MLP", "GLA, MLP"),
+        ),
+        stage=3,
+    ),
+    "mamba2": Question((below("Mamba N=64, MLP", "Mamba-2, MLP"),), stage=3),
+}
+CONTROL_SEEDS = {
+    "exact N=16": 16
+}  # judged seeds, in two sets of eight, to compare a model with itself
 
 # %% ../../nbs/machine/looks.ipynb #looks-015
 LAPTOP_QUESTIONS = {
-    "one-pass": Question((
-        below("diagonal N=4", "Mamba N=4"),
-        below("exact N=4", "Mamba N=4"),
-        below("exact N=4", "diagonal N=4")), families=("best rates",))}
+    "one-pass": Question(
+        (
+            below("diagonal N=4", "Mamba N=4"),
+            below("exact N=4", "Mamba N=4"),
+            below("exact N=4", "diagonal N=4"),
+        ),
+        families=("best rates",),
+    )
+}
 
-def questions_of(pools: tuple[str, ...]) -> dict[str, Question]: # names of `POOLS`
+
+def questions_of(pools: tuple[str, ...]) -> dict[str, Question]:  # names of `POOLS`
     "Return the questions whose models all belong to these pools."
     planned = LAPTOP_QUESTIONS if "laptop" in pools else QUESTIONS
     names = {model.name for pool in pools for model in POOLS[pool].models}
     return {claim: question for claim, question in planned.items() if question.models() <= names}
 
 # %% ../../nbs/machine/looks.ipynb #looks-018
-EXTRA = 2 # places by which a search may extend the grid at either end
+EXTRA = 2  # places by which a search may extend the grid at either end
 
-def rate_at(rates: tuple[float, ...], place: float) -> float: # place in the grid, in steps; half steps lie between
+
+def rate_at(
+    rates: tuple[float, ...], place: float
+) -> float:  # place in the grid, in steps; half steps lie between
     "Return the learning rate at a place of the grid, or beyond it in steps of the same ratio."
     if place == int(place) and 0 <= place < len(rates):
         return rates[int(place)]
@@ -199,7 +352,9 @@ def rate_at(rates: tuple[float, ...], place: float) -> float: # place in the gri
     return float(f"{rate:.2g}")
 
 # %% ../../nbs/machine/looks.ipynb #looks-020
-def walk(losses: dict, count: int) -> tuple[list[int], int | None]: # losses: place -> loss, NaN if it diverged
+def walk(
+    losses: dict, count: int
+) -> tuple[list[int], int | None]:  # losses: place -> loss, NaN if it diverged
     "Return the places that a walk over `count` rates asks for, and the best one, None while a loss is missing."
     asked = []
     place = count // 2
@@ -209,12 +364,17 @@ def walk(losses: dict, count: int) -> tuple[list[int], int | None]: # losses: pl
             return asked, None
         best = min(asked, key=lambda tried: finite(losses[tried]))
         neighbours = [best + 1, best - 1]
-        place = next((near for near in neighbours if near not in asked and -EXTRA <= near < count + EXTRA), None)
+        place = next(
+            (near for near in neighbours if near not in asked and -EXTRA <= near < count + EXTRA),
+            None,
+        )
     return asked, best
+
 
 def finite(loss: float | None) -> float:
     "Return a loss, infinity if it is missing or not finite."
     return loss if loss is not None and math.isfinite(loss) else math.inf
+
 
 def at_end(place: float, count: int) -> bool:
     "Check whether a place is an end of the extended grid."
@@ -224,16 +384,21 @@ def at_end(place: float, count: int) -> bool:
 @dataclass
 class Search:
     "A model's search for its learning rate, as far as its runs are there."
-    losses: dict          # (place, seed) -> loss of the finished runs, NaN if it diverged
-    seeds: tuple[int, ...] # the first one walks
-    count: int            # rates of the grid
-    sd: float = PLAN_SD   # of one run
-    asked: list = field(default_factory=list) # (place, seed) of all runs that the search needs, in order
-    best: float | None = None # place of the chosen rate, once the search is done
-    why: str = ""         # why there is none
+
+    losses: dict  # (place, seed) -> loss of the finished runs, NaN if it diverged
+    seeds: tuple[int, ...]  # the first one walks
+    count: int  # rates of the grid
+    sd: float = PLAN_SD  # of one run
+    asked: list = field(
+        default_factory=list
+    )  # (place, seed) of all runs that the search needs, in order
+    best: float | None = None  # place of the chosen rate, once the search is done
+    why: str = ""  # why there is none
 
     def __post_init__(self):
-        first = {place: loss for (place, seed), loss in self.losses.items() if seed == self.seeds[0]}
+        first = {
+            place: loss for (place, seed), loss in self.losses.items() if seed == self.seeds[0]
+        }
         places, best = walk(first, self.count)
         self.asked = [(place, self.seeds[0]) for place in places]
         if best is not None:
@@ -245,7 +410,8 @@ class Search:
             self.asked.append((place, seed))
         return self.losses.get((place, seed))
 
-    def done(self) -> bool: return self.best is not None or bool(self.why)
+    def done(self) -> bool:
+        return self.best is not None or bool(self.why)
 
     def settle(self, best: float) -> None:
         "Compare the best rate with both neighbours on all seeds, and move to a better one at most once."
@@ -263,7 +429,7 @@ class Search:
             if moved or better == best:
                 break
             best = better
-            if best != int(best): # between two rates: its neighbours are not compared
+            if best != int(best):  # between two rates: its neighbours are not compared
                 break
         self.best = best
 
@@ -272,7 +438,11 @@ class Search:
         places = [best, *(self.neighbour(best, side) for side in (1, -1))]
         if "missing" in places:
             return None
-        rows = {place: [self.ask(place, seed) for seed in self.seeds] for place in places if place is not None}
+        rows = {
+            place: [self.ask(place, seed) for seed in self.seeds]
+            for place in places
+            if place is not None
+        }
         if any(loss is None for row in rows.values() for loss in row):
             return None
         return {place: mean(map(finite, row)) for place, row in rows.items()}
@@ -289,20 +459,27 @@ class Search:
         return None
 
 # %% ../../nbs/machine/looks.ipynb #looks-026
-def runs_of(model: dict, family: str) -> list[dict]: # model of a record; "best rates" or "one rate"
+def runs_of(
+    model: dict, family: str
+) -> list[dict]:  # model of a record; "best rates" or "one rate"
     "Return a model's judged runs at its own best rate, or at the common one."
     own = family == "best rates" or model["common"] == model["place"]
     return model["runs"] if own else model["one_rate"]
 
-def planned_models(pools: dict) -> dict: # of a record: pool -> models
+
+def planned_models(pools: dict) -> dict:  # of a record: pool -> models
     "Return the models of a record by name."
     return {model["name"]: model for models in pools.values() for model in models}
+
 
 def loss_of(run: dict) -> float:
     "Return a run's loss, NaN if it diverged."
     return math.nan if run["bits_per_byte"] is None else run["bits_per_byte"]
 
-def fit_model(model: dict, family: str, count: int, sd: float = PLAN_SD) -> Fit: # model of a record
+
+def fit_model(
+    model: dict, family: str, count: int, sd: float = PLAN_SD
+) -> Fit:  # model of a record
     "Estimate a model's loss from its first judged runs, as many as `count`."
     losses = [loss_of(run) for run in runs_of(model, family)[:count]]
     if model["why"]:
@@ -316,23 +493,26 @@ def fit_model(model: dict, family: str, count: int, sd: float = PLAN_SD) -> Fit:
     if exploded:
         why = f"{exploded} of {len(losses)} runs exploded at the common rate"
         return no_verdict(why)
-    return fit_mean(losses, own) # the residuals at its own rate count too
+    return fit_mean(losses, own)  # the residuals at its own rate count too
 
 # %% ../../nbs/machine/looks.ipynb #looks-028
 @dataclass
 class Looks:
     "The looks that were taken at the models of a family, and the seeds that each model needs."
-    pools: dict     # of a record: pool -> models
-    questions: dict # claim -> `Question`
+
+    pools: dict  # of a record: pool -> models
+    questions: dict  # claim -> `Question`
     family: str = "best rates"
-    needs: dict = field(default_factory=dict) # model -> judged seeds
+    needs: dict = field(default_factory=dict)  # model -> judged seeds
     sd: float = PLAN_SD
 
     def __post_init__(self):
         self.models = planned_models(self.pools)
-        self.pool_of = {model["name"]: name for name, models in self.pools.items() for model in models}
-        self.fits = {claim: [] for claim in self.questions} # one dict of `Fit` per look
-        self.judged = {}                                    # claim -> list of `Judgement`
+        self.pool_of = {
+            model["name"]: name for name, models in self.pools.items() for model in models
+        }
+        self.fits = {claim: [] for claim in self.questions}  # one dict of `Fit` per look
+        self.judged = {}  # claim -> list of `Judgement`
         self.needs = {name: LOOKS[0] for name in self.models} | self.needs
         for look in range(len(LOOKS)):
             self.take(look)
@@ -344,10 +524,17 @@ class Looks:
 
     def ready(self, claim: str, look: int) -> bool:
         "Check whether a look at a claim can be taken: nothing is missing, and nothing can still be asked for."
-        earlier = [other for other in self.questions if self.neighbours(claim) & self.questions[other].models()]
+        earlier = [
+            other
+            for other in self.questions
+            if self.neighbours(claim) & self.questions[other].models()
+        ]
         if look and not all(len(self.fits[other]) >= look for other in {claim, *earlier}):
             return False
-        return all(self.has_seeds(name, min(LOOKS[look], self.needs[name])) for name in self.neighbours(claim))
+        return all(
+            self.has_seeds(name, min(LOOKS[look], self.needs[name]))
+            for name in self.neighbours(claim)
+        )
 
     def has_seeds(self, name: str, count: int) -> bool:
         "Check whether a model has its judged runs, or can have no verdict."
@@ -358,22 +545,34 @@ class Looks:
         "Take a look at every claim that is ready, then ask for more seeds where a comparison is open."
         for claim in [claim for claim in self.questions if self.ready(claim, look)]:
             counts = {name: min(LOOKS[look], self.needs[name]) for name in self.neighbours(claim)}
-            fits = {name: fit_model(self.models[name], self.family, count, self.sd) for name, count in counts.items()}
+            fits = {
+                name: fit_model(self.models[name], self.family, count, self.sd)
+                for name, count in counts.items()
+            }
             self.fits[claim].append(fits)
-            self.judged[claim] = judge_looks(list(self.questions[claim].contrasts), self.fits[claim], self.pool_of)
-        for claim in [claim for claim in self.questions if len(self.fits[claim]) == look + 1 < len(LOOKS)]:
+            self.judged[claim] = judge_looks(
+                list(self.questions[claim].contrasts), self.fits[claim], self.pool_of
+            )
+        for claim in [
+            claim for claim in self.questions if len(self.fits[claim]) == look + 1 < len(LOOKS)
+        ]:
             for contrast, judgement in zip(self.questions[claim].contrasts, self.judged[claim]):
-                if is_open(judgement) and not any(self.models[name]["why"] for name, _ in contrast.weights):
+                if is_open(judgement) and not any(
+                    self.models[name]["why"] for name, _ in contrast.weights
+                ):
                     for name, _ in contrast.weights:
                         self.needs[name] = max(self.needs[name], LOOKS[look + 1])
 
     def done(self) -> bool:
         "Check whether every model has the seeds that it needs, and every claim its last look."
-        return all(self.has_seeds(name, self.needs[name]) for name in self.models) and len(self.judged) == len(
-            self.questions)
+        return all(self.has_seeds(name, self.needs[name]) for name in self.models) and len(
+            self.judged
+        ) == len(self.questions)
 
 # %% ../../nbs/machine/looks.ipynb #looks-030
-def common_place(models: list[dict]) -> tuple: # of a record, one pool -> place or None, [(model, place) to run]
+def common_place(
+    models: list[dict],
+) -> tuple:  # of a record, one pool -> place or None, [(model, place) to run]
     "Find the grid rate with the lowest mean loss over a pool's models, and the runs that this still needs."
     if not all(model["place"] is not None or model["why"] for model in models):
         return None, []
@@ -394,25 +593,49 @@ def common_place(models: list[dict]) -> tuple: # of a record, one pool -> place 
 
 # %% ../../nbs/machine/looks.ipynb #looks-032
 # the order of the runs: (stage, family)
-STAGES = ((0, "best rates"), (0, "one rate"), (1, "best rates"), (1, "one rate"), (2, "best rates"),
-          (3, "best rates"), (3, "one rate"))
+STAGES = (
+    (0, "best rates"),
+    (0, "one rate"),
+    (1, "best rates"),
+    (1, "one rate"),
+    (2, "best rates"),
+    (3, "best rates"),
+    (3, "one rate"),
+)
+
 
 def stage_of(pool: str) -> int:
     "Return the stage in which a pool's models are first needed."
     names = {model.name for model in POOLS[pool].models}
-    return min(question.stage for question in (*QUESTIONS.values(), *LAPTOP_QUESTIONS.values())
-               if question.models() & names)
+    return min(
+        question.stage
+        for question in (*QUESTIONS.values(), *LAPTOP_QUESTIONS.values())
+        if question.models() & names
+    )
 
-def all_looks(pools: dict, sd: float = PLAN_SD) -> dict: # pools of a record -> (stage, family): `Looks`
+
+def all_looks(
+    pools: dict, sd: float = PLAN_SD
+) -> dict:  # pools of a record -> (stage, family): `Looks`
     "Take all looks that can be taken; a stage follows when the earlier one has ended."
-    questions = {claim: question for claim, question in questions_of(tuple(pools)).items()
-                 if question.outcome == "loss"}
+    questions = {
+        claim: question
+        for claim, question in questions_of(tuple(pools)).items()
+        if question.outcome == "loss"
+    }
     looks, needs = {}, {}
     for stage, family in STAGES:
-        asked = {claim: question for claim, question in questions.items()
-                 if question.stage == stage and family in question.families}
+        asked = {
+            claim: question
+            for claim, question in questions.items()
+            if question.stage == stage and family in question.families
+        }
         names = {name for question in asked.values() for name in question.models()}
-        used = {pool: models for pool, models in pools.items() if names & {model["name"] for model in models}}
+        used = {
+            pool: models
+            for pool, models in pools.items()
+            if names & {model["name"] for model in models}
+        }
         if not used:
             continue
         found = Looks(used, asked, family, needs.get(family, {}), sd)
@@ -423,16 +646,21 @@ def all_looks(pools: dict, sd: float = PLAN_SD) -> dict: # pools of a record -> 
     return looks
 
 # %% ../../nbs/machine/looks.ipynb #looks-036
-LARGEST_GROWTH = math.log2(1.01) # bits per byte: 1 % of perplexity
+LARGEST_GROWTH = math.log2(1.01)  # bits per byte: 1 % of perplexity
 
-def growth(run: dict, times: int = 16) -> float | None: # judged run of a record
+
+def growth(run: dict, times: int = 16) -> float | None:  # judged run of a record
     "Return by how much the loss per byte grows from the context to a multiple of it; None without long documents."
     lengths = run["measured"]["by_length"]
     longest = lengths["length"].index(times * lengths["length"][0])
     domains = [part for name, part in lengths.items() if name != "length" and part["documents"]]
     documents = sum(part["documents"] for part in domains)
-    grown = sum(part["documents"] * (part["bits_per_byte"][longest] - part["bits_per_byte"][0]) for part in domains)
+    grown = sum(
+        part["documents"] * (part["bits_per_byte"][longest] - part["bits_per_byte"][0])
+        for part in domains
+    )
     return grown / documents if documents else None
+
 
 def fit_growth(model: dict, count: int) -> Fit:
     "Estimate how much a model's loss grows with the context, above the growth that counts as none."
@@ -444,7 +672,8 @@ def fit_growth(model: dict, count: int) -> Fit:
         return no_verdict(why)
     return fit_mean([value - LARGEST_GROWTH for value in grown])
 
-def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # models of a record
+
+def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]:  # models of a record
     """Estimate the share of tokens (%) that the first model saves for the same loss, as a difference of two fits.
 
     The better model's curves are read at the other's mean last loss, and its mean curve at the other's last losses:
@@ -457,7 +686,10 @@ def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # mode
     last = [mean(curve["all"][-1] for curve in curves) for curves in runs]
     better, worse = (0, 1) if last[0] <= last[1] else (1, 0)
     tokens = runs[better][0]["tokens"]
-    middle = {"tokens": tokens, "all": [mean(losses) for losses in zip(*(curve["all"] for curve in runs[better]))]}
+    middle = {
+        "tokens": tokens,
+        "all": [mean(losses) for losses in zip(*(curve["all"] for curve in runs[better]))],
+    }
     share = lambda curve, level: 100 * (1 - (tokens_at(curve, level) or tokens[-1]) / tokens[-1])
     sign = 1 if better == 0 else -1
     saved = [sign * share(curve, last[worse]) for curve in runs[better]]
@@ -466,12 +698,15 @@ def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]: # mode
     other = fit_mean([value - mean(noise) for value in noise])
     return (negative(own), other) if better == 0 else (negative(other), own)
 
+
 def negative(fit: Fit) -> Fit:
     "Return the fit of an outcome with the opposite sign."
     return replace(fit, value=-fit.value, values=tuple(-value for value in fit.values))
 
 # %% ../../nbs/machine/looks.ipynb #looks-037
-def outcome_fits(question: Question, looks: Looks, look: int) -> dict: # -> name in the contrast -> `Fit`
+def outcome_fits(
+    question: Question, looks: Looks, look: int
+) -> dict:  # -> name in the contrast -> `Fit`
     "Estimate another outcome of the runs at a look; the names carry the contrast, on which the outcome depends."
     fits = {}
     for i, contrast in enumerate(question.contrasts):
@@ -485,14 +720,23 @@ def outcome_fits(question: Question, looks: Looks, look: int) -> dict: # -> name
         fits |= {f"{name} ({i})": fit for name, fit in zip(names, found)}
     return fits
 
-def outcome_judgements(question: Question, looks: Looks) -> list[Judgement]: # looks at the losses of the same models
+
+def outcome_judgements(
+    question: Question, looks: Looks
+) -> list[Judgement]:  # looks at the losses of the same models
     "Judge another outcome of the runs, at the looks that were taken at their losses; empty before the first."
-    claims = [claim for claim, other in looks.questions.items() if other.models() & question.models()]
+    claims = [
+        claim for claim, other in looks.questions.items() if other.models() & question.models()
+    ]
     taken = min((len(looks.fits[claim]) for claim in claims), default=0)
     if not taken:
         return []
-    contrasts = [replace(contrast, weights=tuple((f"{name} ({i})", weight) for name, weight in contrast.weights))
-                 for i, contrast in enumerate(question.contrasts)]
+    contrasts = [
+        replace(
+            contrast, weights=tuple((f"{name} ({i})", weight) for name, weight in contrast.weights)
+        )
+        for i, contrast in enumerate(question.contrasts)
+    ]
     fits = [outcome_fits(question, looks, look) for look in range(taken)]
     return judge_looks(contrasts, fits, {name: name for name in fits[0]})
 
@@ -501,7 +745,10 @@ def by_looks(record: dict) -> bool:
     "Check whether a record follows this plan, not the first one."
     return "rule" in record.get("results", {}).get("plan", {})
 
-def rows_of_claim(record: dict, claim: str) -> list[tuple[Comparison, Judgement]]: # record of `one_pass`
+
+def rows_of_claim(
+    record: dict, claim: str
+) -> list[tuple[Comparison, Judgement]]:  # record of `one_pass`
     "Judge every comparison of a claim, in both families; a comparison before its first look is not run."
     results = record["results"]
     question = questions_of(tuple(results["groups"])).get(claim)
@@ -518,8 +765,11 @@ def rows_of_claim(record: dict, claim: str) -> list[tuple[Comparison, Judgement]
         else:
             judged = outcome_judgements(question, found)
         for i, contrast in enumerate(question.contrasts):
-            rows.append(row_of(contrast, judged[i] if judged else waiting(contrast, found, family), family))
+            rows.append(
+                row_of(contrast, judged[i] if judged else waiting(contrast, found, family), family)
+            )
     return rows
+
 
 def waiting(contrast: Contrast, looks: Looks | None, family: str) -> Judgement:
     "Return the judgement of a comparison before its first look: how many seeds are there."
@@ -528,21 +778,36 @@ def waiting(contrast: Contrast, looks: Looks | None, family: str) -> Judgement:
     runs = [len(runs_of(looks.models[name], family)) for name, _ in contrast.weights]
     return Judgement(0, why=f"{min(runs)} of {LOOKS[0]} seeds so far")
 
+
 def row_of(contrast: Contrast, judgement: Judgement, family: str) -> tuple[Comparison, Judgement]:
     "Return a row of the ledger, whose label names the family."
     label = contrast.label + ", one learning rate for all" * (family == "one rate")
     return comparison_of(replace(contrast, label=label), judgement), judgement
 
 # %% ../../nbs/machine/looks.ipynb #looks-041
-RULE = {"looks": LOOKS, "level": LOOK_LEVEL, "sd": PLAN_SD, "search seeds": SEARCH_SEEDS, "exploded": EXPLODED,
-        "extra places": EXTRA, "control seeds": CONTROL_SEEDS,
-        "reruns": RERUNS, "flattest": FLATTEST, "farthest": FARTHEST, "apart": APART, "prior df": PRIOR_DF,
-        "mean search": MEAN_SEARCH}
+RULE = {
+    "looks": LOOKS,
+    "level": LOOK_LEVEL,
+    "sd": PLAN_SD,
+    "search seeds": SEARCH_SEEDS,
+    "exploded": EXPLODED,
+    "extra places": EXTRA,
+    "control seeds": CONTROL_SEEDS,
+    "reruns": RERUNS,
+    "flattest": FLATTEST,
+    "farthest": FARTHEST,
+    "apart": APART,
+    "prior df": PRIOR_DF,
+    "mean search": MEAN_SEARCH,
+}
+
 
 def looks_hash(recipe: dict = RECIPE) -> str:
     "Return a short hash of models, rates, comparisons, rule and recipe of the plan."
     outside = {"laptop"} | AFTER_THE_PLAN
     pools = {name: asdict(pool) for name, pool in POOLS.items() if name not in outside}
-    questions = {claim: asdict(question) for claim, question in QUESTIONS.items() if claim not in outside}
+    questions = {
+        claim: asdict(question) for claim, question in QUESTIONS.items() if claim not in outside
+    }
     plan = {"pools": pools, "rates": RATES, "questions": questions, "rule": RULE, "recipe": recipe}
     return hashlib.sha256(json.dumps(to_plain(plan), sort_keys=True).encode()).hexdigest()[:16]

@@ -30,15 +30,17 @@ from ..records import atomic_file, check_ranges
 from ..theory.closed_forms import effective_rate
 
 # %% ../../nbs/machine/measures.ipynb #measures-011
-MULTIPLES = (1, 2, 4, 8, 16) # lengths that are measured, in training contexts
+MULTIPLES = (1, 2, 4, 8, 16)  # lengths that are measured, in training contexts
 
-def documents_of(tokens: np.ndarray, end: int) -> list[np.ndarray]: # (M,) tokens with end marks
+
+def documents_of(tokens: np.ndarray, end: int) -> list[np.ndarray]:  # (M,) tokens with end marks
     "Return every document of a held-out text as it is read: an end mark, its tokens, its end mark."
     bounds = [0, *(np.flatnonzero(tokens == end) + 1), len(tokens)]
     pieces = [tokens[start:stop] for start, stop in zip(bounds, bounds[1:])]
     return [np.concatenate([[end], piece]) for piece in pieces if len(piece) > 1]
 
-def parts_of(texts: Texts, longest: int) -> dict: # -> part: documents
+
+def parts_of(texts: Texts, longest: int) -> dict:  # -> part: documents
     "Return the documents of every part of a text, cut after `longest` predictions."
     end, parts = texts.corpus.tokenizer.end, {}
     for name, (tokens, _) in texts.domains.items():
@@ -46,17 +48,19 @@ def parts_of(texts: Texts, longest: int) -> dict: # -> part: documents
     for name, documents in texts.long.items():
         parts[f"{name} long"] = [np.concatenate([[end], document, [end]]) for document in documents]
     for part, documents in parts.items():
-        parts[part] = [document[:longest + 1] for document in documents]
+        parts[part] = [document[: longest + 1] for document in documents]
     return parts
 
 # %% ../../nbs/machine/measures.ipynb #measures-013
-PIECES = (1, 2, 3, 4, 6, 8, 12, 16) # lengths of padded documents, in contexts
+PIECES = (1, 2, 3, 4, 6, 8, 12, 16)  # lengths of padded documents, in contexts
+
 
 def reading(model: SequenceLM, context: int, rows: int) -> SimpleNamespace:
     "Return the settings of `window_losses`: at most `rows` times `context` tokens at a time."
     whole = any(isinstance(block.mixer, Attention) for block in model.blocks)
     chunk = context * MULTIPLES[-1] if whole else context
     return SimpleNamespace(chunk=chunk, tokens_at_once=rows * context)
+
 
 def padded_length(document: np.ndarray, context: int) -> int:
     "Return the length to which a document's predictions are padded."
@@ -66,10 +70,10 @@ def padded_length(document: np.ndarray, context: int) -> int:
 # %% ../../nbs/machine/measures.ipynb #measures-014
 def read_documents(
     model: SequenceLM,
-    documents: list[np.ndarray], # token ids (m,), from `parts_of`
-    context: int,                # T
-    rows: int,                   # at most `rows` times T tokens at a time
-) -> list[np.ndarray]:           # (m-1,) nats
+    documents: list[np.ndarray],  # token ids (m,), from `parts_of`
+    context: int,  # T
+    rows: int,  # at most `rows` times T tokens at a time
+) -> list[np.ndarray]:  # (m-1,) nats
     "Return the loss of every prediction of each document; every document is read alone."
     lengths = np.array([padded_length(document, context) for document in documents], dtype=int)
     losses = [np.empty(0)] * len(documents)
@@ -77,16 +81,17 @@ def read_documents(
         numbers = np.flatnonzero(lengths == length)
         windows = torch.zeros(len(numbers), length + 1, dtype=torch.int64)
         for row, number in zip(windows, numbers):
-            row[:len(documents[number])] = torch.from_numpy(documents[number].astype(np.int64))
+            row[: len(documents[number])] = torch.from_numpy(documents[number].astype(np.int64))
         nats = window_losses(model, windows, reading(model, context, rows))
         for row, number in zip(nats, numbers):
-            losses[number] = row[:len(documents[number]) - 1]
+            losses[number] = row[: len(documents[number]) - 1]
     return losses
 
 # %% ../../nbs/machine/measures.ipynb #measures-021
 def doubling_bins(context: int) -> np.ndarray:
     "Return edges of bins of positions: 0, T/16, T/8, T/4, ... up to 16 T."
     return np.unique([0, *(int(context * 2.0**power) for power in range(-4, 5))])
+
 
 def binned(losses: list[np.ndarray], edges: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     "Return sums of every document's losses per bin of positions, and their numbers, (n,bins)."
@@ -102,17 +107,19 @@ def binned(losses: list[np.ndarray], edges: np.ndarray) -> tuple[np.ndarray, np.
 # %% ../../nbs/machine/measures.ipynb #measures-023
 def losses_by_length(
     model: SequenceLM,
-    documents: list[np.ndarray], # token ids, from `parts_of`
-    carried: list[np.ndarray],   # their losses, from `read_documents`
-    context: int,                # T
-    rows: int,                   # at most `rows` times T tokens at a time
-) -> np.ndarray:                 # (documents,5) nats
+    documents: list[np.ndarray],  # token ids, from `parts_of`
+    carried: list[np.ndarray],  # their losses, from `read_documents`
+    context: int,  # T
+    rows: int,  # at most `rows` times T tokens at a time
+) -> np.ndarray:  # (documents,5) nats
     "Return every document's loss in windows of T, 2T, 4T, 8T, 16T; NaN if it is shorter."
     *shorter, longest = (context * multiple for multiple in MULTIPLES)
     numbers = [number for number, loss in enumerate(carried) if len(loss) == longest]
     sums = np.full((len(documents), len(MULTIPLES)), np.nan)
     for column, length in enumerate((*shorter, longest)):
-        sums[numbers, column] = [carried[number][:length].sum(dtype=np.float64) for number in numbers]
+        sums[numbers, column] = [
+            carried[number][:length].sum(dtype=np.float64) for number in numbers
+        ]
     for column, length in enumerate(shorter if numbers else ()):
         windows = [cut(documents[number][length:], length, longest - length) for number in numbers]
         nats = window_losses(model, torch.cat(windows), reading(model, context, rows))
@@ -120,23 +127,25 @@ def losses_by_length(
     return sums
 
 # %% ../../nbs/machine/measures.ipynb #measures-031
-def entry_shares(form: str, k: Tensor, beta: Tensor) -> Tensor: # (M,N), (M,D) -> (M,D,N)
+def entry_shares(form: str, k: Tensor, beta: Tensor) -> Tensor:  # (M,N), (M,D) -> (M,D,N)
     "Return the share of every entry of the state that a step of Longhorn takes away by its own."
     squares, beta = k.square()[:, None], beta[..., None]
     if form == "decoupled":
         return beta * squares / (1 + beta * squares)
     return effective_rate(k[:, None], beta) * squares
 
-def erased_share(entries: Tensor, k: Tensor) -> Tensor: # (M,D,N), (M,N) -> (M,D)
+
+def erased_share(entries: Tensor, k: Tensor) -> Tensor:  # (M,D,N), (M,N) -> (M,D)
     "Return the share taken from an old answer to the key, for a state along it; 0 if the key is 0."
     tiny = torch.finfo(k.dtype).tiny
     weights = k.square() / k.square().sum(-1, keepdim=True).clamp(min=tiny)
     return (entries * weights[:, None]).sum(-1)
 
-def effective_entries(k: Tensor) -> Tensor: # (...,N) -> (...)
+
+def effective_entries(k: Tensor) -> Tensor:  # (...,N) -> (...)
     "Return the effective number of a key's entries, (sum k^2)^2 / sum k^4; 0 for a key of zeros."
     tiny = torch.finfo(k.dtype).tiny
-    squares = (k / k.abs().amax(-1, keepdim=True).clamp(min=tiny)).square() # from 0 to 1
+    squares = (k / k.abs().amax(-1, keepdim=True).clamp(min=tiny)).square()  # from 0 to 1
     return squares.sum(-1).square() / squares.square().sum(-1).clamp(min=1)
 
 # %% ../../nbs/machine/measures.ipynb #measures-033
@@ -151,11 +160,12 @@ def longhorn_steps(mixer, x):
         erased = written
     return k[:, :, None], beta, {"written": written, "erased": erased, "entry": entries}
 
+
 def mamba_steps(mixer, x):
     "Return the same of Mamba: B in place of keys, and its time steps in place of step sizes."
     _, k, x, dt_low_rank, _, _ = mixer.project(x)
     keys, dt = k.flatten(0, 1), F.softplus(mixer.dt_proj(dt_low_rank)).flatten(0, 1)
-    rates = mixer.rates(x) # (D,N), or (B,T,N) if they come from the input
+    rates = mixer.rates(x)  # (D,N), or (B,T,N) if they come from the input
     if rates.dim() == 2:
         rates = rates.expand(len(keys), -1, -1)
     else:
@@ -164,6 +174,7 @@ def mamba_steps(mixer, x):
     written = lambda some: dt[some] * keys[some].square().sum(-1, keepdim=True)
     erased = lambda some: erased_share(entries(some), keys[some])
     return k[:, :, None], dt, {"written": written, "erased": erased, "entry": entries}
+
 
 def matrix_steps(mixer, x):
     "Return keys (B,T,H,N), rates (M,H) and shares of the delta rule; None and {} for others."
@@ -175,27 +186,32 @@ def matrix_steps(mixer, x):
     corrected = lambda some: beta[some] * norms[some]
     return k, beta, {"written": corrected, "erased": corrected}
 
+
 STEPS = {Longhorn: longhorn_steps, Mamba: mamba_steps, MatrixMixer: matrix_steps}
 
 # %% ../../nbs/machine/measures.ipynb #measures-035
-GAPS = (1, 2, 4, 8, 16, 32, 64) # steps between two keys
-TOKENS = 2048                   # of a layer, that go into the percentiles of a share
-MOST = 1 << 22                  # numbers that go into a percentile
+GAPS = (1, 2, 4, 8, 16, 32, 64)  # steps between two keys
+TOKENS = 2048  # of a layer, that go into the percentiles of a share
+MOST = 1 << 22  # numbers that go into a percentile
+
 
 def rounded(value: float, digits: int = 4) -> float:
     "Return a number with few significant digits."
     return float(f"{float(value):.{digits}g}")
 
+
 def some_of(tokens: int, most: int, device: torch.device) -> Tensor:
     "Return evenly spaced numbers of tokens, at most `most` and at most 2048, but one at least."
     return torch.linspace(0, tokens - 1, max(1, min(tokens, most, TOKENS)), device=device).long()
+
 
 def percentiles(values: Tensor) -> list[float]:
     "Return the 10th, 50th and 90th percentile of all numbers in a tensor."
     values = values.flatten().float()
     return [rounded(value) for value in torch.quantile(values, values.new_tensor([0.1, 0.5, 0.9]))]
 
-def cosines(k: Tensor) -> tuple[list[float], list[float]]: # (B,T,H,N)
+
+def cosines(k: Tensor) -> tuple[list[float], list[float]]:  # (B,T,H,N)
     "Return the mean cosine of keys 1, 2, 4, ... steps apart, and the mean of its size."
     k, means = F.normalize(k.float(), dim=-1), []
     for gap in GAPS:
@@ -207,17 +223,20 @@ def cosines(k: Tensor) -> tuple[list[float], list[float]]: # (B,T,H,N)
 # %% ../../nbs/machine/measures.ipynb #measures-036
 def describe_layer(
     mixer: nn.Module,
-    x: Tensor, # (B,T,d_model) inputs of the layer
-) -> dict:     # {} without keys
+    x: Tensor,  # (B,T,d_model) inputs of the layer
+) -> dict:  # {} without keys
     "Return percentiles of a layer's keys and steps, and the cosines between its keys."
     kind = next((kind for kind in STEPS if isinstance(mixer, kind)), None)
     if kind is None:
         return {}
     k, gate, shares = STEPS[kind](mixer, x)
     signed, sizes = cosines(k)
-    described = {"squared_norm": percentiles(k.square().sum(-1)),
-                 "effective_entries": percentiles(effective_entries(k)),
-                 "cosine": signed, "cosine_size": sizes}
+    described = {
+        "squared_norm": percentiles(k.square().sum(-1)),
+        "effective_entries": percentiles(effective_entries(k)),
+        "cosine": signed,
+        "cosine_size": sizes,
+    }
     if gate is None:
         return described
     for name, share in {"gate": gate.__getitem__, **shares}.items():
@@ -239,8 +258,9 @@ def layer_inputs(model: SequenceLM) -> Iterator[list]:
         for hook in hooks:
             hook.remove()
 
+
 @torch.no_grad()
-def describe_layers(model: SequenceLM, windows: Tensor) -> dict: # (n,T+1)
+def describe_layers(model: SequenceLM, windows: Tensor) -> dict:  # (n,T+1)
     "Return {name: one entry per layer} of `describe_layer`, in the weights' dtype, on the windows."
     device = model.embedding.weight.device
     with layer_inputs(model) as inputs:
@@ -252,9 +272,10 @@ def describe_layers(model: SequenceLM, windows: Tensor) -> dict: # (n,T+1)
 
 # %% ../../nbs/machine/measures.ipynb #measures-041
 OTHER_FORM = {"exact": "diagonal", "diagonal": "exact"}
-WINDOWS = 32 # per domain
+WINDOWS = 32  # per domain
 
-def sample_windows(texts: Texts, context: int, count: int = WINDOWS) -> Tensor: # -> (n,T+1)
+
+def sample_windows(texts: Texts, context: int, count: int = WINDOWS) -> Tensor:  # -> (n,T+1)
     "Return windows of T tokens and one more from evenly spaced places, at most `count` per domain."
     windows = []
     for tokens, _ in texts.domains.values():
@@ -262,17 +283,18 @@ def sample_windows(texts: Texts, context: int, count: int = WINDOWS) -> Tensor: 
         number = min(count, fitting)
         last = len(tokens) - 1 - context
         starts = [place * last // max(1, number - 1) for place in range(number)]
-        windows += [np.asarray(tokens[start:start + context + 1], np.int64) for start in starts]
+        windows += [np.asarray(tokens[start : start + context + 1], np.int64) for start in starts]
     if not windows:
         raise ValueError(f"no domain has {context + 1:,} held-out tokens, a context and one more")
     return torch.from_numpy(np.stack(windows))
 
+
 def exchange_losses(
     model: SequenceLM,
-    windows: Tensor, # (n,T+1) token ids
-    context: int,    # T
-    rows: int,       # at most `rows` times T tokens at a time
-) -> np.ndarray:     # (1+layers,n) nats
+    windows: Tensor,  # (n,T+1) token ids
+    context: int,  # T
+    rows: int,  # at most `rows` times T tokens at a time
+) -> np.ndarray:  # (1+layers,n) nats
     "Return every window's loss as trained, and with each layer in turn computing its other form."
     settings = reading(model, context, rows)
     read = lambda: window_losses(model, windows, settings).sum(1, dtype=np.float64)
@@ -287,22 +309,29 @@ def exchange_losses(
     return np.stack(losses)
 
 # %% ../../nbs/machine/measures.ipynb #measures-051
-def bits(nats: float, predictions: int) -> float | None: # None without predictions
+def bits(nats: float, predictions: int) -> float | None:  # None without predictions
     "Return bits per byte."
     return round(float(nats) / predictions / math.log(2), 5) if predictions else None
+
 
 def coarse(sums: np.ndarray) -> np.ndarray:
     "Return sums as float32, rounded to 1/64."
     return (np.round(64 * sums) / 64).astype(np.float32)
 
+
 def summary_of_part(losses: list[np.ndarray], context: int) -> dict:
     "Return number, bytes and loss of a part's documents, its loss by position, and how many reach a length."
     nats, counts = binned(losses, doubling_bins(context))
-    return {"documents": len(losses), "bytes": int(counts.sum()),
-            "bits_per_byte": bits(nats.sum(), counts.sum()),
-            "by_position": [bits(*both) for both in zip(nats.sum(0), counts.sum(0))],
-            "reach": [sum(len(loss) >= context * multiple for loss in losses)
-                      for multiple in MULTIPLES]}
+    return {
+        "documents": len(losses),
+        "bytes": int(counts.sum()),
+        "bits_per_byte": bits(nats.sum(), counts.sum()),
+        "by_position": [bits(*both) for both in zip(nats.sum(0), counts.sum(0))],
+        "reach": [
+            sum(len(loss) >= context * multiple for loss in losses) for multiple in MULTIPLES
+        ],
+    }
+
 
 def arrays_of_part(losses: list[np.ndarray], by_length: np.ndarray, context: int) -> dict:
     "Return a part's losses per document, by position, and in windows of every length."
@@ -310,10 +339,13 @@ def arrays_of_part(losses: list[np.ndarray], by_length: np.ndarray, context: int
     nats, counts = binned(losses, doubling_bins(context))
     position_nats, position_counts = binned(losses, position_bins(longest))
     predictions = position_counts.sum(0)
-    return {"nats": coarse(nats), "bytes": counts.sum(1).astype(np.int32),
-            "position_nats": (position_nats.sum(0) / np.maximum(predictions, 1)).astype(np.float32),
-            "position_bytes": predictions.astype(np.int32),
-            "windows": coarse(by_length[[len(loss) == longest for loss in losses]])}
+    return {
+        "nats": coarse(nats),
+        "bytes": counts.sum(1).astype(np.int32),
+        "position_nats": (position_nats.sum(0) / np.maximum(predictions, 1)).astype(np.float32),
+        "position_bytes": predictions.astype(np.int32),
+        "windows": coarse(by_length[[len(loss) == longest for loss in losses]]),
+    }
 
 # %% ../../nbs/machine/measures.ipynb #measures-052
 def measure_documents(model: SequenceLM, texts: Texts, context: int, rows: int) -> tuple:
@@ -332,6 +364,7 @@ def measure_documents(model: SequenceLM, texts: Texts, context: int, rows: int) 
         first = inside.stop
     return summary | {"by_length": summary_of_lengths(texts, arrays, context)}, arrays
 
+
 def summary_of_lengths(texts: Texts, arrays: dict, context: int) -> dict:
     "Return the window lengths, and every domain's number of documents and loss at each length."
     summary = {"length": [context * multiple for multiple in MULTIPLES]}
@@ -345,9 +378,15 @@ def summary_of_lengths(texts: Texts, arrays: dict, context: int) -> dict:
     return summary
 
 # %% ../../nbs/machine/measures.ipynb #measures-052-3
-def reach_table(summary: dict) -> tuple[str, list, list]: # of `measure_run`; -> title, columns, rows
+def reach_table(
+    summary: dict,
+) -> tuple[str, list, list]:  # of `measure_run`; -> title, columns, rows
     "Return a table of how many documents of every part reach each length, as `show_table` takes it."
-    columns = ["part", "documents", *(f"{length:,} bytes" for length in summary["by_length"]["length"])]
+    columns = [
+        "part",
+        "documents",
+        *(f"{length:,} bytes" for length in summary["by_length"]["length"]),
+    ]
     rows = [[part, found["documents"], *found["reach"]] for part, found in summary["parts"].items()]
     return "Documents that reach a length", columns, rows
 
@@ -365,19 +404,19 @@ def measure_exchange(model: SequenceLM, windows: Tensor, context: int, rows: int
 # %% ../../nbs/machine/measures.ipynb #measures-054
 @torch.no_grad()
 def measure_run(
-    model: SequenceLM, # trained; its mode, forms and gradients stay as they are
-    texts: Texts,      # from `open_texts`, in bytes
-    context: int,      # T, bytes of a training sequence
-    rows: int,         # at most `rows` times T bytes are read at a time
-    gpu: bool,         # on a GPU, in bfloat16 and without compiled code
-) -> tuple[dict, dict[str, np.ndarray]]: # summary, arrays
+    model: SequenceLM,  # trained; its mode, forms and gradients stay as they are
+    texts: Texts,  # from `open_texts`, in bytes
+    context: int,  # T, bytes of a training sequence
+    rows: int,  # at most `rows` times T bytes are read at a time
+    gpu: bool,  # on a GPU, in bfloat16 and without compiled code
+) -> tuple[dict, dict[str, np.ndarray]]:  # summary, arrays
     "Measure a trained model as this page explains; ValueError for other tokens or a short text."
     check_ranges(SimpleNamespace(context=context, rows=rows), context=(1, 2**31), rows=(1, 2**31))
     if texts.corpus.tokenizer.name != "bytes":
         name = texts.corpus.tokenizer.name
         raise ValueError(f"the text has tokens of {name}; only bytes are measured")
     windows, training = sample_windows(texts, context), model.training
-    few = windows[::max(4, -(-len(windows) // rows))]
+    few = windows[:: max(4, -(-len(windows) // rows))]
     quiet = torch.compiler.set_stance("force_eager") if gpu else nullcontext()
     model.eval()
     try:
@@ -390,17 +429,18 @@ def measure_run(
     return summary | {"layers": layers} | exchange, arrays | exchange_arrays
 
 # %% ../../nbs/machine/measures.ipynb #measures-061
-def save_arrays(path: str | Path, arrays: dict[str, np.ndarray]) -> Path: # names may contain "/"
+def save_arrays(path: str | Path, arrays: dict[str, np.ndarray]) -> Path:  # names may contain "/"
     "Write arrays to a compressed .npz file, whole or not at all; OSError names the file."
     pack = lambda file: zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
     with atomic_file(path, "wb") as file, pack(file) as archive:
         for name, values in arrays.items():
             data = io.BytesIO()
             np.lib.format.write_array(data, np.ascontiguousarray(values), allow_pickle=False)
-            entry = zipfile.ZipInfo(f"{name}.npy") # of a fixed date
+            entry = zipfile.ZipInfo(f"{name}.npy")  # of a fixed date
             entry.compress_type = zipfile.ZIP_DEFLATED
             archive.writestr(entry, data.getvalue())
     return Path(path)
+
 
 def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
     "Return the arrays of a file; ValueError if it is damaged, OSError if it is missing."

@@ -35,19 +35,23 @@ from ..records import check_ranges, to_plain
 @dataclass(frozen=True)
 class Task:
     "One kind of stream; impossible settings raise a ValueError."
-    length: int = 64    # T, tokens per stream
-    pairs: int = 8      # P, pairs of key and value shown
-    vocab: int = 256    # V tokens: 0 is the blank, then V/2 - 1 keys, then V/2 values
+
+    length: int = 64  # T, tokens per stream
+    pairs: int = 8  # P, pairs of key and value shown
+    vocab: int = 256  # V tokens: 0 is the blank, then V/2 - 1 keys, then V/2 values
     rewritten: int = 0  # R, keys that are bound a second time, to a new value
-    power_a: float = 0.01 # a, of the law of the gaps
+    power_a: float = 0.01  # a, of the law of the gaps
 
-    def __post_init__(self): check_task(self)
-
-    @property
-    def keys(self): return self.pairs - self.rewritten # K
+    def __post_init__(self):
+        check_task(self)
 
     @property
-    def slots(self): return (self.length - 2 * self.pairs) // 2 # n, places for a question
+    def keys(self):
+        return self.pairs - self.rewritten  # K
+
+    @property
+    def slots(self):
+        return (self.length - 2 * self.pairs) // 2  # n, places for a question
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n06
 def check_task(task):
@@ -55,24 +59,32 @@ def check_task(task):
         if getattr(task, name) % step:
             kind = "even number" if step == 2 else "integer"
             raise ValueError(f"{name} is {getattr(task, name)}; it must be an {kind}")
-    check_ranges(task, pairs=(1, math.inf), rewritten=(0, task.pairs // 2), power_a=(1e-9, 1e9),
-                 length=(2 * (task.pairs + task.keys), math.inf), vocab=(2 * task.pairs + 2, math.inf))
+    check_ranges(
+        task,
+        pairs=(1, math.inf),
+        rewritten=(0, task.pairs // 2),
+        power_a=(1e-9, 1e9),
+        length=(2 * (task.pairs + task.keys), math.inf),
+        vocab=(2 * task.pairs + 2, math.inf),
+    )
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-009
-def gap_law(task: Task) -> Tensor: # (slots,)
+def gap_law(task: Task) -> Tensor:  # (slots,)
     "Return the probability of each slot for the question about the first key, equation (2)."
     weights = torch.arange(1, task.slots + 1, dtype=torch.float64) ** (task.power_a - 1)
     return weights / weights.sum()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-011
-def draw_slots(task: Task, streams: int, generator: torch.Generator) -> Tensor: # (B,K)
+def draw_slots(task: Task, streams: int, generator: torch.Generator) -> Tensor:  # (B,K)
     "Draw the slot of each key's question without replacement: the K shortest waiting times at the law's rates."
     law = gap_law(task).to(generator.device, torch.float32)
     waits = torch.empty(streams, task.slots, device=law.device).exponential_(generator=generator)
     return (waits / law).topk(task.keys, largest=False).indices
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-016
-def distinct(low: int, high: int, count: int, streams: int, generator: torch.Generator) -> Tensor: # (B,count)
+def distinct(
+    low: int, high: int, count: int, streams: int, generator: torch.Generator
+) -> Tensor:  # (B,count)
     "Draw different tokens from low to high - 1, in random order."
     draws = torch.rand(streams, high - low, generator=generator, device=generator.device)
     return low + draws.topk(count).indices
@@ -80,44 +92,55 @@ def distinct(low: int, high: int, count: int, streams: int, generator: torch.Gen
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-017
 class Streams(NamedTuple):
     "A batch of streams, with questions and answers."
+
     tokens: Tensor  # (B,T) what the model reads
-    where: Tensor   # (B,K) position of the question about each key
-    answers: Tensor # (B,K) the value that each key has last
-    first: Tensor   # (B,K) the value that it had first; the same unless it was rewritten
+    where: Tensor  # (B,K) position of the question about each key
+    answers: Tensor  # (B,K) the value that each key has last
+    first: Tensor  # (B,K) the value that it had first; the same unless it was rewritten
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-018
 def draw(task: Task, streams: int, generator: torch.Generator) -> Streams:
     "Draw B streams of equation (1), on the generator's device."
     half, P, K, device = task.vocab // 2, task.pairs, task.keys, generator.device
-    keys, values = distinct(1, half, K, streams, generator), distinct(half, task.vocab, P, streams, generator)
-    shown = torch.arange(P, device=device).expand(streams, P) # (B,P) which key each pair has
+    keys, values = (
+        distinct(1, half, K, streams, generator),
+        distinct(half, task.vocab, P, streams, generator),
+    )
+    shown = torch.arange(P, device=device).expand(streams, P)  # (B,P) which key each pair has
     if task.rewritten:
         shown = torch.rand(streams, P, generator=generator, device=device).argsort(1) % K
     where = 2 * (P + draw_slots(task, streams, generator))
     tokens = torch.zeros(streams, task.length, dtype=torch.int64, device=device)
-    tokens[:, 0:2 * P:2], tokens[:, 1:2 * P:2] = keys.gather(1, shown), values
-    matches = (shown[:, None] == torch.arange(K, device=device)[:, None]).int() # (B,K,P)
+    tokens[:, 0 : 2 * P : 2], tokens[:, 1 : 2 * P : 2] = keys.gather(1, shown), values
+    matches = (shown[:, None] == torch.arange(K, device=device)[:, None]).int()  # (B,K,P)
     first, last = matches.argmax(-1), P - 1 - matches.flip(-1).argmax(-1)
-    return Streams(tokens.scatter_(1, where, keys), where, values.gather(1, last), values.gather(1, first))
+    return Streams(
+        tokens.scatter_(1, where, keys), where, values.gather(1, last), values.gather(1, first)
+    )
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-022
 PARTS = ("train", "test")
 
+
 def generator_of(seed: int, part: str, block: int, device="cpu") -> torch.Generator:
     "Return the generator of one block of streams of a seed and a part; no two blocks share a generator."
     number = (2 * block + PARTS.index(part)) * 1000 + seed
-    if not 0 <= seed < 1000 or number >= 2**32: # torch's CPU generator looks at 32 bits only
-        raise ValueError(f"seed is {seed} and block {block}; seeds go from 0 to 999, blocks to {2**32 // 2000 - 1}")
+    if not 0 <= seed < 1000 or number >= 2**32:  # torch's CPU generator looks at 32 bits only
+        raise ValueError(
+            f"seed is {seed} and block {block}; seeds go from 0 to 999, blocks to {2**32 // 2000 - 1}"
+        )
     return torch.Generator(device).manual_seed(number)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-026
 @cache
 def place_guess(task: Task) -> float:
     "Return how often the value of the likeliest pair is right, if only the place of a question is seen."
-    if task.rewritten: # its pairs are shuffled, so the place says nothing, but the last one always counts
+    if (
+        task.rewritten
+    ):  # its pairs are shuffled, so the place says nothing, but the last one always counts
         return 1 / task.keys
     counts, pair = torch.zeros(2, task.slots, task.pairs), torch.arange(task.pairs)
-    for block in range(10): # half to learn from, half to test with
+    for block in range(10):  # half to learn from, half to test with
         slots = draw_slots(task, 10000, generator_of(0, "train", block))
         asked = torch.bincount((slots * task.pairs + pair).flatten(), minlength=counts[0].numel())
         counts[block % 2] += asked.view(-1, task.pairs)
@@ -125,7 +148,9 @@ def place_guess(task: Task) -> float:
     return (tested.gather(1, learnt.argmax(1, keepdim=True)).sum() / tested.sum()).item()
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-029
-def answer(model: SequenceLM, tokens: Tensor, where: Tensor, perturb: Any = None) -> Tensor: # (B,T), (B,K) -> (B,K,V)
+def answer(
+    model: SequenceLM, tokens: Tensor, where: Tensor, perturb: Any = None
+) -> Tensor:  # (B,T), (B,K) -> (B,K,V)
     "Return the logits at the questions; `perturb(h, tokens)` may change the embedded streams (B,T,d_model)."
     h = model.embed(tokens)
     h = perturb(h, tokens) if perturb else h
@@ -133,14 +158,21 @@ def answer(model: SequenceLM, tokens: Tensor, where: Tensor, perturb: Any = None
         h = block(h)
     return model.read_out(h.gather(1, where[..., None].expand(-1, -1, h.shape[-1])))
 
-def question_loss(model: SequenceLM, tokens: Tensor, where: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+
+def question_loss(
+    model: SequenceLM, tokens: Tensor, where: Tensor, answers: Tensor
+) -> tuple[Tensor, Tensor]:
     "Return the mean loss at the questions (nats), and that loss with the share of right answers."
     logits = answer(model, tokens, where).float()
     loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
     return loss, torch.stack([loss, (logits.argmax(-1) == answers).float().mean()])
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-031
-CHUNK, STOP_AT = 50, 0.99 # steps per point of the curve; accuracy over a chunk at which training ends
+CHUNK, STOP_AT = (
+    50,
+    0.99,
+)  # steps per point of the curve; accuracy over a chunk at which training ends
+
 
 def training_batches(task: Task, batch_size: int, seed: int, device: Any) -> Iterator[tuple]:
     "Yield fresh (tokens, where, answers) without end, drawn for a chunk of steps at a time."
@@ -148,22 +180,39 @@ def training_batches(task: Task, batch_size: int, seed: int, device: Any) -> Ite
         fresh = draw(task, CHUNK * batch_size, generator_of(seed, "train", block, device))
         yield from zip(*(part.split(batch_size) for part in fresh[:3]))
 
-def train(settings: dict) -> tuple: # -> model, steps (points,), loss and accuracy (points,2)
+
+def train(settings: dict) -> tuple:  # -> model, steps (points,), loss and accuracy (points,2)
     "Train a job's model until it solves the task or its steps are over."
-    s, task, device = SimpleNamespace(**settings), Task(**settings["task"]), "cuda" if settings["gpu"] else "cpu"
+    s, task, device = (
+        SimpleNamespace(**settings),
+        Task(**settings["task"]),
+        "cuda" if settings["gpu"] else "cpu",
+    )
     with torch.random.fork_rng([]):
         torch.manual_seed(s.seed)
         model = SequenceLM(LMConfig(task.vocab, s.d_model, s.layers, s.mixer, s.options)).to(device)
     batches = training_batches(task, s.batch_size, s.seed, device)
-    return model, *fit(model, batches, question_loss, s.steps, s.lr, s.warmup, bf16=s.bf16, clip=1.0, log_every=CHUNK,
-                       watch=lambda found: found[1] >= STOP_AT or not found[0].isfinite())
+    return model, *fit(
+        model,
+        batches,
+        question_loss,
+        s.steps,
+        s.lr,
+        s.warmup,
+        bf16=s.bf16,
+        clip=1.0,
+        log_every=CHUNK,
+        watch=lambda found: found[1] >= STOP_AT or not found[0].isfinite(),
+    )
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-048
 MODELS = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba", "gla", "deltanet", "attention")
 
+
 @dataclass(frozen=True)
 class Stage:
     "A part of the grid: one size of the task, one width, and its models."
+
     length: int
     pairs: int
     d_model: int
@@ -175,25 +224,27 @@ class Stage:
 @dataclass(frozen=True)
 class Config:
     "Settings that determine one scale's results."
-    stages: Annotated[tuple, tyro.conf.Suppress] # most important first; no flag
-    vocab: int = 8192         # V
-    lrs: tuple = (2.2e-3, 1e-2, 4.6e-4) # learning rates, tried with the first seed
-    late_lrs: tuple = (1e-4,) # tried when everything else is done
-    all_lrs: bool = True      # False: none after one that solves the task
+
+    stages: Annotated[tuple, tyro.conf.Suppress]  # most important first; no flag
+    vocab: int = 8192  # V
+    lrs: tuple = (2.2e-3, 1e-2, 4.6e-4)  # learning rates, tried with the first seed
+    late_lrs: tuple = (1e-4,)  # tried when everything else is done
+    all_lrs: bool = True  # False: none after one that solves the task
     seeds: tuple = (0, 1, 2)  # the others only with the best learning rate
-    tokens: int = 16384       # per batch
-    most_streams: int = 256   # per batch
-    steps: int = 6000         # at most
-    warmup: int = 300         # steps
+    tokens: int = 16384  # per batch
+    most_streams: int = 256  # per batch
+    steps: int = 6000  # at most
+    warmup: int = 300  # steps
     layers: int = 2
-    bf16: bool = True         # matrix products in bfloat16
+    bf16: bool = True  # matrix products in bfloat16
     test_streams: int = 3000  # in the main test; an eighth in the others
-    longest: int = 4096       # tokens of the longest test
-    gpu: bool = False         # whether jobs run on a GPU
+    longest: int = 4096  # tokens of the longest test
+    gpu: bool = False  # whether jobs run on a GPU
 
-    per_gpu = 8 # jobs at a time on a GPU; does not affect results
+    per_gpu = 8  # jobs at a time on a GPU; does not affect results
 
-    def __post_init__(self): check_config(self)
+    def __post_init__(self):
+        check_config(self)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n18
 def check_config(config):
@@ -202,14 +253,25 @@ def check_config(config):
         if not getattr(config, name) or len(set(values)) < len(values):
             raise ValueError(f"{name} are {values}; give at least one, and each once")
     if not all(0 < lr < 1 for lr in rates) or not all(0 <= seed < 1000 for seed in config.seeds):
-        raise ValueError(f"lrs are {rates} and seeds {config.seeds}; rates lie between 0 and 1, seeds from 0 to 999")
+        raise ValueError(
+            f"lrs are {rates} and seeds {config.seeds}; rates lie between 0 and 1, seeds from 0 to 999"
+        )
     positive = ("tokens", "most_streams", "steps", "layers", "test_streams", "longest")
     check_ranges(config, **dict.fromkeys(positive, (1, math.inf)), warmup=(0, config.steps - 1))
     for cell in cells(config):
         LMConfig(config.vocab, cell["d_model"], config.layers, cell["mixer"], cell["options"])
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-050
-SAME = ("steps", "warmup", "layers", "bf16", "test_streams", "longest", "gpu") # in every job of a scale
+SAME = (
+    "steps",
+    "warmup",
+    "layers",
+    "bf16",
+    "test_streams",
+    "longest",
+    "gpu",
+)  # in every job of a scale
+
 
 def cells(config: Config) -> list[dict]:
     "Return the settings that the jobs of each cell share, in the order in which they are to be run."
@@ -218,9 +280,21 @@ def cells(config: Config) -> list[dict]:
         task = asdict(Task(stage.length, stage.pairs, config.vocab, stage.rewritten))
         batch_size = max(1, min(config.most_streams, config.tokens // stage.length))
         for mixer in stage.models:
-            options = {"d_state": stage.d_state} if stage.d_state and mixer.startswith(("longhorn", "mamba")) else {}
-            found.append({"task": task, "mixer": mixer, "d_model": stage.d_model, "options": options,
-                          "batch_size": batch_size, **{name: getattr(config, name) for name in SAME}})
+            options = (
+                {"d_state": stage.d_state}
+                if stage.d_state and mixer.startswith(("longhorn", "mamba"))
+                else {}
+            )
+            found.append(
+                {
+                    "task": task,
+                    "mixer": mixer,
+                    "d_model": stage.d_model,
+                    "options": options,
+                    "batch_size": batch_size,
+                    **{name: getattr(config, name) for name in SAME},
+                }
+            )
     return found
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-052
@@ -230,7 +304,9 @@ def search_lr(cell: dict, lrs: tuple, config: Config, results: Results) -> tuple
     for lr in lrs:
         tried.append(cell | {"lr": lr, "seed": config.seeds[0]})
         rows.append(results.get(tried[-1]))
-        if not config.all_lrs and (rows[-1] is None or rows[-1]["steps"] < cell["steps"]): # solved before its end
+        if not config.all_lrs and (
+            rows[-1] is None or rows[-1]["steps"] < cell["steps"]
+        ):  # solved before its end
             break
     return tried, max(rows, key=lambda row: row["late_accuracy"])["settings"] if all(rows) else None
 
@@ -243,6 +319,7 @@ def jobs(config: Config, results: Results) -> Iterator[dict]:
             known = tried + [best | {"seed": seed} for seed in config.seeds[1:] if best]
             yield from (settings for settings in known if settings["lr"] in here)
 
+
 def later(config: Config, results: Results) -> Iterator[dict]:
     "Yield stand-ins, with any rate, for the other seeds of every cell whose search is not done."
     for cell in cells(config):
@@ -251,38 +328,81 @@ def later(config: Config, results: Results) -> Iterator[dict]:
             yield from (cell | {"lr": config.lrs[0], "seed": seed} for seed in config.seeds[1:])
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-058
-SIZES = ((64, 4), (128, 8), (256, 16), (512, 64)) # (length, pairs) of the public code
-STATES = tuple(Stage(512, 64, 64, models=("longhorn_exact", "longhorn"), d_state=n) for n in (32, 64, 128))
-GPU = Config(stages=(
-    Stage(256, 16, 128), Stage(256, 16, 64), Stage(512, 64, 128), *STATES, Stage(512, 64, 64),
-    Stage(64, 4, 64), Stage(128, 8, 64), Stage(256, 16, 64, rewritten=8),
-    Stage(64, 4, 128), Stage(128, 8, 128),
-    *(Stage(*size, d_model) for d_model in (256, 512) for size in (SIZES[2], SIZES[3], SIZES[0], SIZES[1])),
-    *(Stage(*SIZES[2], d_model, models=("gated_deltanet", "mamba2")) for d_model in (64, 128))),
-    all_lrs=False, gpu=True)
+SIZES = ((64, 4), (128, 8), (256, 16), (512, 64))  # (length, pairs) of the public code
+STATES = tuple(
+    Stage(512, 64, 64, models=("longhorn_exact", "longhorn"), d_state=n) for n in (32, 64, 128)
+)
+GPU = Config(
+    stages=(
+        Stage(256, 16, 128),
+        Stage(256, 16, 64),
+        Stage(512, 64, 128),
+        *STATES,
+        Stage(512, 64, 64),
+        Stage(64, 4, 64),
+        Stage(128, 8, 64),
+        Stage(256, 16, 64, rewritten=8),
+        Stage(64, 4, 128),
+        Stage(128, 8, 128),
+        *(
+            Stage(*size, d_model)
+            for d_model in (256, 512)
+            for size in (SIZES[2], SIZES[3], SIZES[0], SIZES[1])
+        ),
+        *(Stage(*SIZES[2], d_model, models=("gated_deltanet", "mamba2")) for d_model in (64, 128)),
+    ),
+    all_lrs=False,
+    gpu=True,
+)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n23
 PRESETS = {
     "laptop": Config(
-        stages=(Stage(20, 4, 64),), vocab=32, lrs=(2e-2, 2.2e-3), late_lrs=(), seeds=(0, 1), tokens=640,
-        most_streams=32, steps=1000, warmup=100, bf16=False, test_streams=512, longest=160),
+        stages=(Stage(20, 4, 64),),
+        vocab=32,
+        lrs=(2e-2, 2.2e-3),
+        late_lrs=(),
+        seeds=(0, 1),
+        tokens=640,
+        most_streams=32,
+        steps=1000,
+        warmup=100,
+        bf16=False,
+        test_streams=512,
+        longest=160,
+    ),
     "gpu": GPU,
     "paper": replace(
-        GPU, lrs=(1e-4, 4.6e-4, 2.2e-3, 1e-2), late_lrs=(), all_lrs=True, tokens=131072, most_streams=512, steps=12500,
-        warmup=625, stages=(*(Stage(*size, d) for d in (64, 128, 256, 512) for size in SIZES), *STATES))}
+        GPU,
+        lrs=(1e-4, 4.6e-4, 2.2e-3, 1e-2),
+        late_lrs=(),
+        all_lrs=True,
+        tokens=131072,
+        most_streams=512,
+        steps=12500,
+        warmup=625,
+        stages=(*(Stage(*size, d) for d in (64, 128, 256, 512) for size in SIZES), *STATES),
+    ),
+}
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-035
 @torch.no_grad()
 def accuracy(
-    model: SequenceLM, task: Task, settings: dict, streams: int, # settings: seed and precision; streams: to test
-    kind: str = "", amount: float = 0.0, # see `perturb_keys`
+    model: SequenceLM,
+    task: Task,
+    settings: dict,
+    streams: int,  # settings: seed and precision; streams: to test
+    kind: str = "",
+    amount: float = 0.0,  # see `perturb_keys`
 ) -> dict[str, float]:
     "Return the shares of answers with a key's last value (right) and with the first one of a rewritten key (stale)."
     device, right, stale = model.embedding.weight.device, 0, 0
     fresh, noise = (generator_of(settings["seed"], "test", block, device) for block in (0, 1))
     batch = draw(task, streams, fresh)
     perturb = perturb_keys(kind, amount, task.vocab, noise) if kind else None
-    for tokens, where, answers, first in zip(*(part.split(max(1, 65536 // task.length)) for part in batch)):
+    for tokens, where, answers, first in zip(
+        *(part.split(max(1, 65536 // task.length)) for part in batch)
+    ):
         with torch.autocast(device.type, torch.bfloat16, enabled=settings["bf16"]):
             found = answer(model, tokens, where, perturb).argmax(-1)
         right += (found == answers).sum().item()
@@ -294,27 +414,48 @@ def perturb_keys(kind: str, amount: float, vocab: int, generator: torch.Generato
     """Return a function (h (B,T,d_model), tokens (B,T)) -> h that changes every key, shown or asked for.
 
     "noise": by a vector of that share of its length; "cosine": as equation (3) with c."""
+
     def perturb(h, tokens):
-        u = torch.randn(len(h), h.shape[1] if kind == "noise" else 1, h.shape[2], generator=generator, device=h.device)
+        u = torch.randn(
+            len(h),
+            h.shape[1] if kind == "noise" else 1,
+            h.shape[2],
+            generator=generator,
+            device=h.device,
+        )
         u = u / math.sqrt(h.shape[-1]) if kind == "noise" else F.normalize(u, dim=-1)
         u = u * h.norm(dim=-1, keepdim=True)
-        changed = h + amount * u if kind == "noise" else math.sqrt(1 - amount) * h + math.sqrt(amount) * u
+        changed = (
+            h + amount * u if kind == "noise" else math.sqrt(1 - amount) * h + math.sqrt(amount) * u
+        )
         return torch.where(((tokens > 0) & (tokens < vocab // 2))[..., None], changed, h)
+
     return perturb
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-037
 NOISES, COSINES = (0.25, 0.5, 1.0), (0.25, 0.5, 0.75)
 
+
 def examine(model: SequenceLM, settings: dict) -> dict:
     "Return the accuracy of a job's trained model, and what it answers in every further test."
     task, streams = Task(**settings["task"]), settings["test_streams"]
-    few = lambda *change, **other: accuracy(model, replace(task, **other), settings, max(1, streams // 8), *change)
-    lengths = [task.length * 2**i for i in range(1, 30) if task.length * 2**i <= settings["longest"]]
-    return {"accuracy": accuracy(model, task, settings, streams)["right"], "tests": {
-        "noise": {f"{amount:g}": few("noise", amount)["right"] for amount in NOISES},
-        "cosine": {f"{amount:g}": few("cosine", amount)["right"] for amount in COSINES},
-        "length": {str(length): few(length=length)["right"] for length in lengths},
-        "rewritten": {str(n): few(rewritten=n) for n in sorted({0, task.pairs // 4, task.pairs // 2})}}}
+    few = lambda *change, **other: accuracy(
+        model, replace(task, **other), settings, max(1, streams // 8), *change
+    )
+    lengths = [
+        task.length * 2**i for i in range(1, 30) if task.length * 2**i <= settings["longest"]
+    ]
+    return {
+        "accuracy": accuracy(model, task, settings, streams)["right"],
+        "tests": {
+            "noise": {f"{amount:g}": few("noise", amount)["right"] for amount in NOISES},
+            "cosine": {f"{amount:g}": few("cosine", amount)["right"] for amount in COSINES},
+            "length": {str(length): few(length=length)["right"] for length in lengths},
+            "rewritten": {
+                str(n): few(rewritten=n) for n in sorted({0, task.pairs // 4, task.pairs // 2})
+            },
+        },
+    }
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-040
 @torch.no_grad()
@@ -322,11 +463,13 @@ def state_bytes(model: SequenceLM, length: int) -> int:
     "Return the bytes that a model keeps of one stream at its end, over all layers, in float32."
     tokens = torch.zeros(1, length, dtype=torch.int64, device=model.embedding.weight.device)
     kept = tree_leaves(model.prefill(tokens, last_only=True)[1])
-    return 4 * sum(part.numel() for part in kept if isinstance(part, Tensor) and part.is_floating_point())
+    return 4 * sum(
+        part.numel() for part in kept if isinstance(part, Tensor) and part.is_floating_point()
+    )
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-043
 @torch.no_grad()
-def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor: # (K,T/2)
+def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor:  # (K,T/2)
     "Return how likely each key of one stream is to get its value if asked for after 2, 4, ..., T tokens instead."
     tokens, keys, columns = streams.tokens[0], streams.tokens[0, streams.where[0]], []
     for t in range(2, len(tokens) + 1, 2):
@@ -337,7 +480,9 @@ def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor: # (K,T/2)
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-044
 @torch.no_grad()
-def state_changes(model: SequenceLM, tokens: Tensor) -> Tensor | None: # -> (T,) relative to the largest state
+def state_changes(
+    model: SequenceLM, tokens: Tensor
+) -> Tensor | None:  # -> (T,) relative to the largest state
     "Return how far each token (T,) moves the state of the last layer; None if that layer has no state S."
     cache = model.empty_cache(1, tokens.device)
     if not hasattr(cache[-1], "S"):
@@ -355,25 +500,30 @@ def look_inside(model: SequenceLM, task: Task) -> dict | None:
     if task.keys * task.length > 200:
         return None
     streams = draw(task, 1, generator_of(0, "test", 3, model.embedding.weight.device))
-    return to_plain({"asked": asked_at_once(model, streams), "changes": state_changes(model, streams.tokens[0])})
+    return to_plain(
+        {"asked": asked_at_once(model, streams), "changes": state_changes(model, streams.tokens[0])}
+    )
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-054
 def run_job(settings: dict, folder: Path) -> dict:
     "Train a model and test it; a killed job starts over."
     model, steps, curve = train(settings)
     task, right = Task(**settings["task"]), curve[:, 1].tolist()
-    every = -(-len(steps) // 20) # at most 20 points of the curve are kept
+    every = -(-len(steps) // 20)  # at most 20 points of the curve are kept
     return examine(model, settings) | {
-        "late_accuracy": mean(right[-max(1, len(right) // 10):]), "steps": steps[-1],
+        "late_accuracy": mean(right[-max(1, len(right) // 10) :]),
+        "steps": steps[-1],
         "curve": {"steps": steps[::-every][::-1], "accuracy": right[::-every][::-1]},
-        "parameters": model.num_parameters(), "state_bytes": state_bytes(model, task.length),
-        "inside": look_inside(model, task)}
+        "parameters": model.num_parameters(),
+        "state_bytes": state_bytes(model, task.length),
+        "inside": look_inside(model, task),
+    }
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-056
 def best_rows(cell: dict, config: Config, results: Results) -> list[dict]:
     "Return a cell's metrics at its best learning rate, seed by seed up to the first that is missing."
     rows = []
-    for late in ((), config.late_lrs): # a late rate counts once it has all seeds
+    for late in ((), config.late_lrs):  # a late rate counts once it has all seeds
         _, best = search_lr(cell, config.lrs + late, config, results)
         found = [best and results.get(best | {"seed": seed}) for seed in config.seeds]
         rows = found if not late or all(found) else rows
@@ -386,20 +536,36 @@ def summarize(config: Config, results: Results) -> dict:
     for cell in cells(config):
         if rows := best_rows(cell, config, results):
             first = {lr: results.get(cell | {"lr": lr, "seed": config.seeds[0]}) for lr in rates}
-            found.append(summary(rows, {f"{lr:g}": row["accuracy"] for lr, row in first.items() if row}))
+            found.append(
+                summary(rows, {f"{lr:g}": row["accuracy"] for lr, row in first.items() if row})
+            )
     return {"cells": found}
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n57
-def summary(rows: list, by_lr: dict) -> dict: # of `best_rows`; learning rate -> accuracy with the first seed
+def summary(
+    rows: list, by_lr: dict
+) -> dict:  # of `best_rows`; learning rate -> accuracy with the first seed
     "Return what the record keeps of a cell."
-    best, task, each = rows[0]["settings"], rows[0]["settings"]["task"], lambda name: [row[name] for row in rows]
-    tests = {name: {key: [row["tests"][name][key] for row in rows] for key in found}
-             for name, found in rows[0]["tests"].items()}
+    best, task, each = (
+        rows[0]["settings"],
+        rows[0]["settings"]["task"],
+        lambda name: [row[name] for row in rows],
+    )
+    tests = {
+        name: {key: [row["tests"][name][key] for row in rows] for key in found}
+        for name, found in rows[0]["tests"].items()
+    }
     return {
-        **{name: task[name] for name in ("length", "pairs", "rewritten")}, "guess": round(place_guess(Task(**task)), 4),
-        **{name: best[name] for name in ("d_model", "mixer", "options", "lr")}, "by_lr": by_lr,
-        "accuracy": each("accuracy"), "tests": tests, "steps": each("steps"), "curves": each("curve"),
-        **{name: rows[0][name] for name in ("parameters", "state_bytes", "inside")}}
+        **{name: task[name] for name in ("length", "pairs", "rewritten")},
+        "guess": round(place_guess(Task(**task)), 4),
+        **{name: best[name] for name in ("d_model", "mixer", "options", "lr")},
+        "by_lr": by_lr,
+        "accuracy": each("accuracy"),
+        "tests": tests,
+        "steps": each("steps"),
+        "curves": each("curve"),
+        **{name: rows[0][name] for name in ("parameters", "state_bytes", "inside")},
+    }
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n59
 EXPERIMENT = Experiment("mqar", PRESETS, jobs, run_job, summarize, later)

@@ -22,9 +22,23 @@ from torch import Tensor
 from .fit import fit
 from .language import state_numbers
 from .language_training import Texts, new_model, open_texts
-from .looks import (
-    AFTER_THE_PLAN, ALL_MODELS, CONTROL_SEEDS, POOLS, RERUNS, SEARCH_SEEDS, Search, Seeded, all_looks,
-    common_place, loss_of, looks_hash, planned_models, rate_at, stage_of)
+from longhorn_kit.lab.looks import (
+    AFTER_THE_PLAN,
+    ALL_MODELS,
+    CONTROL_SEEDS,
+    POOLS,
+    RERUNS,
+    SEARCH_SEEDS,
+    Search,
+    Seeded,
+    all_looks,
+    common_place,
+    loss_of,
+    looks_hash,
+    planned_models,
+    rate_at,
+    stage_of,
+)
 from .measures import measure_run, save_arrays
 from .plan import RATES, RECIPE, Model
 from .recipe import compile_blocks, evaluate
@@ -38,67 +52,111 @@ from ..scan.fla import fla_function
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-022
 EVERYTHING = tuple(pool for pool in POOLS if pool not in {"laptop", "reruns"} | AFTER_THE_PLAN)
 
+
 @dataclass(frozen=True)
 class OnePass:
     "One scale of the experiment."
+
     groups: tuple[str, ...] = field(default=EVERYTHING, metadata={"place": True})
-    data: str = field(default="", metadata={"place": True}) # the text, as for `longhorn train-lm`
-    tokens: int = 169_500_000 # to train on at most; no byte is read twice
-    val: int = 2_000_000      # held-out bytes, unless the text names its held-out part
+    data: str = field(default="", metadata={"place": True})  # the text, as for `longhorn train-lm`
+    tokens: int = 169_500_000  # to train on at most; no byte is read twice
+    val: int = 2_000_000  # held-out bytes, unless the text names its held-out part
     d_model: int = RECIPE["d_model"]
     context: int = RECIPE["context"]
-    rows: int = RECIPE["rows"] # sequences per step
-    points: int = 16          # evaluations along the learning curve
-    rates: tuple[float, ...] = RATES # learning rates, in order; the walk starts in the middle
-    sd: float = PLAN_SD       # of one run, for what counts as an explosion
+    rows: int = RECIPE["rows"]  # sequences per step
+    points: int = 16  # evaluations along the learning curve
+    rates: tuple[float, ...] = RATES  # learning rates, in order; the walk starts in the middle
+    sd: float = PLAN_SD  # of one run, for what counts as an explosion
     gpu: bool = True
 
-    stays = True # on GPUs a process keeps its compiled model from job to job
+    stays = True  # on GPUs a process keeps its compiled model from job to job
 
-    def __post_init__(self): check_scale(self)
+    def __post_init__(self):
+        check_scale(self)
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-023
 def check_scale(config: OnePass) -> None:
     "Raise ValueError for an impossible size or an unknown group."
-    check_ranges(config, **dict.fromkeys(("tokens", "val", "d_model", "context", "rows", "points"), (1, math.inf)),
-                 rates=(1e-12, 1e38), sd=(0, math.inf))
+    check_ranges(
+        config,
+        **dict.fromkeys(("tokens", "val", "d_model", "context", "rows", "points"), (1, math.inf)),
+        rates=(1e-12, 1e38),
+        sd=(0, math.inf),
+    )
     if unknown := [name for name in config.groups if name not in POOLS]:
         raise ValueError(f"there is no group {unknown[0]!r}; there are: {', '.join(POOLS)}")
 
-PRESETS = {"gpu": OnePass(), "laptop": OnePass(
-    ("laptop",), "stdlib", 200_000, 16384, d_model=32, context=64, rows=8, points=8,
-    rates=(2e-3, 5e-3, 1.25e-2, 3e-2, 8e-2, 0.2), sd=0.02, gpu=False)}
+
+PRESETS = {
+    "gpu": OnePass(),
+    "laptop": OnePass(
+        ("laptop",),
+        "stdlib",
+        200_000,
+        16384,
+        d_model=32,
+        context=64,
+        rows=8,
+        points=8,
+        rates=(2e-3, 5e-3, 1.25e-2, 3e-2, 8e-2, 0.2),
+        sd=0.02,
+        gpu=False,
+    ),
+}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-025
-PLAN, STEPS = {"commit": "b9fff732320b", "hash": "09d9080fb853fac8"}, 1245 # steps through the text of the plan
-FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")} # arguments of `fit`
+PLAN, STEPS = (
+    {"commit": "b9fff732320b", "hash": "09d9080fb853fac8"},
+    1245,
+)  # steps through the text of the plan
+FIXED = {
+    name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")
+}  # arguments of `fit`
+
 
 def plan_of(config: OnePass, steps: int) -> dict:
     "Return the hash of a scale's plan and its rule, and the commit that fixed it if it is the plan of this page."
-    found = looks_hash(RECIPE | {name: getattr(config, name) for name in ("d_model", "context", "rows")})
-    whole = steps >= STEPS and replace(PRESETS["gpu"], groups=config.groups, data=config.data) == config
-    return {"hash": found, "rule": "looks", "commit": PLAN["commit"] if found == PLAN["hash"] and whole else None}
+    found = looks_hash(
+        RECIPE | {name: getattr(config, name) for name in ("d_model", "context", "rows")}
+    )
+    whole = (
+        steps >= STEPS and replace(PRESETS["gpu"], groups=config.groups, data=config.data) == config
+    )
+    return {
+        "hash": found,
+        "rule": "looks",
+        "commit": PLAN["commit"] if found == PLAN["hash"] and whole else None,
+    }
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-028
 def text_of(config: OnePass) -> dict:
     "Return the arguments of `open_texts`; ValueError without a text."
     data = config.data or os.environ.get("LONGHORN_TEXT")
     if not data:
-        raise ValueError("name the text with --data (or $LONGHORN_TEXT): a folder with NAME.train.txt.xz and "
-                         "NAME.val.txt.xz, files such as books/*.txt, or hf:NAME")
-    return {"source": data, "val": config.val, "tokens": config.tokens if data.startswith("hf:") else None}
+        raise ValueError(
+            "name the text with --data (or $LONGHORN_TEXT): a folder with NAME.train.txt.xz and "
+            "NAME.val.txt.xz, files such as books/*.txt, or hf:NAME"
+        )
+    return {
+        "source": data,
+        "val": config.val,
+        "tokens": config.tokens if data.startswith("hf:") else None,
+    }
 
-def windows(tokens: Tensor, context: int, rows: int, seed: int) -> Iterator[tuple]: # tokens (M,)
+
+def windows(tokens: Tensor, context: int, rows: int, seed: int) -> Iterator[tuple]:  # tokens (M,)
     "Yield (inputs, targets), each (rows,context) int64, of every whole batch of one pass in the seed's order."
     count, device = (len(tokens) - 1) // context, tokens.device
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(device)
     inside = torch.arange(context + 1, device=device)
-    for starts in order[:count // rows * rows].split(rows):
+    for starts in order[: count // rows * rows].split(rows):
         piece = tokens[starts[:, None] * context + inside].long()
         yield piece[:, :-1], piece[:, 1:]
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-031
-def layer_results(mixer, x, weight, bf16): # x (B,T,d_model) input; weight: of the outputs in the loss
+def layer_results(
+    mixer, x, weight, bf16
+):  # x (B,T,d_model) input; weight: of the outputs in the loss
     "Return a mixer's outputs, and the gradients of the input and of every parameter."
     x = x.clone().requires_grad_()
     with torch.autocast(x.device.type, torch.bfloat16, enabled=bf16):
@@ -106,10 +164,14 @@ def layer_results(mixer, x, weight, bf16): # x (B,T,d_model) input; weight: of t
     return [y.detach(), *torch.autograd.grad((y * weight).sum(), [x, *mixer.parameters()])]
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-032
-def check_layer(mixer, context: int, bf16: bool, most: float = 0.1) -> dict: # most: largest relative error
+def check_layer(
+    mixer, context: int, bf16: bool, most: float = 0.1
+) -> dict:  # most: largest relative error
     "Compare a layer with itself in float64, and name its function; RuntimeError if it is wrong."
     generator = torch.Generator(device := mixer.out_proj.weight.device).manual_seed(0)
-    x, weight = (torch.randn(1, context, mixer.d_model, device=device, generator=generator) for _ in range(2))
+    x, weight = (
+        torch.randn(1, context, mixer.d_model, device=device, generator=generator) for _ in range(2)
+    )
     found = layer_results(mixer, x, weight, bf16)
     exact = layer_results(copy.deepcopy(mixer).double(), x.double(), weight.double(), False)
     sizes = [max(float(tensor.norm()), 1e-30) for tensor in exact]
@@ -118,8 +180,14 @@ def check_layer(mixer, context: int, bf16: bool, most: float = 0.1) -> dict: # m
     scales = [whole if tensor.numel() == 1 else size for tensor, size in zip(exact, sizes)]
     errors = [float((a.double() - b).norm()) / scale for a, b, scale in zip(found, exact, scales)]
     if not max(errors) <= most:
-        raise RuntimeError(f"{function_of(mixer, bf16)} is wrong: relative errors of output and gradients are {errors}")
-    return {"function": function_of(mixer, bf16), "output_error": errors[0], "gradient_error": max(errors[1:])}
+        raise RuntimeError(
+            f"{function_of(mixer, bf16)} is wrong: relative errors of output and gradients are {errors}"
+        )
+    return {
+        "function": function_of(mixer, bf16),
+        "output_error": errors[0],
+        "gradient_error": max(errors[1:]),
+    }
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-034
 @torch.no_grad()
@@ -129,18 +197,24 @@ def function_of(mixer, bf16: bool) -> str:
     name = scan_backend(mixer, dtype)
     if name == "triton":
         from longhorn_kit.scan.triton_op import scan_path
-        q, x = (mixer.out_proj.weight.new_empty(1, 1, size, dtype=dtype) for size in (mixer.d_state, mixer.d_inner))
+
+        q, x = (
+            mixer.out_proj.weight.new_empty(1, 1, size, dtype=dtype)
+            for size in (mixer.d_state, mixer.d_inner)
+        )
         return f"triton, {scan_path(getattr(mixer, 'form', 's6'), q, q, x)}"
     if not (name.startswith("flash") and isinstance(mixer, MatrixMixer)):
         return name
-    scan = mixer.inputs(mixer.out_proj.weight.new_zeros(1, 1, mixer.d_model), mixer.empty_cache(1))[0]
+    scan = mixer.inputs(mixer.out_proj.weight.new_zeros(1, 1, mixer.d_model), mixer.empty_cache(1))[
+        0
+    ]
     decay = scan.get("log_decay")
     decay = decay[..., None] if decay is not None and decay.dim() == 3 else decay
     return f"{name}, {fla_function(decay, scan.get('beta'), scan.get('bonus'))}"
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-037
 @lru_cache(maxsize=1)
-def ready_model(config: str, context: int, gpu: bool) -> tuple[SequenceLM, dict]: # config: as JSON
+def ready_model(config: str, context: int, gpu: bool) -> tuple[SequenceLM, dict]:  # config: as JSON
     "Return a model on its device, compiled on a GPU, and what `check_layer` found."
     model = SequenceLM(LMConfig(**json.loads(config))).to("cuda" if gpu else "cpu")
     found = check_layer(model.blocks[0].mixer, context, gpu)
@@ -148,27 +222,39 @@ def ready_model(config: str, context: int, gpu: bool) -> tuple[SequenceLM, dict]
         compile_blocks(model)
     return model, found
 
+
 @lru_cache(maxsize=1)
-def tokens_on(device: str, source: str) -> Tensor: # source: arguments of `open_texts` as JSON; (M,) uint8
+def tokens_on(
+    device: str, source: str
+) -> Tensor:  # source: arguments of `open_texts` as JSON; (M,) uint8
     "Return the training bytes on a device."
-    return torch.from_numpy(np.asarray(open_texts(**json.loads(source)).corpus.train).astype(np.uint8)).to(device)
+    return torch.from_numpy(
+        np.asarray(open_texts(**json.loads(source)).corpus.train).astype(np.uint8)
+    ).to(device)
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-038
-def held_out(model, texts: Texts, s) -> dict: # s: settings of a job
+def held_out(model, texts: Texts, s) -> dict:  # s: settings of a job
     "Return the bits per byte of every domain and of all."
     quiet = torch.compiler.set_stance("force_eager") if s.gpu else nullcontext()
     with quiet, torch.autocast("cuda" if s.gpu else "cpu", torch.bfloat16, enabled=s.gpu):
-        nats = {name: evaluate(model, tokens, s.context, s.rows // 2) for name, (tokens, _) in texts.domains.items()}
-    bits = {name: nats[name] * len(tokens) / math.log(2) for name, (tokens, _) in texts.domains.items()}
+        nats = {
+            name: evaluate(model, tokens, s.context, s.rows // 2)
+            for name, (tokens, _) in texts.domains.items()
+        }
+    bits = {
+        name: nats[name] * len(tokens) / math.log(2) for name, (tokens, _) in texts.domains.items()
+    }
     sizes = {name: size for name, (_, size) in texts.domains.items()}
-    return {name: bits[name] / sizes[name] for name in bits} | {"all": sum(bits.values()) / sum(sizes.values())}
+    return {name: bits[name] / sizes[name] for name in bits} | {
+        "all": sum(bits.values()) / sum(sizes.values())
+    }
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040
 def train_run(
-    s: SimpleNamespace,        # settings of a job
+    s: SimpleNamespace,  # settings of a job
     texts: Texts,
-    source: dict,              # arguments of `open_texts` that gave the texts
-    points: int | None = None, # of the curve, after which to stop; None: to the end
+    source: dict,  # arguments of `open_texts` that gave the texts
+    points: int | None = None,  # of the curve, after which to stop; None: to the end
 ) -> tuple[SequenceLM, dict]:
     "Train a job's model; return it, and what the record keeps of its training."
     model, checked = ready_model(json.dumps(s.model), s.context, s.gpu)
@@ -178,14 +264,30 @@ def train_run(
     if s.gpu:
         torch.cuda.reset_peak_memory_stats()
     curve, clock, first = [], [time.monotonic()], []
+
     def watch(loss):
         failed = take_point(model, texts, s, loss, curve, clock)
         return failed or len(curve) == points
-    at, _ = fit(model, batches, next_byte_loss, s.steps, s.lr, round(RECIPE["warmup"] * s.steps), bf16=s.gpu,
-                log_every=-(-s.steps // s.points), watch=watch, first=first, **FIXED)
+
+    at, _ = fit(
+        model,
+        batches,
+        next_byte_loss,
+        s.steps,
+        s.lr,
+        round(RECIPE["warmup"] * s.steps),
+        bf16=s.gpu,
+        log_every=-(-s.steps // s.points),
+        watch=watch,
+        first=first,
+        **FIXED,
+    )
     memory = torch.cuda.max_memory_allocated() if s.gpu else None
     losses = [round(float(loss) / math.log(2), 6) for loss in first]
-    return model, summary_of(model, s, at, curve, clock) | {"memory": memory, "first_losses": losses} | checked
+    return model, summary_of(model, s, at, curve, clock) | {
+        "memory": memory,
+        "first_losses": losses,
+    } | checked
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040-3
 def run_job(settings: dict, folder: Path) -> dict:
@@ -193,7 +295,9 @@ def run_job(settings: dict, folder: Path) -> dict:
     s, source = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
     texts = open_texts(**source)
     if texts.summary() != s.text:
-        raise ValueError(f"the text {source} is not the text of this job; restart the run with the same text")
+        raise ValueError(
+            f"the text {source} is not the text of this job; restart the run with the same text"
+        )
     model, trained = train_run(s, texts, source)
     measured, started = {}, time.monotonic()
     if trained["diverged"] is None:
@@ -202,12 +306,13 @@ def run_job(settings: dict, folder: Path) -> dict:
     return trained | {"measured": measured, "measure_seconds": round(time.monotonic() - started, 1)}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-042
-def draw_again(model, s): # s: settings of the job
+def draw_again(model, s):  # s: settings of the job
     "Give a model the weights of a seed."
     model.load_state_dict(new_model(model.config, s.seed).state_dict())
     model.zero_grad(set_to_none=True)
     if s.gpu:
-        torch.cuda.synchronize() # training runs on another stream
+        torch.cuda.synchronize()  # training runs on another stream
+
 
 def next_byte_loss(model, tokens, targets):
     "Return the loss twice, to train on and to measure."
@@ -215,7 +320,9 @@ def next_byte_loss(model, tokens, targets):
     return loss, loss
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-043
-def take_point(model, texts: Texts, s, loss: Tensor, curve: list, clock: list) -> bool: # s: settings of the job
+def take_point(
+    model, texts: Texts, s, loss: Tensor, curve: list, clock: list
+) -> bool:  # s: settings of the job
     "Append the held-out losses to the curve, and start and end of the evaluation to the clock; True stops the run."
     clock.append(time.monotonic())
     curve.append(held_out(model, texts, s) | {"train": float(loss) / math.log(2)})
@@ -223,37 +330,63 @@ def take_point(model, texts: Texts, s, loss: Tensor, curve: list, clock: list) -
     return not loss.isfinite()
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-045
-def summary_of(model, s, at: list, curve: list, clock: list) -> dict: # at: steps of the points; clock: see `run_job`
+def summary_of(
+    model, s, at: list, curve: list, clock: list
+) -> dict:  # at: steps of the points; clock: see `run_job`
     "Return what the record keeps of a run."
-    tokens, spans = [step * s.context * s.rows for step in at], [b - a for a, b in zip(clock[::2], clock[1::2])]
+    tokens, spans = (
+        [step * s.context * s.rows for step in at],
+        [b - a for a, b in zip(clock[::2], clock[1::2])],
+    )
     first, names = int(len(spans) > 1), [name for name in curve[-1] if name != "train"]
-    speed = (tokens[-1] - first * tokens[0]) / max(sum(spans[first:]), 1e-9) # without the compiling span
+    speed = (tokens[-1] - first * tokens[0]) / max(
+        sum(spans[first:]), 1e-9
+    )  # without the compiling span
     failed = None if all(map(math.isfinite, curve[-1].values())) else at[-1]
-    return {"parameters": model.num_parameters(), "state_numbers": state_numbers(model), "diverged": failed,
-            "bits_per_byte": math.nan if failed else curve[-1]["all"], "tokens_per_second": round(speed),
-            "val": {"tokens": tokens} | {name: [round(point[name], 5) for point in curve] for name in names},
-            "train": [round(point["train"], 5) for point in curve]}
+    return {
+        "parameters": model.num_parameters(),
+        "state_numbers": state_numbers(model),
+        "diverged": failed,
+        "bits_per_byte": math.nan if failed else curve[-1]["all"],
+        "tokens_per_second": round(speed),
+        "val": {"tokens": tokens}
+        | {name: [round(point[name], 5) for point in curve] for name in names},
+        "train": [round(point["train"], 5) for point in curve],
+    }
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-047
-def job_of(shape: dict, same: dict, config: OnePass, place: float, seed: int) -> dict: # shape: from `shape_of`
+def job_of(
+    shape: dict, same: dict, config: OnePass, place: float, seed: int
+) -> dict:  # shape: from `shape_of`
     "Return the settings of one run of a model, at a place of the grid."
     return same | {"model": shape, "lr": rate_at(config.rates, place), "seed": seed}
+
 
 def shape_of(model: Model, blocks: int, config: OnePass) -> dict:
     "Return the config of a planned model, as settings keep it."
     return LMConfig(256, config.d_model, blocks, model.mixer, model.options, model.d_mlp).to_dict()
 
-def search_of(job: Callable, model: Seeded, config: OnePass, results: Results) -> Search: # job: place, seed -> settings
+
+def search_of(
+    job: Callable, model: Seeded, config: OnePass, results: Results
+) -> Search:  # job: place, seed -> settings
     "Return a model's search, with all of its finished runs."
     losses = {}
     while True:
         search = Search(losses, model.search_seeds(), len(config.rates), config.sd)
-        rows = {asked: row for asked in search.asked if asked not in losses and (row := results.get(job(*asked)))}
+        rows = {
+            asked: row
+            for asked in search.asked
+            if asked not in losses and (row := results.get(job(*asked)))
+        }
         if not rows:
             return search
         losses = losses | {asked: loss_of(row) for asked, row in rows.items()}
 
-def finished_runs(job: Callable, place: float | None, model: Seeded, results: Results) -> list[dict]:
+
+def finished_runs(
+    job: Callable, place: float | None, model: Seeded, results: Results
+) -> list[dict]:
     "Return the finished judged runs of a model at one rate, up to the first that is missing."
     runs = []
     for seed in model.seeds_to_judge(LOOKS[-1]) if place is not None else ():
@@ -268,32 +401,61 @@ def steps_of(config: OnePass, texts: Texts) -> int:
     "Return the steps of one pass; ValueError if the text is too short for one."
     steps = min(config.tokens, len(texts.corpus.train) - 1) // (config.context * config.rows)
     if steps < 1:
-        raise ValueError(f"the text has {len(texts.corpus.train):,} bytes to train on; one step reads "
-                         f"{config.context * config.rows + 1:,}")
+        raise ValueError(
+            f"the text has {len(texts.corpus.train):,} bytes to train on; one step reads "
+            f"{config.context * config.rows + 1:,}"
+        )
     return steps
+
 
 def shared_settings(config: OnePass, texts: Texts) -> dict:
     "Return the settings that all jobs of a scale share."
-    same = {"text": texts.summary(), "steps": steps_of(config, texts), "warmup": RECIPE["warmup"], **FIXED}
+    same = {
+        "text": texts.summary(),
+        "steps": steps_of(config, texts),
+        "warmup": RECIPE["warmup"],
+        **FIXED,
+    }
     return same | {name: getattr(config, name) for name in ("context", "rows", "points", "gpu")}
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048
 def search_run(job: Callable, place: float, seed: int, results: Results) -> dict:
     "Return what the record keeps of a finished run of the search."
     row = results.get(job(place, seed))
-    return {"place": place, "lr": row["settings"]["lr"], "seed": seed} | {name: row[name] for name in SEARCHED}
+    return {"place": place, "lr": row["settings"]["lr"], "seed": seed} | {
+        name: row[name] for name in SEARCHED
+    }
 
-def entry_of(model: Seeded, group: str, job: Callable, config: OnePass, results: Results) -> tuple[dict, Search]:
+
+def entry_of(
+    model: Seeded, group: str, job: Callable, config: OnePass, results: Results
+) -> tuple[dict, Search]:
     "Return what is known of a model, as the record keeps it, and its search."
     search = search_of(job, model, config, results)
-    runs = [search_run(job, place, seed, results) for place, seed in search.asked if (place, seed) in search.losses]
+    runs = [
+        search_run(job, place, seed, results)
+        for place, seed in search.asked
+        if (place, seed) in search.losses
+    ]
     lr = None if search.best is None else rate_at(config.rates, search.best)
     first = search.seeds[0]
-    facts = {name: results.get(job(runs[0]["place"], first))[name] for name in FACTS} if runs else {}
-    return {"name": model.name, "mixer": model.mixer, "place": search.best, "lr": lr, "why": search.why,
-            "search": runs, "runs": finished_runs(job, search.best, model, results), "common": None, "one_rate": [],
-            "bracket": {str(run["lr"]): run["bits_per_byte"] for run in runs if run["seed"] == first},
-            "bracket_seconds": sum(run["seconds"] for run in runs), **facts}, search
+    facts = (
+        {name: results.get(job(runs[0]["place"], first))[name] for name in FACTS} if runs else {}
+    )
+    return {
+        "name": model.name,
+        "mixer": model.mixer,
+        "place": search.best,
+        "lr": lr,
+        "why": search.why,
+        "search": runs,
+        "runs": finished_runs(job, search.best, model, results),
+        "common": None,
+        "one_rate": [],
+        "bracket": {str(run["lr"]): run["bits_per_byte"] for run in runs if run["seed"] == first},
+        "bracket_seconds": sum(run["seconds"] for run in runs),
+        **facts,
+    }, search
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-048-state
 class State:
@@ -307,14 +469,16 @@ class State:
         self.planned, self.job, self.searches, self.pools = {}, {}, {}, {}
         for group in config.groups:
             self.pools[group] = [self.enter(model, group, same) for model in POOLS[group].models]
-        self.missing = [] # jobs that the choice of a common rate still needs
+        self.missing = []  # jobs that the choice of a common rate still needs
         for group in config.groups:
             self.find_common_rate(group)
         self.looks = all_looks(self.pools, config.sd)
 
     def enter(self, model: Seeded, group: str, same: dict) -> dict:
         "Read a model's runs, and return them as the record keeps them."
-        shape = shape_of(model, POOLS[group].blocks, self.config) # once: it builds the layer to check its options
+        shape = shape_of(
+            model, POOLS[group].blocks, self.config
+        )  # once: it builds the layer to check its options
         job = partial(job_of, shape, same, self.config)
         entry, search = entry_of(model, group, job, self.config, self.results)
         self.planned[model.name] = model
@@ -325,7 +489,7 @@ class State:
     def find_common_rate(self, group: str) -> None:
         "Find the rate that all models of a group share, and their runs at it."
         models = self.pools.get(POOLS[group].rate_of or group)
-        if models is None: # the group that gives the rate is not part of this run
+        if models is None:  # the group that gives the rate is not part of this run
             return
         while True:
             place, missing = common_place(models)
@@ -341,7 +505,9 @@ class State:
             name = entry["name"]
             entry["common"] = place
             if place is not None and place != entry["place"]:
-                entry["one_rate"] = finished_runs(self.job[name], place, self.planned[name], self.results)
+                entry["one_rate"] = finished_runs(
+                    self.job[name], place, self.planned[name], self.results
+                )
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-050
 def stage_jobs(state: State, stage: int, family: str) -> Iterator[dict]:
@@ -350,18 +516,22 @@ def stage_jobs(state: State, stage: int, family: str) -> Iterator[dict]:
     own = family == "best rates"
     for pool, models in looks.pools.items():
         for entry in models if own and stage_of(pool) == stage else ():
-            yield from (state.job[entry["name"]](*asked) for asked in state.searches[entry["name"]].asked)
+            yield from (
+                state.job[entry["name"]](*asked) for asked in state.searches[entry["name"]].asked
+            )
             yield from seed_jobs(state, entry, family, LOOKS[0])
     yield from () if own else state.missing
     for count in LOOKS:
         for name, entry in looks.models.items():
             yield from seed_jobs(state, entry, family, min(count, looks.needs[name]))
 
+
 def seed_jobs(state: State, entry: dict, family: str, count: int) -> Iterator[dict]:
     "Yield the jobs of a model's first judged seeds; none before its rate is known."
     place = entry["place"] if family == "best rates" else entry["common"]
     for seed in state.planned[entry["name"]].seeds_to_judge(count) if place is not None else ():
         yield state.job[entry["name"]](place, seed)
+
 
 def jobs(config: OnePass, results: Results) -> Iterator[dict]:
     "Yield the jobs known so far, the most urgent first; a note beside them keeps the place of the text."
@@ -370,10 +540,11 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
     state = State(config, results)
     for stage, family in state.looks:
         yield from stage_jobs(state, stage, family)
-    if (2, "best rates") in state.looks: # the control of the rule comes last
+    if (2, "best rates") in state.looks:  # the control of the rule comes last
         for name, count in CONTROL_SEEDS.items():
             yield from seed_jobs(state, planned_models(state.pools)[name], "best rates", count)
     yield from rerun_jobs(state)
+
 
 def rerun_jobs(state: State) -> list[dict]:
     "Return the runs that the group `reruns` asks for."
@@ -384,6 +555,7 @@ def rerun_jobs(state: State) -> list[dict]:
         jobs.append(job_of(shape, state.same, state.config, place, seed))
     return jobs
 
+
 def later(config: OnePass, results: Results) -> Iterator[dict]:
     "Yield stand-ins for the jobs of unfinished searches, and for their first judged seeds."
     state = State(config, results)
@@ -393,20 +565,30 @@ def later(config: OnePass, results: Results) -> Iterator[dict]:
             if family == "best rates" and not search.done():
                 first = state.job[name](*search.asked[0])
                 usual = 3 * SEARCH_SEEDS + LOOKS[0]
-                yield from (first | {"stand-in": i} for i in range(max(usual - len(search.asked), 0)))
+                yield from (
+                    first | {"stand-in": i} for i in range(max(usual - len(search.asked), 0))
+                )
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-052
 FACTS = ("parameters", "state_numbers", "function", "output_error", "gradient_error")
 SEARCHED = ("bits_per_byte", "diverged", "seconds", "made")
 KEPT = (*SEARCHED, "val", "train", "first_losses", "tokens_per_second", "memory", "measured")
 
+
 def summarize(config: OnePass, results: Results) -> dict:
     "Return the text, the plan, and every model with its search and its judged runs."
     state = State(config, results)
     texts = open_texts(**text_of(config))
-    reruns = [{"lr": settings["lr"], "seed": settings["seed"]} | {name: row[name] for name in KEPT}
-              for settings in rerun_jobs(state) if (row := results.get(settings))]
-    return texts.summary() | {"plan": plan_of(config, steps_of(config, texts)), "groups": state.pools, "reruns": reruns}
+    reruns = [
+        {"lr": settings["lr"], "seed": settings["seed"]} | {name: row[name] for name in KEPT}
+        for settings in rerun_jobs(state)
+        if (row := results.get(settings))
+    ]
+    return texts.summary() | {
+        "plan": plan_of(config, steps_of(config, texts)),
+        "groups": state.pools,
+        "reruns": reruns,
+    }
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-053
 EXPERIMENT = Experiment("one-pass", PRESETS, jobs, run_job, summarize, later)

@@ -20,68 +20,136 @@ from ..records import to_plain
 @dataclass(frozen=True)
 class Model:
     "A model of the plan."
-    name: str            # in tables
-    mixer: str           # a key of `MIXERS`
-    options: dict        # of the mixer
-    d_mlp: int = 0       # hidden size of the MLP in every block; 0: the block is the mixer alone
-    speed: float = 1.0   # million tokens per second that are expected on one H200
+
+    name: str  # in tables
+    mixer: str  # a key of `MIXERS`
+    options: dict  # of the mixer
+    d_mlp: int = 0  # hidden size of the MLP in every block; 0: the block is the mixer alone
+    speed: float = 1.0  # million tokens per second that are expected on one H200
+
 
 @dataclass(frozen=True)
 class Group:
     "Models in the same block, judged together."
+
     about: str
     blocks: int
-    seeds: int           # n: the verdicts are about seeds 1 to n
+    seeds: int  # n: the verdicts are about seeds 1 to n
     models: tuple[Model, ...]
-    below: tuple = ()    # (first, second): the claim gives the first the lower loss
+    below: tuple = ()  # (first, second): the claim gives the first the lower loss
     as_good: tuple = ()  # (first, second): at most a margin above
-    fewer: tuple = ()    # (first, second): the first needs fewer tokens for the same loss
+    fewer: tuple = ()  # (first, second): the first needs fewer tokens for the same loss
 
 # %% ../../nbs/machine/plan.ipynb #plan-008
-def scan_models(n: int, names: tuple, speeds: tuple, after: str = "", mlps: tuple = (0, 0, 0)) -> tuple[Model, ...]:
+def scan_models(
+    n: int, names: tuple, speeds: tuple, after: str = "", mlps: tuple = (0, 0, 0)
+) -> tuple[Model, ...]:
     "Return models with a state of n numbers per channel."
-    mixers = {"exact": "longhorn_exact", "diagonal": "longhorn", "Mamba": "mamba", "one rate": "longhorn_scalar",
-              "decoupled": "longhorn_decoupled", "Mamba, A from input": "mamba_input_a"}
-    return tuple(Model(f"{name} N={n}{after}", mixers[name], {"d_state": n}, d_mlp, speed)
-                 for name, speed, d_mlp in zip(names, speeds, mlps))
+    mixers = {
+        "exact": "longhorn_exact",
+        "diagonal": "longhorn",
+        "Mamba": "mamba",
+        "one rate": "longhorn_scalar",
+        "decoupled": "longhorn_decoupled",
+        "Mamba, A from input": "mamba_input_a",
+    }
+    return tuple(
+        Model(f"{name} N={n}{after}", mixers[name], {"d_state": n}, d_mlp, speed)
+        for name, speed, d_mlp in zip(names, speeds, mlps)
+    )
 
-GROUPS = {"paper": Group(
-    "12 mixers without MLP, N = 16", 12, 8, scan_models(16, ("exact", "Mamba", "diagonal"), (2.5, 1.75, 2.2)),
-    below=(("diagonal N=16", "Mamba N=16"), ("exact N=16", "Mamba N=16"), ("exact N=16", "diagonal N=16")),
-    fewer=(("diagonal N=16", "Mamba N=16"), ("exact N=16", "Mamba N=16")))}
+
+GROUPS = {
+    "paper": Group(
+        "12 mixers without MLP, N = 16",
+        12,
+        8,
+        scan_models(16, ("exact", "Mamba", "diagonal"), (2.5, 1.75, 2.2)),
+        below=(
+            ("diagonal N=16", "Mamba N=16"),
+            ("exact N=16", "Mamba N=16"),
+            ("exact N=16", "diagonal N=16"),
+        ),
+        fewer=(("diagonal N=16", "Mamba N=16"), ("exact N=16", "Mamba N=16")),
+    )
+}
 
 # %% ../../nbs/machine/plan.ipynb #plan-010
-GROUPS |= {"equal-state": Group(
-    "12 mixers without MLP, 590k state numbers", 12, 5,
-    (*scan_models(64, ("exact", "Mamba", "diagonal"), (1.5, 1.0, 1.4)),
-     Model("Gated DeltaNet", "gated_deltanet", dict(n_heads=3, d_key=64, d_value=256))),
-    below=tuple(("exact N=64", name) for name in ("Gated DeltaNet", "Mamba N=64", "diagonal N=64")),
-    as_good=(("exact N=64", "Gated DeltaNet"),)
-), "equal-state-mlp": Group(
-    "6 mixers, each with MLP, 295k state numbers", 6, 5,
-    (*scan_models(64, ("exact", "Mamba"), (2.2, 1.5), ", MLP", (768, 720)),
-     Model("Gated DeltaNet, MLP", "gated_deltanet", dict(n_heads=6, d_key=64, d_value=128), 624, 1.5),
-     Model("attention, MLP", "attention", {}, 1136, 3.3),
-     *scan_models(32, ("exact",), (2.8,), ", MLP", (800,))),
-    below=tuple(("exact N=64, MLP", f"{name}, MLP")
-                for name in ("Gated DeltaNet", "Mamba N=64", "attention", "exact N=32")),
-    as_good=(("exact N=64, MLP", "Gated DeltaNet, MLP"),))}
+GROUPS |= {
+    "equal-state": Group(
+        "12 mixers without MLP, 590k state numbers",
+        12,
+        5,
+        (
+            *scan_models(64, ("exact", "Mamba", "diagonal"), (1.5, 1.0, 1.4)),
+            Model("Gated DeltaNet", "gated_deltanet", dict(n_heads=3, d_key=64, d_value=256)),
+        ),
+        below=tuple(
+            ("exact N=64", name) for name in ("Gated DeltaNet", "Mamba N=64", "diagonal N=64")
+        ),
+        as_good=(("exact N=64", "Gated DeltaNet"),),
+    ),
+    "equal-state-mlp": Group(
+        "6 mixers, each with MLP, 295k state numbers",
+        6,
+        5,
+        (
+            *scan_models(64, ("exact", "Mamba"), (2.2, 1.5), ", MLP", (768, 720)),
+            Model(
+                "Gated DeltaNet, MLP",
+                "gated_deltanet",
+                dict(n_heads=6, d_key=64, d_value=128),
+                624,
+                1.5,
+            ),
+            Model("attention, MLP", "attention", {}, 1136, 3.3),
+            *scan_models(32, ("exact",), (2.8,), ", MLP", (800,)),
+        ),
+        below=tuple(
+            ("exact N=64, MLP", f"{name}, MLP")
+            for name in ("Gated DeltaNet", "Mamba N=64", "attention", "exact N=32")
+        ),
+        as_good=(("exact N=64, MLP", "Gated DeltaNet, MLP"),),
+    ),
+}
 
 # %% ../../nbs/machine/plan.ipynb #plan-012
-GROUPS |= {"others": Group(
-    "12 mixers without MLP, other scans", 12, 3,
-    scan_models(64, ("one rate", "decoupled", "Mamba, A from input"), (1.4, 1.4, 0.8)),
-    below=(("exact N=64", "one rate N=64"), ("exact N=64", "decoupled N=64"),
-           ("Mamba N=64", "Mamba, A from input N=64"))
-), "others-mlp": Group(
-    "6 mixers, each with MLP, other layers", 6, 3,
-    (Model("Mamba-2, MLP", "mamba2", dict(d_state=64), 832, 1.5), Model("DeltaNet, MLP", "deltanet", {}, 1136, 1.5),
-     Model("GLA, MLP", "gla", dict(n_heads=2), 1136, 1.5)),
-    below=tuple(("exact N=64, MLP", f"{name}, MLP") for name in ("Mamba-2", "DeltaNet", "GLA"))
-), "laptop": Group(
-    "2 mixers without MLP, N = 4", 2, 3, scan_models(4, ("exact", "Mamba", "diagonal"), (0.01, 0.01, 0.01)),
-    below=(("diagonal N=4", "Mamba N=4"), ("exact N=4", "Mamba N=4"), ("exact N=4", "diagonal N=4")),
-    fewer=(("diagonal N=4", "Mamba N=4"), ("exact N=4", "Mamba N=4")))}
+GROUPS |= {
+    "others": Group(
+        "12 mixers without MLP, other scans",
+        12,
+        3,
+        scan_models(64, ("one rate", "decoupled", "Mamba, A from input"), (1.4, 1.4, 0.8)),
+        below=(
+            ("exact N=64", "one rate N=64"),
+            ("exact N=64", "decoupled N=64"),
+            ("Mamba N=64", "Mamba, A from input N=64"),
+        ),
+    ),
+    "others-mlp": Group(
+        "6 mixers, each with MLP, other layers",
+        6,
+        3,
+        (
+            Model("Mamba-2, MLP", "mamba2", dict(d_state=64), 832, 1.5),
+            Model("DeltaNet, MLP", "deltanet", {}, 1136, 1.5),
+            Model("GLA, MLP", "gla", dict(n_heads=2), 1136, 1.5),
+        ),
+        below=tuple(("exact N=64, MLP", f"{name}, MLP") for name in ("Mamba-2", "DeltaNet", "GLA")),
+    ),
+    "laptop": Group(
+        "2 mixers without MLP, N = 4",
+        2,
+        3,
+        scan_models(4, ("exact", "Mamba", "diagonal"), (0.01, 0.01, 0.01)),
+        below=(
+            ("diagonal N=4", "Mamba N=4"),
+            ("exact N=4", "Mamba N=4"),
+            ("exact N=4", "diagonal N=4"),
+        ),
+        fewer=(("diagonal N=4", "Mamba N=4"), ("exact N=4", "Mamba N=4")),
+    ),
+}
 
 # %% ../../nbs/machine/plan.ipynb #plan-016
 RATES = (1.25e-3, 2e-3, 3.2e-3, 5e-3, 8e-3, 1.25e-2, 2e-2)
@@ -89,59 +157,89 @@ RATES = (1.25e-3, 2e-3, 3.2e-3, 5e-3, 8e-3, 1.25e-2, 2e-2)
 # %% ../../nbs/machine/plan.ipynb #plan-019
 def models_of(record: dict) -> dict:
     "Return the models of a record by name."
-    return {model["name"]: model for models in record["results"]["groups"].values() for model in models}
+    return {
+        model["name"]: model for models in record["results"]["groups"].values() for model in models
+    }
 
-def seeds_of(model: dict, n: int) -> dict: # n: seeds of the group
+
+def seeds_of(model: dict, n: int) -> dict:  # n: seeds of the group
     "Return the finished judged runs of a model by seed."
-    return {run["seed"]: run for run in model["runs"] if run["seed"] <= n and not run.get("diverged")}
+    return {
+        run["seed"]: run for run in model["runs"] if run["seed"] <= n and not run.get("diverged")
+    }
 
-def doubt_about(pair: tuple, found: dict, n: int) -> tuple: # -> waits, doubt
+
+def doubt_about(pair: tuple, found: dict, n: int) -> tuple:  # -> waits, doubt
     "Say whether a pair of models waits for seeds, and why it has no verdict yet; empty if it can have one."
     models = [found[name] for name in pair]
-    failed = [m["name"] for m in models if any(run.get("diverged") for run in m["runs"] if run["seed"] <= n)]
+    failed = [
+        m["name"]
+        for m in models
+        if any(run.get("diverged") for run in m["runs"] if run["seed"] <= n)
+    ]
     if failed:
         return False, f"{' and '.join(failed)} diverged"
     least = min(len(seeds_of(model, n)) for model in models)
     return least < n, f"{least} of {n} seeds so far" if least < n else edge(
-        {model["name"]: (model["lr"], model["bracket"]) for model in models})
+        {model["name"]: (model["lr"], model["bracket"]) for model in models}
+    )
 
 # %% ../../nbs/machine/plan.ipynb #plan-020
 def compare_pairs(
-    record: dict, group: str, pairs: tuple, form: str, measure: Callable, **more: object,
-) -> list[Comparison]: # more: fields of `Comparison`
+    record: dict, group: str, pairs: tuple, form: str, measure: Callable, **more: object
+) -> list[Comparison]:  # more: fields of `Comparison`
     "Compare pairs of models by a function of two runs; a pair without a shared seed is empty."
     found, n, comparisons = models_of(record), GROUPS[group].seeds, []
-    mine = (group == "laptop") == (record["scale"] == "laptop") # of the two plans
+    mine = (group == "laptop") == (record["scale"] == "laptop")  # of the two plans
     for pair in pairs if mine else ():
         runs = [seeds_of(found[name], n) if name in found else {} for name in pair]
-        differences = tuple(measure(runs[0][seed], runs[1][seed]) for seed in sorted(runs[0].keys() & runs[1].keys()))
+        differences = tuple(
+            measure(runs[0][seed], runs[1][seed])
+            for seed in sorted(runs[0].keys() & runs[1].keys())
+        )
         waits, doubt = doubt_about(pair, found, n) if found.keys() >= set(pair) else (True, "")
-        doubt = "" if waits and not differences else doubt # nothing is there yet
-        comparisons.append(Comparison(form.format(*pair), differences, doubt=doubt, planned=True, waits=waits, **more))
+        doubt = "" if waits and not differences else doubt  # nothing is there yet
+        comparisons.append(
+            Comparison(
+                form.format(*pair), differences, doubt=doubt, planned=True, waits=waits, **more
+            )
+        )
     return comparisons
 
-def lead(ours: dict, theirs: dict) -> float: # runs
+
+def lead(ours: dict, theirs: dict) -> float:  # runs
     "Return by how much the first run's last loss is lower."
     return theirs["val"]["all"][-1] - ours["val"]["all"][-1]
+
 
 def compare_losses(record: dict, *groups: str) -> list[Comparison]:
     "Compare the held-out losses after the last step."
     unit = record["results"]["unit"]
-    return [comparison for name in groups for pairs, form, margin in (
-        (GROUPS[name].below, "{} below {}", 0.0), (GROUPS[name].as_good, "{} as good as {}", MARGINS[unit]))
-        for comparison in compare_pairs(record, name, pairs, form, lead, unit=unit, margin=margin)]
+    return [
+        comparison
+        for name in groups
+        for pairs, form, margin in (
+            (GROUPS[name].below, "{} below {}", 0.0),
+            (GROUPS[name].as_good, "{} as good as {}", MARGINS[unit]),
+        )
+        for comparison in compare_pairs(record, name, pairs, form, lead, unit=unit, margin=margin)
+    ]
 
 # %% ../../nbs/machine/plan.ipynb #plan-20c
-EXPLORATORY = {"others-mlp": (("Mamba N=64, MLP", "Mamba-2, MLP"),)} # group with the later runs -> pairs
+EXPLORATORY = {
+    "others-mlp": (("Mamba N=64, MLP", "Mamba-2, MLP"),)
+}  # group with the later runs -> pairs
+
 
 def compare_exploratory(record: dict, group: str) -> list[Comparison]:
     "Compare the held-out losses of pairs that were chosen after the runs, with as many seeds as the group has."
     comparisons = compare_pairs(
-        record, group, EXPLORATORY[group], "{} below {}", lead, unit=record["results"]["unit"])
+        record, group, EXPLORATORY[group], "{} below {}", lead, unit=record["results"]["unit"]
+    )
     return [replace(comparison, planned=False) for comparison in comparisons]
 
 # %% ../../nbs/machine/plan.ipynb #plan-022
-def tokens_saved(ours: dict, theirs: dict) -> float: # runs
+def tokens_saved(ours: dict, theirs: dict) -> float:  # runs
     "Return the share of tokens (%) that the better model needs less; negative if the second is better."
     ours, theirs = ours["val"], theirs["val"]
     sign, better, level = 1, ours, theirs["all"][-1]
@@ -149,36 +247,74 @@ def tokens_saved(ours: dict, theirs: dict) -> float: # runs
         sign, better, level = -1, theirs, ours["all"][-1]
     return sign * 100 * (1 - tokens_at(better, level) / better["tokens"][-1])
 
+
 def compare_tokens_saved(record: dict, *groups: str) -> list[Comparison]:
     "Compare the tokens needed for the same loss; the paper's number is for the diagonal form."
-    return [comparison for name in groups for pair in GROUPS[name].fewer for comparison in compare_pairs(
-        record, name, (pair,), "{} needs fewer tokens than {}", tokens_saved, unit="%",
-        published=45.0 if pair[0].startswith("diagonal") else None)]
+    return [
+        comparison
+        for name in groups
+        for pair in GROUPS[name].fewer
+        for comparison in compare_pairs(
+            record,
+            name,
+            (pair,),
+            "{} needs fewer tokens than {}",
+            tokens_saved,
+            unit="%",
+            published=45.0 if pair[0].startswith("diagonal") else None,
+        )
+    ]
 
 # %% ../../nbs/machine/plan.ipynb #plan-024
-def about_one_pass(record: dict, *groups: str, pairs: tuple = ()) -> str: # pairs: beside those of the groups
+def about_one_pass(
+    record: dict, *groups: str, pairs: tuple = ()
+) -> str:  # pairs: beside those of the groups
     "Describe the compared models of a run: unique bytes, and parameters, state, function and rate of every model."
     results, settings = record["results"], record["settings"]
     for group in map(GROUPS.get, groups):
         pairs += (*group.below, *group.as_good, *group.fewer)
     names = {name for pair in pairs for name in pair}
-    models = [model for name, model in models_of(record).items() if name in names and model.get("parameters")]
+    models = [
+        model
+        for name, model in models_of(record).items()
+        if name in names and model.get("parameters")
+    ]
     rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
-    many = lambda count: f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k" if count else "no"
-    each = "".join(f"; {model['name']}: {many(model['parameters'])} parameters, {many(model['state_numbers'])} state "
-                   f"numbers, {model['function']}{rate(model)}" for model in models)
+    many = lambda count: (
+        f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k" if count else "no"
+    )
+    each = "".join(
+        f"; {model['name']}: {many(model['parameters'])} parameters, {many(model['state_numbers'])} state "
+        f"numbers, {model['function']}{rate(model)}"
+        for model in models
+    )
     size, commit = min(results["train_tokens"], settings["tokens"]) / 1e6, results["plan"]["commit"]
-    plan = f", plan of commit {commit[:7]}" if commit else ", not the committed plan" * (record["scale"] != "laptop")
+    plan = (
+        f", plan of commit {commit[:7]}"
+        if commit
+        else ", not the committed plan" * (record["scale"] != "laptop")
+    )
     return f"{size:.1f}M unique bytes ({' and '.join(results['domains'])}), read once{plan}{each}"
 
 # %% ../../nbs/machine/plan.ipynb #plan-027
-RECIPE = dict(d_model=384, context=1024, rows=128, warmup=0.1, min_lr_ratio=0.1, weight_decay=0.1, betas=(0.9, 0.95),
-              clip=1.0)
+RECIPE = dict(
+    d_model=384,
+    context=1024,
+    rows=128,
+    warmup=0.1,
+    min_lr_ratio=0.1,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    clip=1.0,
+)
 
 FIRST_PLAN = {"commit": "29aa7e664628", "hash": "20c7a367046d32fc"}
+
 
 def plan_hash(recipe: dict = RECIPE) -> str:
     "Return a short hash of a recipe, the rates, and the groups that are planned for a GPU."
     groups = {name: asdict(group) for name, group in GROUPS.items() if name != "laptop"}
-    text = json.dumps(to_plain({"groups": groups, "rates": RATES, "recipe": recipe}), sort_keys=True)
+    text = json.dumps(
+        to_plain({"groups": groups, "rates": RATES, "recipe": recipe}), sort_keys=True
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -16,14 +16,25 @@ from ..models.lm import LMConfig, count_parameters
 from ..records import plural, read_json, read_jsonl, records_root
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-007
-ROOT, RECORDED = records_root(), "NVIDIA H200" # of all records; the recorded GPU
+ROOT, RECORDED = records_root(), "NVIDIA H200"  # of all records; the recorded GPU
 LANGUAGE, MACHINE = "nbs/lab/results/language", "kernels/results/machine_h200.json"
-VOCABULARY, PARTS = {"bytes": 256, "gpt2": 50257}, (24576, 65536) # vocabulary sizes; tokens of recorded parts of a step
-NODE, NETWORK, FULL = 8, 40.0, 0.9 # assumed: GPUs per node; GB/s per GPU between nodes; share of the memory to fill
-AGAIN = (1, 1), (1.25, 1.5) # work of a block: recorded, and recomputed in the backward pass (assumed)
-GPUS = { # memory in bytes (H200: as torch reports it); published bytes and operations per second (no: float32)
+VOCABULARY, PARTS = (
+    {"bytes": 256, "gpt2": 50257},
+    (24576, 65536),
+)  # vocabulary sizes; tokens of recorded parts of a step
+NODE, NETWORK, FULL = (
+    8,
+    40.0,
+    0.9,
+)  # assumed: GPUs per node; GB/s per GPU between nodes; share of the memory to fill
+AGAIN = (
+    (1, 1),
+    (1.25, 1.5),
+)  # work of a block: recorded, and recomputed in the backward pass (assumed)
+GPUS = {  # memory in bytes (H200: as torch reports it); published bytes and operations per second (no: float32)
     RECORDED: dict(memory=150.1e9, bandwidth=4.8e12, bf16=989e12, no=67e12),
-    "NVIDIA H100": dict(memory=80e9, bandwidth=3.35e12, bf16=989e12, no=67e12)}
+    "NVIDIA H100": dict(memory=80e9, bandwidth=3.35e12, bf16=989e12, no=67e12),
+}
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-008
 @cache
@@ -33,23 +44,38 @@ def record(name):
         raise ValueError(f"{ROOT / name} is missing; the planner reads this record of the kit")
     return read_json(ROOT / name)
 
-model_of = cache(lambda preset, mixer: model_config(find_preset(preset), mixer, VOCABULARY["gpt2"])) # of recorded steps
+
+model_of = cache(
+    lambda preset, mixer: model_config(find_preset(preset), mixer, VOCABULARY["gpt2"])
+)  # of recorded steps
 
 # %% ../../nbs/machine/planner.ipynb #8a660587
 def recorded_steps(**like) -> list:
     "Return the timed steps of throughput.json with these values."
-    return [row for row in record(f"{LANGUAGE}/throughput.json")["rows"] if like.items() <= row.items()]
+    return [
+        row for row in record(f"{LANGUAGE}/throughput.json")["rows"] if like.items() <= row.items()
+    ]
+
 
 def steps_like(mixer: str, compile: bool, context: int) -> list:
     "Return the recorded steps of this mixer whose contexts enclose this one, or the nearest."
     rows = recorded_steps(mixer=mixer, compile=compile)
     if not rows:
-        raise ValueError(f"no step of {mixer} with compile={compile} was recorded, so it cannot be planned")
-    low, high = ([row["context"] for row in rows if sign * (row["context"] - context) >= 0] for sign in (-1, 1))
+        raise ValueError(
+            f"no step of {mixer} with compile={compile} was recorded, so it cannot be planned"
+        )
+    low, high = (
+        [row["context"] for row in rows if sign * (row["context"] - context) >= 0]
+        for sign in (-1, 1)
+    )
     return [row for row in rows if row["context"] in (max(low or high), min(high or low))]
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-010
-KEPT = {False: (2, 16), True: (2, 6)} # bytes per logit: the present loss and the recorded one; eager, compiled
+KEPT = {
+    False: (2, 16),
+    True: (2, 6),
+}  # bytes per logit: the present loss and the recorded one; eager, compiled
+
 
 def kept_per_channel(row: dict) -> float:
     "Return alpha of equation (1) from a recorded step: the bytes that a block keeps per token and channel."
@@ -59,38 +85,66 @@ def kept_per_channel(row: dict) -> float:
     return kept / (row["tokens"] * (config.n_layer + 1) * config.d_model)
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-015
-MOVED = {False: 36, True: 6} # bytes that the loss moves per logit; eager, compiled
+MOVED = {False: 36, True: 6}  # bytes that the loss moves per logit; eager, compiled
+
 
 def work_of(config: LMConfig, parameters: int, tokens: int, context: int) -> dict:
     "Return the work of each part of a step: n w of equation (2)."
     width = tokens * config.n_layer * config.d_model
-    return {"matrix products": 6 * parameters * tokens, "scan": width, "convolution": width, "pointwise": width,
-            "attention": width * context, "loss": tokens * config.vocab_size, "optimiser": parameters}
+    return {
+        "matrix products": 6 * parameters * tokens,
+        "scan": width,
+        "convolution": width,
+        "pointwise": width,
+        "attention": width * context,
+        "loss": tokens * config.vocab_size,
+        "optimiser": parameters,
+    }
+
 
 recorded_work = lambda row: work_of(
-    model_of(row["preset"], row["mixer"]), row["parameters"], row["tokens"], row["context"])
+    model_of(row["preset"], row["mixer"]), row["parameters"], row["tokens"], row["context"]
+)
 
 # %% ../../nbs/machine/planner.ipynb #bae94278
 def parts_of(row: dict) -> dict:
     "Return the seconds of each part of a recorded step."
     spent = dict.fromkeys(recorded_work(row), 0.0)
     for name, share in row["shares"].items():
-        spent[name if name in spent else "pointwise"] += share * row["ms"] / 1e3 / sum(row["shares"].values())
-    loss = recorded_work(row)["loss"] * MOVED[row["compile"]] / record("kernels/results/h200.json")["rates"]["bytes"]
+        spent[name if name in spent else "pointwise"] += (
+            share * row["ms"] / 1e3 / sum(row["shares"].values())
+        )
+    loss = (
+        recorded_work(row)["loss"]
+        * MOVED[row["compile"]]
+        / record("kernels/results/h200.json")["rates"]["bytes"]
+    )
     return spent | {"pointwise": spent["pointwise"] - loss, "loss": loss}
 
 # %% ../../nbs/machine/planner.ipynb #a766beaf
 def scaled_parts(row: dict, work: dict, gpu: str = RECORDED, precision: str = "bf16") -> dict:
     "Return the seconds of the parts of a step with other work or on another GPU: equation (2)."
-    then, now, old, wide = GPUS[RECORDED], GPUS[gpu], recorded_work(row), 1 if precision == "bf16" else 2
+    then, now, old, wide = (
+        GPUS[RECORDED],
+        GPUS[gpu],
+        recorded_work(row),
+        1 if precision == "bf16" else 2,
+    )
     slower = dict.fromkeys(work, then["bandwidth"] / now["bandwidth"] * wide)
-    slower |= {"matrix products": then["bf16"] / now[precision], "optimiser": slower["optimiser"] / wide}
-    return {name: seconds * slower[name] * work[name] / old[name] for name, seconds in parts_of(row).items()}
+    slower |= {
+        "matrix products": then["bf16"] / now[precision],
+        "optimiser": slower["optimiser"] / wide,
+    }
+    return {
+        name: seconds * slower[name] * work[name] / old[name]
+        for name, seconds in parts_of(row).items()
+    }
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-018
 def ends(values) -> np.ndarray:
     "Return the least and the largest value, (2,)."
     return np.array([min(values := list(values)), max(values)])
+
 
 def repeats() -> np.ndarray:
     "Return the range of repeated step times, over the recorded time (2,)."
@@ -98,25 +152,43 @@ def repeats() -> np.ndarray:
     again = record(f"{LANGUAGE}/steps.json")["rows"]
     return ends([1.0, *(ms / first[row["mixer"]] for row in again for ms in row["ms"])])
 
+
 @cache
 def val() -> dict:
     "Return each step's time as planned from the other context of its mixer, over the recorded time."
     key, rows = lambda row: (row["mixer"], row["compile"], row["context"]), recorded_steps()
-    return {key(row): 1e3 * sum(scaled_parts(other, recorded_work(row)).values()) / row["ms"]
-            for row in rows for other in rows if key(row)[:2] == key(other)[:2] and row is not other}
+    return {
+        key(row): 1e3 * sum(scaled_parts(other, recorded_work(row)).values()) / row["ms"]
+        for row in rows
+        for other in rows
+        if key(row)[:2] == key(other)[:2] and row is not other
+    }
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-021
 def link_rate() -> float:
     "Return the bytes per second of the slowest large collective recorded within a node."
-    sent = lambda row: (2 if row["op"] == "all_reduce" else 1) * (row["gpus"] - 1) / row["gpus"] * row["bytes"]
-    return min(1e3 * sent(row) / row["ms"] for row in record(MACHINE)["collectives"] if row["bytes"] >= 1 << 28)
+    sent = lambda row: (
+        (2 if row["op"] == "all_reduce" else 1) * (row["gpus"] - 1) / row["gpus"] * row["bytes"]
+    )
+    return min(
+        1e3 * sent(row) / row["ms"]
+        for row in record(MACHINE)["collectives"]
+        if row["bytes"] >= 1 << 28
+    )
+
 
 def sending_seconds(p) -> float:
     "Return the time of a step's communication alone."
-    sent = lambda among, size: (among - 1) / among * size * p.parameters # size: bytes per parameter
+    sent = lambda among, size: (
+        (among - 1) / among * size * p.parameters
+    )  # size: bytes per parameter
     card, size = 1e9 * (p.network or NETWORK), 4 + 8 * p.micro_batches if p.shards > 1 else 8
-    ring = p.shards if p.sharding == "hsdp" else p.gpus # others exchange the gradients of each GPU's shard
-    rate = min(link_rate(), (ring % NODE or NODE) * card) if ring > NODE else link_rate() # of the fewest cards
+    ring = (
+        p.shards if p.sharding == "hsdp" else p.gpus
+    )  # others exchange the gradients of each GPU's shard
+    rate = (
+        min(link_rate(), (ring % NODE or NODE) * card) if ring > NODE else link_rate()
+    )  # of the fewest cards
     return sent(ring, size) / rate + sent(p.gpus // ring, 8) / p.shards / card
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-022
@@ -124,17 +196,35 @@ def sending_seconds(p) -> float:
 def recorded_runs() -> dict:
     "Return plan, seconds of a step (2,) and peak bytes of every recorded run, by name, without its warm-up."
     result = {}
-    for folder in sorted(path.parent for path in (ROOT / LANGUAGE / "gpus").glob("*/metrics.jsonl")):
+    for folder in sorted(
+        path.parent for path in (ROOT / LANGUAGE / "gpus").glob("*/metrics.jsonl")
+    ):
         about, model = (read_json(folder / name) for name in ("config.json", "lm_config.json"))
-        engine, command, place = (about["attempts"][-1][name] for name in ("engine", "command", "environment"))
+        engine, command, place = (
+            about["attempts"][-1][name] for name in ("engine", "command", "environment")
+        )
         like = find_preset(command.replace("=", " ").split("--preset ")[1].split()[0])
         known = {key: value for key, value in about["config"].items() if hasattr(like.train, key)}
-        kind = engine.get("sharding") or {"NO": "none", "MULTI_GPU": "ddp", "FSDP": "fsdp"}[engine["distributed"]]
+        kind = (
+            engine.get("sharding")
+            or {"NO": "none", "MULTI_GPU": "ddp", "FSDP": "fsdp"}[engine["distributed"]]
+        )
         train = replace(like.train, **known | {"sharding": kind})
-        p = plan(replace(like, train=train), model["mixer"], engine["processes"], place["gpu"],
-                 train.gradient_accumulation_steps)
-        rows = [row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] > train.log_every]
-        result[folder.name] = p, p.batch / ends(row["tokens_per_second"] for row in rows)[::-1], rows[-1]["peak_bytes"]
+        p = plan(
+            replace(like, train=train),
+            model["mixer"],
+            engine["processes"],
+            place["gpu"],
+            train.gradient_accumulation_steps,
+        )
+        rows = [
+            row for row in read_jsonl(folder / "metrics.jsonl") if row["step"] > train.log_every
+        ]
+        result[folder.name] = (
+            p,
+            p.batch / ends(row["tokens_per_second"] for row in rows)[::-1],
+            rows[-1]["peak_bytes"],
+        )
     return result
 
 # %% ../../nbs/machine/planner.ipynb #21210379
@@ -142,130 +232,257 @@ def recorded_runs() -> dict:
 def waits() -> dict:
     "Return the seconds (2,) that GPUs wait per block: with DDP, for the host with FSDP, for kernel launches."
     runs, launched = recorded_runs(), record(f"{LANGUAGE}/gpus/fsdp/profile.json")
-    late = [(p, t) for p, seconds, _ in runs.values() for t in seconds if t > sum(p.work.values())[1]]
-    launch = 1e-6 * record(MACHINE)["launch_us"] * launched["kernels"] / launched["steps"] / runs["fsdp"][0].blocks
-    return {"none": np.array([0, launch]), "fsdp": ends(t / p.blocks / p.micro_batches
-                                                              for p, t in late if p.shards > 1),
-            "ddp": ends([0, *((t - sum(p.work.values())[1]) / p.blocks for p, t in late if p.sharding == "ddp")])}
+    late = [
+        (p, t) for p, seconds, _ in runs.values() for t in seconds if t > sum(p.work.values())[1]
+    ]
+    launch = (
+        1e-6
+        * record(MACHINE)["launch_us"]
+        * launched["kernels"]
+        / launched["steps"]
+        / runs["fsdp"][0].blocks
+    )
+    return {
+        "none": np.array([0, launch]),
+        "fsdp": ends(t / p.blocks / p.micro_batches for p, t in late if p.shards > 1),
+        "ddp": ends(
+            [0, *((t - sum(p.work.values())[1]) / p.blocks for p, t in late if p.sharding == "ddp")]
+        ),
+    }
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-024
 @dataclass
 class Plan:
     "Ranges of memory and time of a training run: pairs (2,), low end first."
+
     train: TrainConfig
     config: LMConfig
     parameters: int
     gpus: int
-    gpu: str      # a key of `GPUS`
-    network: float | None # as for `plan`
-    micro_batches: int # parts of a step
+    gpu: str  # a key of `GPUS`
+    network: float | None  # as for `plan`
+    micro_batches: int  # parts of a step
 
     def __post_init__(self):
-        self.batch, self.blocks = self.train.batch_size * self.train.context, self.config.n_layer + 1 # and the ends
-        self.tokens, self.again = self.batch // self.gpus // self.micro_batches, AGAIN[self.train.checkpoint_blocks]
-        self.sharding = {"auto": "ddp" if self.gpus > 1 else "none"}.get(self.train.sharding, self.train.sharding)
+        self.batch, self.blocks = (
+            self.train.batch_size * self.train.context,
+            self.config.n_layer + 1,
+        )  # and the ends
+        self.tokens, self.again = (
+            self.batch // self.gpus // self.micro_batches,
+            AGAIN[self.train.checkpoint_blocks],
+        )
+        self.sharding = {"auto": "ddp" if self.gpus > 1 else "none"}.get(
+            self.train.sharding, self.train.sharding
+        )
         self.shards = {"fsdp": self.gpus, "hsdp": min(self.gpus, NODE)}.get(self.sharding, 1)
         self.like = steps_like(self.config.mixer, self.train.compile, self.train.context)
         self.unseen, self.memory = unseen_in(self), memory_of(self)
         self.margin = max(max(ratio, 1 / ratio) for ratio in val().values()) if self.unseen else 1.0
         self.peak, self.work = sum(self.memory.values()), work_seconds(self)
 
-    seconds = property(lambda self: self.work | {"waiting": waiting_seconds(self)}) # per step and part
+    seconds = property(
+        lambda self: self.work | {"waiting": waiting_seconds(self)}
+    )  # per step and part
     step_seconds = property(lambda self: sum(self.seconds.values()))
     tokens_per_second = property(lambda self: self.batch / self.step_seconds[::-1])
     hours = property(lambda self: self.train.steps * self.step_seconds / 3600)
     kind = property(lambda self: (self.config.mixer, self.train.compile, self.sharding, self.gpus))
-    new = property(lambda self: self.gpus > 1 and self.kind not in [p.kind for p, *_ in recorded_runs().values()])
-    assumed = property(lambda self: self.unseen + self.new * [f"{self.sharding} on {self.gpus} GPUs (not recorded)"])
+    new = property(
+        lambda self: (
+            self.gpus > 1 and self.kind not in [p.kind for p, *_ in recorded_runs().values()]
+        )
+    )
+    assumed = property(
+        lambda self: (
+            self.unseen + self.new * [f"{self.sharding} on {self.gpus} GPUs (not recorded)"]
+        )
+    )
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-025
 def memory_of(p: Plan) -> dict:
     "Return the bytes (2,) of each kind in a GPU's memory at its peak: equation (1)."
-    P, half, tokens = p.parameters, p.train.precision == "bf16", min(p.train.loss_chunk or 8192, p.tokens)
-    wide = np.array([1, 1.001 if half else 2.002]) # allocations are rounded up; float32 keeps at most twice as much
-    loss = p.config.vocab_size * (np.array(KEPT[p.train.compile]) * tokens + 6 * p.config.d_model) * wide
-    whole, inputs = (2, 4 * p.config.n_layer) if p.train.checkpoint_blocks else (p.blocks, 0) # a block, the ends; bytes
-    kept = (ends(map(kept_per_channel, p.like)) * whole + inputs) * wide * p.tokens * p.config.d_model
-    copies = 2 * P * half * np.array([p.shards == 1, 1]) # FSDP gathers block by block
+    P, half, tokens = (
+        p.parameters,
+        p.train.precision == "bf16",
+        min(p.train.loss_chunk or 8192, p.tokens),
+    )
+    wide = np.array(
+        [1, 1.001 if half else 2.002]
+    )  # allocations are rounded up; float32 keeps at most twice as much
+    loss = (
+        p.config.vocab_size
+        * (np.array(KEPT[p.train.compile]) * tokens + 6 * p.config.d_model)
+        * wide
+    )
+    whole, inputs = (
+        (2, 4 * p.config.n_layer) if p.train.checkpoint_blocks else (p.blocks, 0)
+    )  # a block, the ends; bytes
+    kept = (
+        (ends(map(kept_per_channel, p.like)) * whole + inputs) * wide * p.tokens * p.config.d_model
+    )
+    copies = 2 * P * half * np.array([p.shards == 1, 1])  # FSDP gathers block by block
     buckets = 4 * P / p.shards * (p.gpus > 1) + 4 * P * (p.micro_batches > 1)
-    gradients = np.maximum(buckets, 4 * P - kept - loss) # without buckets they reuse the memory of activations
-    return {"weights": 4 * P / p.shards + copies, "Adam": 8 * P / p.shards * np.ones(2),
-            "gradients": gradients, "activations": kept, "loss": loss}
+    gradients = np.maximum(
+        buckets, 4 * P - kept - loss
+    )  # without buckets they reuse the memory of activations
+    return {
+        "weights": 4 * P / p.shards + copies,
+        "Adam": 8 * P / p.shards * np.ones(2),
+        "gradients": gradients,
+        "activations": kept,
+        "loss": loss,
+    }
 
 # %% ../../nbs/machine/planner.ipynb #04a9a3a0
 def unseen_in(p: Plan) -> list:
     "List the properties of a plan that no recorded step had."
-    P, old, context, contexts = p.parameters, p.like[0], p.train.context, [row["context"] for row in p.like]
-    size = 0.9 < P / old["parameters"] < 1.1 and p.config.vocab_size == model_of(old["preset"], old["mixer"]).vocab_size
-    return [text for seen, text in (
-        (size, f"{P / 1e6:,.1f}M parameters (recorded: {old['parameters'] / 1e6:,.1f}M)"),
-        (p.gpu == RECORDED, f"{p.gpu}, scaled by published bandwidth and operations (recorded: {RECORDED})"),
-        (min(contexts) <= context <= max(contexts), f"a context of {context:,} (recorded: {contexts[0]:,})"),
-        (PARTS[0] <= p.tokens <= PARTS[1], f"parts of {p.tokens:,} tokens (recorded: {PARTS[0]:,} to {PARTS[1]:,})"),
-        (p.train.precision == "bf16", "float32 (recorded: bf16)"),
-        (not p.train.checkpoint_blocks, "recomputed blocks need {} to {} of their time".format(*AGAIN[1]))) if not seen]
+    P, old, context, contexts = (
+        p.parameters,
+        p.like[0],
+        p.train.context,
+        [row["context"] for row in p.like],
+    )
+    size = (
+        0.9 < P / old["parameters"] < 1.1
+        and p.config.vocab_size == model_of(old["preset"], old["mixer"]).vocab_size
+    )
+    return [
+        text
+        for seen, text in (
+            (size, f"{P / 1e6:,.1f}M parameters (recorded: {old['parameters'] / 1e6:,.1f}M)"),
+            (
+                p.gpu == RECORDED,
+                f"{p.gpu}, scaled by published bandwidth and operations (recorded: {RECORDED})",
+            ),
+            (
+                min(contexts) <= context <= max(contexts),
+                f"a context of {context:,} (recorded: {contexts[0]:,})",
+            ),
+            (
+                PARTS[0] <= p.tokens <= PARTS[1],
+                f"parts of {p.tokens:,} tokens (recorded: {PARTS[0]:,} to {PARTS[1]:,})",
+            ),
+            (p.train.precision == "bf16", "float32 (recorded: bf16)"),
+            (
+                not p.train.checkpoint_blocks,
+                "recomputed blocks need {} to {} of their time".format(*AGAIN[1]),
+            ),
+        )
+        if not seen
+    ]
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-026
 def work_seconds(p: Plan) -> dict:
     "Return the seconds per step (2,) of each part, and of the communication that nothing hides."
     of_part = lambda parts: sum(parts.values()) - parts["optimiser"]
     work = work_of(p.config, p.parameters, p.tokens, p.train.context)
-    scaled = sorted((scaled_parts(row, work, p.gpu, p.train.precision) for row in p.like), key=of_part)
-    factor, once = repeats() * [1 / p.margin, p.margin], dict.fromkeys(("loss", "optimiser"), AGAIN[0])
-    each = {name: factor * once.get(name, p.again) * [scaled[0][name], scaled[-1][name]] for name in work}
-    times = {name: pair / p.shards if name == "optimiser" else p.micro_batches * pair for name, pair in each.items()}
-    sending, hides = sending_seconds(p), p.micro_batches if p.shards > 1 else 1 # parts that send
-    return times | {"communication": np.array([max(0, sending - 2 / 3 * hides * of_part(each)[0]), sending])}
+    scaled = sorted(
+        (scaled_parts(row, work, p.gpu, p.train.precision) for row in p.like), key=of_part
+    )
+    factor, once = (
+        repeats() * [1 / p.margin, p.margin],
+        dict.fromkeys(("loss", "optimiser"), AGAIN[0]),
+    )
+    each = {
+        name: factor * once.get(name, p.again) * [scaled[0][name], scaled[-1][name]]
+        for name in work
+    }
+    times = {
+        name: pair / p.shards if name == "optimiser" else p.micro_batches * pair
+        for name, pair in each.items()
+    }
+    sending, hides = sending_seconds(p), p.micro_batches if p.shards > 1 else 1  # parts that send
+    return times | {
+        "communication": np.array([max(0, sending - 2 / 3 * hides * of_part(each)[0]), sending])
+    }
+
 
 def waiting_seconds(p: Plan) -> np.ndarray:
     "Return the seconds (2,) per step that GPUs wait for the host and for each other."
     host = p.micro_batches * p.blocks * waits()["fsdp" if p.shards > 1 else "none"] * p.again
-    return np.maximum(0, host - sum(p.work.values())) + p.blocks * waits()["ddp"] * (p.sharding == "ddp")
+    return np.maximum(0, host - sum(p.work.values())) + p.blocks * waits()["ddp"] * (
+        p.sharding == "ddp"
+    )
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-042
 def divisors(n: int) -> list:
     "Return all divisors of a positive integer, sorted."
     return sorted({d for i in range(1, math.isqrt(n) + 1) if n % i == 0 for d in (i, n // i)})
 
+
 def check_setting(train, tokenizer, gpus, gpu, micro_batches, network):
     "Raise ValueError if a setting cannot be planned."
-    kind, batch, each = train.sharding, train.batch_size, max(1, gpus * (parts := max(1, micro_batches or 1)))
-    able = sorted(divisors(batch // parts) if batch % parts == 0 else [], key=lambda n: abs(n - gpus))[:2]
+    kind, batch, each = (
+        train.sharding,
+        train.batch_size,
+        max(1, gpus * (parts := max(1, micro_batches or 1))),
+    )
+    able = sorted(
+        divisors(batch // parts) if batch % parts == 0 else [], key=lambda n: abs(n - gpus)
+    )[:2]
     sizes = [f"a batch of {n * each}" for n in (batch // each, batch // each + 1) if n]
     for fine, sentence in (
         (gpus > 0, f"{gpus} GPUs cannot train; there must be 1 or more"),
-        (micro_batches is None or micro_batches > 0,
-         f"gradient_accumulation_steps is {micro_batches}; it must be 1 or more"),
+        (
+            micro_batches is None or micro_batches > 0,
+            f"gradient_accumulation_steps is {micro_batches}; it must be 1 or more",
+        ),
         (gpu in GPUS, f"unknown GPU {gpu!r}; the planner knows {' and '.join(GPUS)}"),
-        (kind == "auto" or (kind == "none") == (gpus == 1), f"sharding is {kind!r}, impossible with {gpus} GPUs"),
-        (kind != "hsdp" or gpus > NODE and gpus % NODE == 0, f"hsdp needs several nodes of {NODE} GPUs, not {gpus}"),
-        (network is None or 0 < network < np.inf, f"network is {network}; it must be more than 0 GB/s and finite"),
-        (tokenizer in VOCABULARY, f"tokenizer is {tokenizer!r}; expected one of {', '.join(VOCABULARY)}"),
-        (batch % each == 0, f"{plural(gpus, 'GPU')} cannot share a batch of {batch}"
-                            f"{f' in {parts} parts' * (parts > 1)}; "
-                            f"{' or '.join([*sizes, *(f'{n} GPUs' for n in sorted(able))])} would do")):
+        (
+            kind == "auto" or (kind == "none") == (gpus == 1),
+            f"sharding is {kind!r}, impossible with {gpus} GPUs",
+        ),
+        (
+            kind != "hsdp" or gpus > NODE and gpus % NODE == 0,
+            f"hsdp needs several nodes of {NODE} GPUs, not {gpus}",
+        ),
+        (
+            network is None or 0 < network < np.inf,
+            f"network is {network}; it must be more than 0 GB/s and finite",
+        ),
+        (
+            tokenizer in VOCABULARY,
+            f"tokenizer is {tokenizer!r}; expected one of {', '.join(VOCABULARY)}",
+        ),
+        (
+            batch % each == 0,
+            f"{plural(gpus, 'GPU')} cannot share a batch of {batch}"
+            f"{f' in {parts} parts' * (parts > 1)}; "
+            f"{' or '.join([*sizes, *(f'{n} GPUs' for n in sorted(able))])} would do",
+        ),
+    ):
         if not fine:
             raise ValueError(sentence)
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-027
 def plan(
     preset: LMPreset,
-    mixer: str, # a key of `MIXERS`
+    mixer: str,  # a key of `MIXERS`
     gpus: int = 1,
-    gpu: str = RECORDED, # its name in torch or on the data sheet
-    micro_batches: int | None = None, # parts of a step; None: as few as the memory allows
-    network: float | None = None,  # GB/s (1e9 bytes per second) per GPU between nodes; None: `NETWORK`
-    options: dict | None = None, # of the mixer
+    gpu: str = RECORDED,  # its name in torch or on the data sheet
+    micro_batches: int | None = None,  # parts of a step; None: as few as the memory allows
+    network: float
+    | None = None,  # GB/s (1e9 bytes per second) per GPU between nodes; None: `NETWORK`
+    options: dict | None = None,  # of the mixer
 ) -> Plan:
     "Plan the training of a preset with this mixer; ValueError if it cannot be planned."
     train, tokenizer = preset.train, preset.tokenizer.split(":")[0]
     gpu = f"NVIDIA {gpu.removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
     check_setting(train, tokenizer, gpus, gpu, micro_batches, network)
-    config, share = model_config(preset, mixer, VOCABULARY[tokenizer], options), train.batch_size // gpus
+    config, share = (
+        model_config(preset, mixer, VOCABULARY[tokenizer], options),
+        train.batch_size // gpus,
+    )
     parameters, tries = count_parameters(config), divisors(share)
-    plans = [Plan(train, config, parameters, gpus, gpu, network, n)
-             for n in ([micro_batches] if micro_batches else tries)]
-    return next((p for p in plans if p.tokens <= PARTS[1] and p.peak[1] < FULL * GPUS[gpu]["memory"]), plans[-1])
+    plans = [
+        Plan(train, config, parameters, gpus, gpu, network, n)
+        for n in ([micro_batches] if micro_batches else tries)
+    ]
+    return next(
+        (p for p in plans if p.tokens <= PARTS[1] and p.peak[1] < FULL * GPUS[gpu]["memory"]),
+        plans[-1],
+    )
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-028
 def span(pair, unit: str) -> str:
@@ -274,41 +491,88 @@ def span(pair, unit: str) -> str:
         name, size = ("minutes", 60) if pair[1] * 60 >= 1 else ("seconds", 3600)
         pair, unit = pair * size, unit.replace("hours", name)
     steps = (10.0 ** (np.floor(np.log10(max(value, 1e-9))) - 2) for value in pair)
-    outward = (cut(value / step) * step for cut, value, step in zip((np.floor, np.ceil), pair, steps))
-    return " to ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in outward) + f" {unit}"
+    outward = (
+        cut(value / step) * step for cut, value, step in zip((np.floor, np.ceil), pair, steps)
+    )
+    return (
+        " to ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in outward)
+        + f" {unit}"
+    )
 
 # %% ../../nbs/machine/planner.ipynb #2e22f1c3
 def sureness(p: Plan) -> list:
     "Return the lines that list measured, given and assumed numbers."
-    (quick, late), (least, most), known = repeats(), 1e3 * waits()["fsdp"], "assumed" if p.assumed else "measured"
+    (quick, late), (least, most), known = (
+        repeats(),
+        1e3 * waits()["fsdp"],
+        "assumed" if p.assumed else "measured",
+    )
     source = "given      {} GB/s" if p.network else "assumed    {} GB/s (--network gives another)"
-    return [text for shown, text in (
-        (True, f"measured   recorded steps: {len(p.like)}; repeats took {quick:.2f} to {late:.2f} of their time"),
-        *((True, f"assumed    {text}") for text in p.assumed),
-        (p.unseen, f"assumed    for all of that: a factor of {p.margin:.2f} to both sides, as held-out steps needed"),
-        (p.gpus > 1, f"{known:10} {link_rate() / 1e9:.0f} GB/s per GPU within a node, by 2 and 4 H200s"),
-        (p.gpus > NODE, source.format(p.network or NETWORK) + f" per GPU between nodes of {NODE} GPUs (assumed)"),
-        (p.network and p.gpus <= NODE, f"assumed    {p.gpus} GPUs are one node, so the network is not used"),
-        (p.shards > 1, f"{known:10} the host needs {least:.1f} to {most:.1f} ms per block with FSDP"),
-        (p.micro_batches != p.train.gradient_accumulation_steps,
-         f"train with --gradient-accumulation-steps {p.micro_batches}; "
-         f"the preset says {p.train.gradient_accumulation_steps}")) if shown]
+    return [
+        text
+        for shown, text in (
+            (
+                True,
+                f"measured   recorded steps: {len(p.like)}; repeats took {quick:.2f} to {late:.2f} of their time",
+            ),
+            *((True, f"assumed    {text}") for text in p.assumed),
+            (
+                p.unseen,
+                f"assumed    for all of that: a factor of {p.margin:.2f} to both sides, as held-out steps needed",
+            ),
+            (
+                p.gpus > 1,
+                f"{known:10} {link_rate() / 1e9:.0f} GB/s per GPU within a node, by 2 and 4 H200s",
+            ),
+            (
+                p.gpus > NODE,
+                source.format(p.network or NETWORK)
+                + f" per GPU between nodes of {NODE} GPUs (assumed)",
+            ),
+            (
+                p.network and p.gpus <= NODE,
+                f"assumed    {p.gpus} GPUs are one node, so the network is not used",
+            ),
+            (
+                p.shards > 1,
+                f"{known:10} the host needs {least:.1f} to {most:.1f} ms per block with FSDP",
+            ),
+            (
+                p.micro_batches != p.train.gradient_accumulation_steps,
+                f"train with --gradient-accumulation-steps {p.micro_batches}; "
+                f"the preset says {p.train.gradient_accumulation_steps}",
+            ),
+        )
+        if shown
+    ]
 
 # %% ../../nbs/machine/planner.ipynb #34_planner-029
 def plan_text(preset: LMPreset | str, mixer: str, **options: object) -> str:
     "Return the plan of a preset, or of a key of `LM_PRESETS`, as lines of text."
     p = plan(find_preset(preset) if isinstance(preset, str) else preset, mixer, **options)
-    beside, room, new, steps = " (assumed)" * bool(p.assumed), GPUS[p.gpu]["memory"], p.gpu != RECORDED, p.train.steps
+    beside, room, new, steps = (
+        " (assumed)" * bool(p.assumed),
+        GPUS[p.gpu]["memory"],
+        p.gpu != RECORDED,
+        p.train.steps,
+    )
     fit = "fits" if p.peak[1] < room else "does not fit" if p.peak[0] > room else "may not fit"
     parts = ", ".join(f"{name} {pair.mean() / 1e9:.3g} GB" for name, pair in p.memory.items())
-    shares = sorted(((pair.mean() / p.step_seconds.mean(), name) for name, pair in p.seconds.items()), reverse=True)
-    return "\n  ".join([
-        f"{mixer}, {p.parameters / 1e6:.1f}M parameters, on {p.gpus} x {p.gpu}{f' ({p.sharding})' * (p.gpus > 1)}",
-        f"a step     {p.batch:,} tokens; per GPU {p.micro_batches} x {p.tokens // p.train.context} sequences",
-        f"memory     {span(p.peak / 1e9, 'GB')} per GPU{beside} of {room / 1e9:.1f} GB{' (assumed)' * new}: {fit}",
-        f"of it      {parts}{beside}",
-        f"time       {span(1e3 * p.step_seconds, 'ms')} per step{beside}",
-        f"of it      {', '.join(f'{name} {share:.0%}' for share, name in shares if share >= 0.005)}{beside}",
-        f"speed      {span(p.tokens_per_second, 'tokens/s')}{beside}, without other jobs on the GPUs",
-        f"in all     {steps:,} steps, {steps * p.batch / 1e6:,.1f}M tokens, {span(p.hours, 'hours')}{beside}, "
-        f"{span(p.hours * p.gpus, 'GPU hours')}{beside}, without evaluation and checkpoints", *sureness(p)])
+    shares = sorted(
+        ((pair.mean() / p.step_seconds.mean(), name) for name, pair in p.seconds.items()),
+        reverse=True,
+    )
+    return "\n  ".join(
+        [
+            f"{mixer}, {p.parameters / 1e6:.1f}M parameters, on {p.gpus} x {p.gpu}{f' ({p.sharding})' * (p.gpus > 1)}",
+            f"a step     {p.batch:,} tokens; per GPU {p.micro_batches} x {p.tokens // p.train.context} sequences",
+            f"memory     {span(p.peak / 1e9, 'GB')} per GPU{beside} of {room / 1e9:.1f} GB{' (assumed)' * new}: {fit}",
+            f"of it      {parts}{beside}",
+            f"time       {span(1e3 * p.step_seconds, 'ms')} per step{beside}",
+            f"of it      {', '.join(f'{name} {share:.0%}' for share, name in shares if share >= 0.005)}{beside}",
+            f"speed      {span(p.tokens_per_second, 'tokens/s')}{beside}, without other jobs on the GPUs",
+            f"in all     {steps:,} steps, {steps * p.batch / 1e6:,.1f}M tokens, {span(p.hours, 'hours')}{beside}, "
+            f"{span(p.hours * p.gpus, 'GPU hours')}{beside}, without evaluation and checkpoints",
+            *sureness(p),
+        ]
+    )

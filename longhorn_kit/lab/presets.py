@@ -23,17 +23,22 @@ from ..records import check_ranges
 @dataclass(frozen=True)
 class LMPreset:
     "A model size, a training recipe and a text, by name."
-    description: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress] # for the list of presets; no flag
-    d_model: int         # width
-    n_layer: int         # scan blocks; attention gets half as many blocks, each with an MLP
+
+    description: Annotated[
+        str, tyro.conf.Fixed, tyro.conf.Suppress
+    ]  # for the list of presets; no flag
+    d_model: int  # width
+    n_layer: int  # scan blocks; attention gets half as many blocks, each with an MLP
     train: TrainConfig
-    dropout: float = 0.0 # only in models with an MLP, so not in Longhorn and Mamba
-    data: str = field(default="stdlib", metadata={"place": True}) # as for `prepare`; "": the user has to name it
-    tokenizer: str = "bytes" # or gpt2, or gpt2:FOLDER to work offline
-    val: int | None = None # held-out tokens to use, spread over the text; None: all
+    dropout: float = 0.0  # only in models with an MLP, so not in Longhorn and Mamba
+    data: str = field(
+        default="stdlib", metadata={"place": True}
+    )  # as for `prepare`; "": the user has to name it
+    tokenizer: str = "bytes"  # or gpt2, or gpt2:FOLDER to work offline
+    val: int | None = None  # held-out tokens to use, spread over the text; None: all
     fraction: float = VAL_PART  # share of `data` that is held out
-    pad_vocab: int = 1   # the model's vocabulary is a multiple of this
-    sizes: str = "matched" # to Longhorn's, or "official": the authors' attention and GLA
+    pad_vocab: int = 1  # the model's vocabulary is a multiple of this
+    sizes: str = "matched"  # to Longhorn's, or "official": the authors' attention and GLA
 
     def __post_init__(self):
         if self.sizes not in ("matched", "official"):
@@ -45,48 +50,121 @@ class LMPreset:
 LM_PRESETS = {
     "laptop": LMPreset(
         "the size of `longhorn reproduce language`; a minute on a CPU",
-        d_model=128, n_layer=4, val=65536,
-        train=TrainConfig(steps=240, batch_size=4, context=256, lr=3e-3, warmup=24,
-                          eval_every=240, log_every=10, save_every=80)),
+        d_model=128,
+        n_layer=4,
+        val=65536,
+        train=TrainConfig(
+            steps=240,
+            batch_size=4,
+            context=256,
+            lr=3e-3,
+            warmup=24,
+            eval_every=240,
+            log_every=10,
+            save_every=80,
+        ),
+    ),
     "shakespeare": LMPreset(
         "the official code's test run on one GPU, on bytes: 5,000 steps; its loss is not published; "
         "name the text with --data",
-        d_model=384, n_layer=12, dropout=0.2, data="",
-        train=TrainConfig(steps=5000, batch_size=64, context=256, lr=1e-3, min_lr_ratio=0.1, warmup=100, beta2=0.99,
-                          eval_every=250, save_every=500)),
+        d_model=384,
+        n_layer=12,
+        dropout=0.2,
+        data="",
+        train=TrainConfig(
+            steps=5000,
+            batch_size=64,
+            context=256,
+            lr=1e-3,
+            min_lr_ratio=0.1,
+            warmup=100,
+            beta2=0.99,
+            eval_every=250,
+            save_every=500,
+        ),
+    ),
 }
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-009
 GPT2 = dict(tokenizer="gpt2", pad_vocab=64)
 OWT = TrainConfig(
-    steps=5000, batch_size=480, context=1024, gradient_accumulation_steps=20,
-    lr=6e-4, min_lr_ratio=0.1, warmup=250, weight_decay=0.1,
-    beta1=0.9, beta2=0.95, clip=1.0, precision="bf16", loss_chunk=8192, eval_every=250, save_every=0)
+    steps=5000,
+    batch_size=480,
+    context=1024,
+    gradient_accumulation_steps=20,
+    lr=6e-4,
+    min_lr_ratio=0.1,
+    warmup=250,
+    weight_decay=0.1,
+    beta1=0.9,
+    beta2=0.95,
+    clip=1.0,
+    precision="bf16",
+    loss_chunk=8192,
+    eval_every=250,
+    save_every=0,
+)
 SLIM = replace(
-    OWT, steps=47684, batch_size=1024, context=2048, gradient_accumulation_steps=128, lr=3e-4, warmup=477,
-    weight_decay=0.01, eval_every=1000)
+    OWT,
+    steps=47684,
+    batch_size=1024,
+    context=2048,
+    gradient_accumulation_steps=128,
+    lr=3e-4,
+    warmup=477,
+    weight_decay=0.01,
+    eval_every=1000,
+)
 LM_PRESETS |= {
     "small": LMPreset(
         "27M parameters beside the embedding, 160M tokens; one GPU; name the text with --data",
-        d_model=512, n_layer=16, data="",
-        train=replace(OWT, steps=1220, batch_size=128, gradient_accumulation_steps=2, lr=1e-3, warmup=150,
-                      eval_every=122), **GPT2),
+        d_model=512,
+        n_layer=16,
+        data="",
+        train=replace(
+            OWT,
+            steps=1220,
+            batch_size=128,
+            gradient_accumulation_steps=2,
+            lr=1e-3,
+            warmup=150,
+            eval_every=122,
+        ),
+        **GPT2,
+    ),
     "owt-120m": LMPreset(
         "the paper's OpenWebText run: 2.46B tokens on four 80 GB GPUs; published: Longhorn 3.225 nats, "
         "Mamba 3.238, attention 3.247",
-        d_model=768, n_layer=24, data="hf:Skylion007/openwebtext", fraction=0.0005, train=OWT, **GPT2),
+        d_model=768,
+        n_layer=24,
+        data="hf:Skylion007/openwebtext",
+        fraction=0.0005,
+        train=OWT,
+        **GPT2,
+    ),
     "owt-350m": LMPreset(
         "the same with 350M parameters and Mamba's learning rate: 6.88B tokens on four 80 GB GPUs; published: "
         "Longhorn 2.888 nats, attention 2.891, Mamba 2.902; the warm-up is a guess",
-        d_model=1024, n_layer=48, data="hf:Skylion007/openwebtext", fraction=0.0005,
-        train=replace(OWT, steps=14000, gradient_accumulation_steps=40, lr=3e-4, warmup=700), **GPT2),
+        d_model=1024,
+        n_layer=48,
+        data="hf:Skylion007/openwebtext",
+        fraction=0.0005,
+        train=replace(OWT, steps=14000, gradient_accumulation_steps=40, lr=3e-4, warmup=700),
+        **GPT2,
+    ),
     "slimpajama-1.3b": LMPreset(
         "the paper's largest: 100B tokens; a cluster; no validation loss is published for it",
-        d_model=2048, n_layer=48, data="hf:cerebras/SlimPajama-627B", fraction=0.0005, train=SLIM, **GPT2),
+        d_model=2048,
+        n_layer=48,
+        data="hf:cerebras/SlimPajama-627B",
+        fraction=0.0005,
+        train=SLIM,
+        **GPT2,
+    ),
 }
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-010
-def find_preset(name: str) -> LMPreset: # a key of `LM_PRESETS`
+def find_preset(name: str) -> LMPreset:  # a key of `LM_PRESETS`
     "Return a preset; ValueError lists the known names."
     if name not in LM_PRESETS:
         known = "; ".join(f"{key} ({preset.description})" for key, preset in LM_PRESETS.items())
@@ -96,38 +174,52 @@ def find_preset(name: str) -> LMPreset: # a key of `LM_PRESETS`
 # %% ../../nbs/machine/presets.ipynb #204b5fb4
 def override(
     preset: LMPreset,
-    **changes: object, # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val
+    **changes: object,  # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val
 ) -> LMPreset:
     "Return the preset with some fields changed; ValueError for an unknown name."
-    recipe, sizes = ({f.name for f in fields(c)} - {"description", "train", "data"} for c in (TrainConfig, LMPreset))
+    recipe, sizes = (
+        {f.name for f in fields(c)} - {"description", "train", "data"}
+        for c in (TrainConfig, LMPreset)
+    )
     for name in changes:
         if name not in recipe | sizes:
-            raise ValueError(f"a preset has no field {name!r}; there are: {', '.join(sorted(recipe | sizes))}")
+            raise ValueError(
+                f"a preset has no field {name!r}; there are: {', '.join(sorted(recipe | sizes))}"
+            )
     ours = {name: changes.pop(name) for name in recipe & changes.keys()}
-    if "steps" in ours: # a shorter run has a shorter warm-up
+    if "steps" in ours:  # a shorter run has a shorter warm-up
         ours = {"warmup": min(preset.train.warmup, ours["steps"] // 10)} | ours
     return replace(preset, train=replace(preset.train, **ours), **changes)
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-027
 def listed(presets: dict) -> str:
     "Return the presets with their descriptions, as the end of a help text."
-    return "\n\nPresets:\n" + "\n".join(f"  {name}: {preset.description}" for name, preset in presets.items())
+    return "\n\nPresets:\n" + "\n".join(
+        f"  {name}: {preset.description}" for name, preset in presets.items()
+    )
+
 
 def of_any_preset(settings: Any) -> Any:
     "Return equal settings, whose flags have the help `(default: from the preset)`."
     hint, kind = tyro.conf.arg(help_behavior_hint="(default: from the preset)"), type(settings)
     values = {f.name: getattr(settings, f.name) for f in fields(kind)}
     values |= {name: of_any_preset(value) for name, value in values.items() if is_dataclass(value)}
-    types = [(f.name, type(values[f.name]) if is_dataclass(f.type) else Annotated[f.type, hint])
-             for f in fields(kind)]
+    types = [
+        (f.name, type(values[f.name]) if is_dataclass(f.type) else Annotated[f.type, hint])
+        for f in fields(kind)
+    ]
     made = make_dataclass(kind.__name__, types, bases=(kind,), frozen=True, kw_only=True)
-    for name in ("__module__", "__doc__", "__firstlineno__"): # help texts are comments in the source; the order matters
+    for name in (
+        "__module__",
+        "__doc__",
+        "__firstlineno__",
+    ):  # help texts are comments in the source; the order matters
         if name in vars(kind):
             setattr(made, name, vars(kind)[name])
     return made(**values)
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-016
-def round_width(config: LMConfig, target: int, name: str) -> LMConfig: # name: "d_model" or "d_mlp"
+def round_width(config: LMConfig, target: int, name: str) -> LMConfig:  # name: "d_model" or "d_mlp"
     "Round a size to a multiple of 64, 32, ... or 2 within 1 %, if one fits."
     for unit in (64, 32, 16, 8, 4, 2):
         below = unit * (getattr(config, name) // unit)
@@ -138,25 +230,33 @@ def round_width(config: LMConfig, target: int, name: str) -> LMConfig: # name: "
     return config
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-017
-def official_sizes(config: LMConfig) -> LMConfig: # with half as many blocks as Longhorn
+def official_sizes(config: LMConfig) -> LMConfig:  # with half as many blocks as Longhorn
     "Return the config with the authors' MLP and heads; ValueError if unknown."
     if config.mixer not in ("attention", "gla"):
-        raise ValueError(f"the authors' size of {config.mixer} is not available to us; there are: attention, gla")
+        raise ValueError(
+            f"the authors' size of {config.mixer} is not available to us; there are: attention, gla"
+        )
     heads, d_mlp = (max(1, round(config.d_model / size)) for size in (64, 24))
-    return replace(config, d_mlp=64 * d_mlp, mixer_options=config.mixer_options | {"n_heads": heads})
+    return replace(
+        config, d_mlp=64 * d_mlp, mixer_options=config.mixer_options | {"n_heads": heads}
+    )
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-018
 def model_config(
     preset: LMPreset,
-    mixer: str, # a key of `MIXERS`
+    mixer: str,  # a key of `MIXERS`
     vocab_size: int,
-    options: dict | None = None, # of the mixer, such as {"d_state": 32}
+    options: dict | None = None,  # of the mixer, such as {"d_state": 32}
 ) -> LMConfig:
     "Return a preset's model, within 1 % of Longhorn's parameters, or at the authors' size."
     options = options or {}
     shared = {name: value for name, value in options.items() if name in mixer_options("longhorn")}
-    base = LMConfig(-(-vocab_size // preset.pad_vocab) * preset.pad_vocab, preset.d_model, preset.n_layer,
-                    mixer_options=shared)
+    base = LMConfig(
+        -(-vocab_size // preset.pad_vocab) * preset.pad_vocab,
+        preset.d_model,
+        preset.n_layer,
+        mixer_options=shared,
+    )
     target = count_parameters(base)
     config = replace(base, mixer=mixer, mixer_options=options)
     if mixer == base.mixer:

@@ -11,7 +11,7 @@ import gc, os, signal, socket, threading, time, warnings
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any, Iterator
-import psutil # which Accelerate needs
+import psutil  # which Accelerate needs
 import torch
 from torch import nn
 from .recipe import blocks_of
@@ -21,27 +21,38 @@ from ..records import exclusive_lock
 def check_launcher() -> None:
     "Raise ValueError if `accelerate launch` was asked for FSDP, or for several processes and started one."
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes"):
-        raise ValueError("FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp")
-    if {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
-        raise ValueError("`accelerate launch` was asked for several processes and started one; start them with "
-                         "`torchrun --nproc-per-node N --no-python longhorn ...`")
+        raise ValueError(
+            "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp"
+        )
+    if {
+        "ACCELERATE_USE_CPU",
+        "MASTER_ADDR",
+    } <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "`accelerate launch` was asked for several processes and started one; start them with "
+            "`torchrun --nproc-per-node N --no-python longhorn ...`"
+        )
 
-def make_accelerator(cpu: bool = False, precision: str = "no") -> Any: # cpu: stay on the CPU; precision: "no" or "bf16"
+
+def make_accelerator(
+    cpu: bool = False, precision: str = "no"
+) -> Any:  # cpu: stay on the CPU; precision: "no" or "bf16"
     "Return a fresh Accelerator; raises the errors of `check_launcher`."
     check_launcher()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore") # tqdm warns about widgets
+        warnings.simplefilter("ignore")  # tqdm warns about widgets
         from accelerate import Accelerator
         from accelerate.state import AcceleratorState, PartialState
     alone = not PartialState._shared_state or PartialState().num_processes == 1
     AcceleratorState._reset_state(reset_partial_state=alone)
-    cpu = cpu or not torch.cuda.is_available() # otherwise Accelerate counts one process
+    cpu = cpu or not torch.cuda.is_available()  # otherwise Accelerate counts one process
     return Accelerator(mixed_precision=precision, cpu=cpu)
 
 # %% ../../nbs/machine/processes.ipynb #processes-006-3
 def distributed() -> bool:
     "Check whether several processes are connected."
     return torch.distributed.is_available() and torch.distributed.is_initialized()
+
 
 def is_main_process() -> bool:
     "Check whether this process writes and prints."
@@ -52,7 +63,7 @@ def leave() -> None:
     "End the connections and their threads: one that waits for Python as it ends aborts the process."
     if distributed():
         torch.distributed.destroy_process_group()
-        gc.collect() # the trained model holds them in a cycle
+        gc.collect()  # the trained model holds them in a cycle
 
 # %% ../../nbs/machine/processes.ipynb #processes-sharding
 def sharding_of(recipe, accelerator):
@@ -61,44 +72,61 @@ def sharding_of(recipe, accelerator):
     if kind == "auto":
         return "ddp" if world > 1 else "none"
     if kind == "none" and world > 1:
-        raise ValueError(f"sharding is 'none', but there are {world} processes; expected ddp, fsdp or hsdp")
+        raise ValueError(
+            f"sharding is 'none', but there are {world} processes; expected ddp, fsdp or hsdp"
+        )
     if kind != "none" and world == 1:
-        raise ValueError(f"sharding is {kind!r}, but there is one process; start several with torchrun")
+        raise ValueError(
+            f"sharding is {kind!r}, but there is one process; start several with torchrun"
+        )
     if kind == "hsdp" and not 1 < local_size() < world:
-        raise ValueError(f"sharding is 'hsdp', which needs several machines with several processes each; there are "
-                         f"{world} processes, {local_size()} on this machine; expected ddp or fsdp")
-    if kind in ("fsdp", "hsdp") and torch.distributed.get_backend() == "mpi": # it cannot reduce and scatter
-        raise ValueError(f"sharding is {kind!r}, which the backend mpi of these processes does not offer; expected ddp")
+        raise ValueError(
+            f"sharding is 'hsdp', which needs several machines with several processes each; there are "
+            f"{world} processes, {local_size()} on this machine; expected ddp or fsdp"
+        )
+    if (
+        kind in ("fsdp", "hsdp") and torch.distributed.get_backend() == "mpi"
+    ):  # it cannot reduce and scatter
+        raise ValueError(
+            f"sharding is {kind!r}, which the backend mpi of these processes does not offer; expected ddp"
+        )
     return kind
+
 
 def local_size():
     "Return the number of processes on this machine."
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 # %% ../../nbs/machine/processes.ipynb #processes-shard
-def shard(model, kind, accelerator): # kind: from `sharding_of`
+def shard(model, kind, accelerator):  # kind: from `sharding_of`
     "Return the model, copied or sliced over the processes."
     device, world = accelerator.device, accelerator.num_processes
     if kind == "ddp":
-        return nn.parallel.DistributedDataParallel(model, [device] if device.type == "cuda" else None)
+        return nn.parallel.DistributedDataParallel(
+            model, [device] if device.type == "cuda" else None
+        )
     if kind in ("fsdp", "hsdp"):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
+
         sizes = (world,) if kind == "fsdp" else (world // local_size(), local_size())
-        mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "slices")[-len(sizes):])
+        mesh = init_device_mesh(
+            device.type, sizes, mesh_dim_names=("copies", "slices")[-len(sizes) :]
+        )
         marks = [getattr(p, "_no_weight_decay", False) for p in model.parameters()]
         for module in (*blocks_of(model.model), model):
             fully_shard(module, mesh=mesh)
-        for p, mark in zip(model.parameters(), marks): # they are new
+        for p, mark in zip(model.parameters(), marks):  # they are new
             p._no_weight_decay = mark
     return model
 
+
 @contextmanager
-def gradients_exchanged(model, last): # last: the last micro-batch
+def gradients_exchanged(model, last):  # last: the last micro-batch
     "Average gradients over processes after the last micro-batch only."
-    if hasattr(model, "set_requires_gradient_sync"): # FSDP
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP
         model.set_requires_gradient_sync(last)
-    with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync(): # DDP
+    with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():  # DDP
         yield
 
 # %% ../../nbs/machine/processes.ipynb #processes-memory
@@ -110,11 +138,13 @@ def check_memory(parameters: int, step_bytes: float, recipe: Any, settings: str)
     cuda = torch.cuda.is_available() and not recipe.cpu
     has = torch.cuda.mem_get_info()[1] if cuda else psutil.virtual_memory().total
     if needs > has:
-        raise ValueError(f"training needs at least {needs / 1e9:,.0f} GB, and this {'GPU' if cuda else 'machine'} has "
-                         f"{has / 1e9:,.0f} GB; lower {settings}")
+        raise ValueError(
+            f"training needs at least {needs / 1e9:,.0f} GB, and this {'GPU' if cuda else 'machine'} has "
+            f"{has / 1e9:,.0f} GB; lower {settings}"
+        )
 
 # %% ../../nbs/machine/processes.ipynb #processes-008
-def gathered(mine, group=None): # group: of processes; None: all of them
+def gathered(mine, group=None):  # group: of processes; None: all of them
     "Return the values of all processes, ordered by rank."
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return [mine]
@@ -143,25 +173,29 @@ def together(group=None):
     items[:] = [item for some, _ in results for item in some]
 
 # %% ../../nbs/machine/processes.ipynb #processes-012
-def see_folder(folder, host, probe, wait=5.0): # host, probe: of the main process
+def see_folder(folder, host, probe, wait=5.0):  # host, probe: of the main process
     "Wait until the main process's file appears; ValueError if this is another folder."
     until = time.monotonic() + wait
     while not (folder.absolute() / probe.name).exists():
         if time.monotonic() > until:
-            raise ValueError(f"{folder.absolute()} on {socket.gethostname()} is not the folder of process 0, "
-                             f"{probe.parent} on {host}; name a folder on a disk that every machine sees")
+            raise ValueError(
+                f"{folder.absolute()} on {socket.gethostname()} is not the folder of process 0, "
+                f"{probe.parent} on {host}; name a folder on a disk that every machine sees"
+            )
         time.sleep(0.1)
 
 # %% ../../nbs/machine/processes.ipynb #processes-013
-def check_alike(starts): # (host, folder, facts) of every process
+def check_alike(starts):  # (host, folder, facts) of every process
     "Raise ValueError for the first process that differs from process 0."
     host, folder, first = starts[0]
     for rank, (there, place, facts) in enumerate(starts):
         for name, value in facts.items():
             if value != first[name]:
-                raise ValueError(f"process {rank} on {there} (folder {place}) has {name}: {value}; process 0 on {host} "
-                                 f"(folder {folder}) has {name}: {first[name]}; start every process with the same "
-                                 "command on the same text")
+                raise ValueError(
+                    f"process {rank} on {there} (folder {place}) has {name}: {value}; process 0 on {host} "
+                    f"(folder {folder}) has {name}: {first[name]}; start every process with the same "
+                    "command on the same text"
+                )
 
 # %% ../../nbs/machine/processes.ipynb #processes-016
 @contextmanager
@@ -173,7 +207,9 @@ def only_run_in(folder):
             try:
                 stack.enter_context(exclusive_lock(folder, wait=False) if folder else nullcontext())
             except BlockingIOError:
-                problem = f"another process is training in {folder}; wait for it, or use another folder"
+                problem = (
+                    f"another process is training in {folder}; wait for it, or use another folder"
+                )
                 raise ValueError(problem) from None
             yield
     finally:
@@ -185,13 +221,18 @@ def only_run_in(folder):
 class TrainingDiverged(RuntimeError):
     "Raised if the loss or the gradient is not finite."
 
+
 class WorkerLost(RuntimeError):
     "Raised if another process of the run has died."
 
+
 SIGNS_OF_LOSS = ("connection", "gloo", "nccl", "broken pipe", "timed out", "process group")
 
+
 @contextmanager
-def peers_watched(processes: Any, where: Any) -> Iterator[None]: # where() returns (step, last checkpoint or None)
+def peers_watched(
+    processes: Any, where: Any
+) -> Iterator[None]:  # where() returns (step, last checkpoint or None)
     "Raise WorkerLost if another process of the run or of the loader has died."
     try:
         yield
@@ -202,19 +243,23 @@ def peers_watched(processes: Any, where: Any) -> Iterator[None]: # where() retur
             raise
         step, last = where()
         lost = "a process that loads images" if loads else f"another of the {processes} processes"
-        raise WorkerLost(f"{lost} is gone, seen at step {step} ({str(error).strip().splitlines()[0][:120]}); start the "
-                         f"same command again; it resumes from {last or 'the beginning'}") from error
+        raise WorkerLost(
+            f"{lost} is gone, seen at step {step} ({str(error).strip().splitlines()[0][:120]}); start the "
+            f"same command again; it resumes from {last or 'the beginning'}"
+        ) from error
 
 # %% ../../nbs/machine/processes.ipynb #processes-022
 @contextmanager
 def graceful_shutdown():
     "Store the first SIGINT or SIGTERM in `.name`; a later SIGINT interrupts."
     stop = SimpleNamespace(name=None)
+
     def note(number, frame):
         if stop.name and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.name = stop.name or signal.Signals(number).name
-    main = threading.current_thread() is threading.main_thread() # signal handlers work only there
+
+    main = threading.current_thread() is threading.main_thread()  # signal handlers work only there
     numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
     before = {number: signal.signal(number, note) for number in numbers}
     try:

@@ -13,8 +13,20 @@ from statistics import mean
 # %% ../../nbs/machine/published.ipynb #38_published-005
 THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
 OPENWEBTEXT = {
-    "120M": {"longhorn": 3.225, "mamba": 3.238, "attention": 3.247, "longhorn_scalar": 3.262, "gla": 3.381},
-    "350M": {"longhorn": 2.888, "attention": 2.891, "mamba": 2.902, "mamba_input_a": 2.922, "gla": 3.018},
+    "120M": {
+        "longhorn": 3.225,
+        "mamba": 3.238,
+        "attention": 3.247,
+        "longhorn_scalar": 3.262,
+        "gla": 3.381,
+    },
+    "350M": {
+        "longhorn": 2.888,
+        "attention": 2.891,
+        "mamba": 2.902,
+        "mamba_input_a": 2.922,
+        "gla": 3.018,
+    },
 }
 
 # %% ../../nbs/machine/published.ipynb #38_published-008
@@ -22,11 +34,14 @@ RECALL_TASKS = ("FDA", "SWDE", "NQ", "SQuAD", "TriviaQA", "Drop")
 RECALL_INTENSIVE = {
     "read once": {
         "mamba": (33.2, 35.0, 26.6, 37.4, 56.3, 20.4),
-        "longhorn": (40.2, 33.2, 27.6, 35.0, 58.5, 21.3)},
+        "longhorn": (40.2, 33.2, 27.6, 35.0, 58.5, 21.3),
+    },
     "read twice": {
         "mamba": (40.6, 36.2, 32.6, 52.7, 56.9, 31.5),
-        "longhorn": (50.4, 42.3, 33.2, 55.0, 55.9, 33.3)},
+        "longhorn": (50.4, 42.3, 33.2, 55.0, 55.9, 33.3),
+    },
 }
+
 
 def recall_gains(reading: str) -> list[float]:
     "Return the published gain on each set, in points."
@@ -35,8 +50,8 @@ def recall_gains(reading: str) -> list[float]:
 
 # %% ../../nbs/machine/published.ipynb #38_published-012
 DOWNSTREAM_PERPLEXITY = {"longhorn": 18.05, "mamba": 18.86, "gla": 20.86}
-EXTRAPOLATION = { # perplexity at 2K, 4K, 8K, 16K, 32K tokens, trained at 2K
-    "attention": (7.86,), # the curve leaves the plot before 4K
+EXTRAPOLATION = {  # perplexity at 2K, 4K, 8K, 16K, 32K tokens, trained at 2K
+    "attention": (7.86,),  # the curve leaves the plot before 4K
     "longhorn": (8.30, 8.29, 8.37, 8.36, 8.34),
     "mamba": (8.43, 8.46, 8.43, 8.46, 8.42),
     "gla": (9.34, 8.97, 9.16, 9.29, 9.39),
@@ -44,20 +59,33 @@ EXTRAPOLATION = { # perplexity at 2K, 4K, 8K, 16K, 32K tokens, trained at 2K
 TOKENS_NEEDED, TOKENS_READ = 55e9, 100e9
 
 # %% ../../nbs/machine/published.ipynb #38_published-015
-OFFICIAL_PARAMETERS = {"longhorn": 128_563_968, "attention": 123_587_328, "gla": 123_822_336} # the 120M models
+OFFICIAL_PARAMETERS = {
+    "longhorn": 128_563_968,
+    "attention": 123_587_328,
+    "gla": 123_822_336,
+}  # the 120M models
 
 # %% ../../nbs/machine/published.ipynb #38_published-018
 MUON = "arXiv 2606.30461, single runs"
-INDEPENDENT = { # measure -> model -> numbers
+INDEPENDENT = {  # measure -> model -> numbers
     "Wikitext perplexity": {"longhorn": 43.06, "mamba": 42.17, "gated_deltanet": 39.58},
     "LAMBADA perplexity": {"longhorn": 96.80, "mamba": 102.51, "gated_deltanet": 97.92},
     "mean accuracy": {"longhorn": 41.23, "mamba": 42.13, "gated_deltanet": 41.32},
-    "pass-key at 2K/4K/8K": {"longhorn": (67.9, 52.1, 20.0), "mamba": (29.3, 16.4, 8.8),
-        "gated_deltanet": (61.4, 43.6, 25.7)},
-    "number at 2K/4K/8K": {"longhorn": (70.7, 55.7, 35.6), "mamba": (18.6, 14.3, 4.1),
-        "gated_deltanet": (69.3, 43.6, 27.1)},
-    "UUID at 2K/4K/8K": {"longhorn": (46.4, 30.7, 19.3), "mamba": (48.6, 32.9, 25.0),
-        "gated_deltanet": (52.1, 35.0, 24.3)},
+    "pass-key at 2K/4K/8K": {
+        "longhorn": (67.9, 52.1, 20.0),
+        "mamba": (29.3, 16.4, 8.8),
+        "gated_deltanet": (61.4, 43.6, 25.7),
+    },
+    "number at 2K/4K/8K": {
+        "longhorn": (70.7, 55.7, 35.6),
+        "mamba": (18.6, 14.3, 4.1),
+        "gated_deltanet": (69.3, 43.6, 27.1),
+    },
+    "UUID at 2K/4K/8K": {
+        "longhorn": (46.4, 30.7, 19.3),
+        "mamba": (48.6, 32.9, 25.0),
+        "gated_deltanet": (52.1, 35.0, 24.3),
+    },
     "ImageNet top-1": {"longhorn": 81.63, "mamba": 81.08, "gated_deltanet": 79.92},
     "ImageNet-R top-1": {"longhorn": 23.76, "mamba": 20.57},
     "ImageNet-A top-1": {"longhorn": 13.12, "mamba": 12.31},

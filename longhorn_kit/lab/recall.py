@@ -28,33 +28,41 @@ from ..records import check_ranges
 from ..scan.op import longhorn_scan
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-006
-WRITES = {"once": 1, "rewritten": 2} # task -> how often a key comes with a value
+WRITES = {"once": 1, "rewritten": 2}  # task -> how often a key comes with a value
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-009
 def draw_streams(
-    task: str, streams: int, pairs: int, key_size: int, values: int, # B, P, K and V
-    *generators: torch.Generator, # each draws B streams; one seed's streams do not depend on the other seeds
+    task: str,
+    streams: int,
+    pairs: int,
+    key_size: int,
+    values: int,  # B, P, K and V
+    *generators: torch.Generator,  # each draws B streams; one seed's streams do not depend on the other seeds
 ) -> tuple:
     """Draw B streams of P pairs by equation (1), with the answers to their Q = P / writes questions; T = P + Q.
 
     Returns keys (B,T,K), symbols (B,T) with V for `?`, answers (B,Q); with R generators RB streams, seed by seed."""
     distinct = pairs // WRITES[task]
-    draw = lambda sample, *sizes: torch.cat([sample(streams, *sizes, generator=g) for g in generators])
+    draw = lambda sample, *sizes: torch.cat(
+        [sample(streams, *sizes, generator=g) for g in generators]
+    )
     keys = F.normalize(draw(torch.randn, distinct, key_size), dim=-1)
     shuffled = draw(torch.rand, pairs).argsort(1)
-    asked = draw(torch.rand, distinct).argsort(1) # (B,Q) which key
-    shown = torch.cat([shuffled % distinct, asked], 1)                    # (B,T) which key
+    asked = draw(torch.rand, distinct).argsort(1)  # (B,Q) which key
+    shown = torch.cat([shuffled % distinct, asked], 1)  # (B,T) which key
     keys = math.sqrt(key_size) * keys.gather(1, shown[..., None].expand(-1, -1, key_size))
     symbols = torch.cat([torch.randint(values, (streams, pairs), generator=g) for g in generators])
-    last = pairs - 1 - (shown[:, None, :pairs] == asked[..., None]).int().flip(-1).argmax(-1) # of each key asked for
+    last = (
+        pairs - 1 - (shown[:, None, :pairs] == asked[..., None]).int().flip(-1).argmax(-1)
+    )  # of each key asked for
     return keys, torch.cat([symbols, torch.full_like(asked, values)], 1), symbols.gather(1, last)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-013
-def look_up(keys: Tensor, symbols: Tensor, values: int) -> Tensor: # (B,T,K), (B,T), V -> (B,Q)
+def look_up(keys: Tensor, symbols: Tensor, values: int) -> Tensor:  # (B,T,K), (B,T), V -> (B,Q)
     "Answer like a table: with the newest value of the stored key nearest to the one asked for."
     pairs = int((symbols[0] < values).sum())
     apart = torch.cdist(keys[:, pairs:], keys[:, :pairs])
-    newest_first = apart.flip(-1).argmin(-1) # argmin takes the first of equals
+    newest_first = apart.flip(-1).argmin(-1)  # argmin takes the first of equals
     return symbols[:, :pairs].gather(1, pairs - 1 - newest_first)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-014
@@ -66,29 +74,35 @@ def guess_level(task: str, pairs: int, key_size: int, values: int) -> float:
     return (most == answers).float().mean().item()
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-017
-def linear_attention(q: Tensor, k: Tensor, x: Tensor) -> Tensor: # (B,T,N), (B,T,N), (B,T,D) -> (B,T,D)
+def linear_attention(
+    q: Tensor, k: Tensor, x: Tensor
+) -> Tensor:  # (B,T,N), (B,T,N), (B,T,D) -> (B,T,D)
     "Return the read-outs of $S_t = S_{t-1} + x_t k_t^T$, all steps at once."
     return (q @ k.mT).tril() @ x
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-018
-def attention(q: Tensor, k: Tensor, x: Tensor, rotary: bool = True) -> Tensor: # queries include the scale
+def attention(
+    q: Tensor, k: Tensor, x: Tensor, rotary: bool = True
+) -> Tensor:  # queries include the scale
     "Apply causal softmax attention, with or without positions."
     if rotary:
         q, k = (rotate(part[:, None], 0, 10000.0)[:, 0] for part in (q, k))
     return F.scaled_dot_product_attention(q, k, x, is_causal=True, scale=1.0)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-021
-def gated_linear_attention(q: Tensor, k: Tensor, x: Tensor, b: Tensor) -> Tensor: # b: gate logits (B,T,N)
+def gated_linear_attention(
+    q: Tensor, k: Tensor, x: Tensor, b: Tensor
+) -> Tensor:  # b: gate logits (B,T,N)
     "Return the read-outs of GLA by equation (3), for streams short enough that $e^{c/2}$ is a float32."
     c = (F.logsigmoid(b) / 16).cumsum(1)
-    c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80) # so that neither factor overflows
+    c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # so that neither factor overflows
     return ((q * c.exp()) @ (k * (-c).exp()).mT).tril() @ x
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-023
 MEMORIES = {
     "longhorn_exact": partial(longhorn_scan, form="exact"),
     "longhorn": partial(longhorn_scan, form="diagonal"),
-    "longhorn_scalar": partial(longhorn_scan, form="diagonal"), # with b (B,T,1)
+    "longhorn_scalar": partial(longhorn_scan, form="diagonal"),  # with b (B,T,1)
     "gla": gated_linear_attention,
     "linear_attention": linear_attention,
     "attention": attention,
@@ -99,56 +113,92 @@ MEMORIES = {
 @dataclass(frozen=True)
 class RecallConfig:
     "Task, layer and recipe; the same for every model."
-    tasks: tuple = ("once", "rewritten") # see `WRITES`
-    models: tuple = tuple(MEMORIES) # the layers that are compared
-    pairs: int = 16            # P, pairs to remember in training streams
-    key_size: int = 8          # K; with K = 1 different keys would coincide
-    values: int = 32           # V symbols
-    embed: int = 32            # size of a symbol's embedding
-    d_state: int = 8           # N, size of the layer's keys
-    width: int = 32            # D, channels of exact and diagonal; the others are matched to them
-    rank: int = 3              # of the map from a token to its rates
-    batch_size: int = 32       # streams per step
-    steps: int = 250           # each on fresh streams
-    warmup: int = 25           # steps, then half a cosine to 0
-    lrs: tuple = (0.01, 0.03, 0.1, 0.3, 1.0) # learning rates, all tried for every model
-    search_seeds: tuple = (100, 101, 102) # choose the rate; () with a single rate
-    seeds: tuple = tuple(range(5, 13)) # judged: of data and initial weights, the same for every model
-    test_streams: int = 128    # per number of pairs
-    test_pairs: tuple = (4, 8, 16, 24, 32) # numbers of pairs to test with
-    points: int = 30           # of a training curve; each is a mean over steps
+
+    tasks: tuple = ("once", "rewritten")  # see `WRITES`
+    models: tuple = tuple(MEMORIES)  # the layers that are compared
+    pairs: int = 16  # P, pairs to remember in training streams
+    key_size: int = 8  # K; with K = 1 different keys would coincide
+    values: int = 32  # V symbols
+    embed: int = 32  # size of a symbol's embedding
+    d_state: int = 8  # N, size of the layer's keys
+    width: int = 32  # D, channels of exact and diagonal; the others are matched to them
+    rank: int = 3  # of the map from a token to its rates
+    batch_size: int = 32  # streams per step
+    steps: int = 250  # each on fresh streams
+    warmup: int = 25  # steps, then half a cosine to 0
+    lrs: tuple = (0.01, 0.03, 0.1, 0.3, 1.0)  # learning rates, all tried for every model
+    search_seeds: tuple = (100, 101, 102)  # choose the rate; () with a single rate
+    seeds: tuple = tuple(
+        range(5, 13)
+    )  # judged: of data and initial weights, the same for every model
+    test_streams: int = 128  # per number of pairs
+    test_pairs: tuple = (4, 8, 16, 24, 32)  # numbers of pairs to test with
+    points: int = 30  # of a training curve; each is a mean over steps
 
     def __post_init__(self):
-        check_ranges(self, steps=(2, math.inf), warmup=(1, self.steps - 1), key_size=(2, math.inf),
-                     values=(2, math.inf), d_state=(2, math.inf), lrs=(1e-12, 1e38), **dict.fromkeys(
-                         ("embed", "width", "rank", "batch_size", "test_streams", "points"), (1, math.inf)))
+        check_ranges(
+            self,
+            steps=(2, math.inf),
+            warmup=(1, self.steps - 1),
+            key_size=(2, math.inf),
+            values=(2, math.inf),
+            d_state=(2, math.inf),
+            lrs=(1e-12, 1e38),
+            **dict.fromkeys(
+                ("embed", "width", "rank", "batch_size", "test_streams", "points"), (1, math.inf)
+            ),
+        )
         check_config(self)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-n09
 def check_config(config):
     for name, known in (("tasks", WRITES), ("models", MEMORIES)):
         if unknown := set(getattr(config, name)) - set(known):
-            raise ValueError(f"unknown {name} {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
+            raise ValueError(
+                f"unknown {name} {', '.join(sorted(unknown))}; there are: {', '.join(known)}"
+            )
     if empty := [name for name in ("tasks", "models", "lrs", "seeds") if not getattr(config, name)]:
         raise ValueError(f"{empty[0]} is empty; name at least one")
     if odd := [pairs for pairs in (config.pairs, *config.test_pairs) if pairs < 2 or pairs % 2]:
         raise ValueError(f"pairs is {odd[0]}; it must be even and at least 2")
     if config.pairs not in config.test_pairs:
-        raise ValueError(f"pairs is {config.pairs}; it must be one of test_pairs, {config.test_pairs}")
+        raise ValueError(
+            f"pairs is {config.pairs}; it must be one of test_pairs, {config.test_pairs}"
+        )
     if len(config.lrs) > 1 and not config.search_seeds:
-        raise ValueError(f"search_seeds is empty, with {len(config.lrs)} learning rates to choose from")
+        raise ValueError(
+            f"search_seeds is empty, with {len(config.lrs)} learning rates to choose from"
+        )
     if both := set(config.seeds) & set(config.search_seeds):
-        raise ValueError(f"seeds and search_seeds share {min(both)}; a rate is chosen on seeds that are not judged")
+        raise ValueError(
+            f"seeds and search_seeds share {min(both)}; a rate is chosen on seeds that are not judged"
+        )
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-026
-def parameter_shapes(name: str, config: RecallConfig, width: int) -> dict[str, tuple]: # name: a key of `MEMORIES`
+def parameter_shapes(
+    name: str, config: RecallConfig, width: int
+) -> dict[str, tuple]:  # name: a key of `MEMORIES`
     "Return the shape of every parameter of a model; the parts that all models share come first."
-    rates = {"longhorn_exact": width, "longhorn": width, "longhorn_scalar": 1, "gla": config.d_state}.get(name)
+    rates = {
+        "longhorn_exact": width,
+        "longhorn": width,
+        "longhorn_scalar": 1,
+        "gla": config.d_state,
+    }.get(name)
     token, N = config.key_size + config.embed, config.d_state
-    shapes = {"embedding": (config.values + 1, config.embed), "query": (token, N), "key": (token, N),
-              "value": (token, width), "out": (width, config.values)}
+    shapes = {
+        "embedding": (config.values + 1, config.embed),
+        "query": (token, N),
+        "key": (token, N),
+        "value": (token, width),
+        "out": (width, config.values),
+    }
     if rates:
-        shapes |= {"rate_down": (token, config.rank), "rate_up": (config.rank, rates), "rate_bias": (1, rates)}
+        shapes |= {
+            "rate_down": (token, config.rank),
+            "rate_up": (config.rank, rates),
+            "rate_bias": (1, rates),
+        }
     return shapes
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-027
@@ -156,10 +206,13 @@ def count(name: str, config: RecallConfig, width: int) -> int:
     "Return the number of parameters of a model."
     return sum(math.prod(shape) for shape in parameter_shapes(name, config, width).values())
 
+
 def matched_width(name: str, config: RecallConfig) -> int:
     "Return the number of channels with which a model comes nearest to the size of exact and diagonal."
     target = count("longhorn_exact", config, config.width)
-    return min(range(1, 4 * config.width), key=lambda width: abs(count(name, config, width) - target))
+    return min(
+        range(1, 4 * config.width), key=lambda width: abs(count(name, config, width) - target)
+    )
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-031
 def initial(name: str, shape: tuple, generator: torch.Generator) -> Tensor:
@@ -172,7 +225,8 @@ def initial(name: str, shape: tuple, generator: torch.Generator) -> Tensor:
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-032
 class RecallModel(nn.Module):
     "One layer of equation (2), for several seeds side by side."
-    def __init__(self, name: str, config: RecallConfig): # name: a key of `MEMORIES`
+
+    def __init__(self, name: str, config: RecallConfig):  # name: a key of `MEMORIES`
         super().__init__()
         self.memory, self.config = MEMORIES[name], config
         generators = [torch.Generator().manual_seed(seed) for seed in config.seeds]
@@ -180,14 +234,18 @@ class RecallModel(nn.Module):
             start = torch.stack([initial(part, shape, generator) for generator in generators])
             self.register_parameter(part, nn.Parameter(start))
 
-    def project(self, keys: Tensor, symbols: Tensor) -> list[Tensor]: # (R,B,T,K), (R,B,T)
+    def project(self, keys: Tensor, symbols: Tensor) -> list[Tensor]:  # (R,B,T,K), (R,B,T)
         "Return query, key, value, and the low-rank part of the rates if there are any: (R,BT,size) each."
         names = [name for name in ("query", "key", "value", "rate_down") if hasattr(self, name)]
         weights = [getattr(self, name) for name in names]
-        of_key, of_symbol = torch.cat(weights, -1).split([self.config.key_size, self.config.embed], 1)
+        of_key, of_symbol = torch.cat(weights, -1).split(
+            [self.config.key_size, self.config.embed], 1
+        )
         all_symbols = torch.arange(self.config.values + 1, device=symbols.device)
-        one_hot = symbols.flatten(1)[..., None] == all_symbols # `F.one_hot` makes integers of 64 bits
-        token = torch.cat([keys.flatten(1, 2), one_hot.to(keys.dtype)], -1) # (R,BT,K+V+1)
+        one_hot = (
+            symbols.flatten(1)[..., None] == all_symbols
+        )  # `F.one_hot` makes integers of 64 bits
+        token = torch.cat([keys.flatten(1, 2), one_hot.to(keys.dtype)], -1)  # (R,BT,K+V+1)
         projected = token @ torch.cat([of_key, self.embedding @ of_symbol], 1)
         return list(projected.split([weight.shape[-1] for weight in weights], -1))
 
@@ -197,12 +255,16 @@ class RecallModel(nn.Module):
         parts = [q / math.sqrt(self.config.d_state), k, x]
         if low_rank:
             parts.append(low_rank[0] @ self.rate_up + self.rate_bias)
-        y = self.memory(*(part.unflatten(1, symbols.shape[1:]).flatten(0, 1) for part in parts)) # (RB,T,D)
-        y = y[:, -(last or y.shape[1]):].unflatten(0, symbols.shape[:2])
+        y = self.memory(
+            *(part.unflatten(1, symbols.shape[1:]).flatten(0, 1) for part in parts)
+        )  # (RB,T,D)
+        y = y[:, -(last or y.shape[1]) :].unflatten(0, symbols.shape[:2])
         return (y.flatten(1, 2) @ self.out).unflatten(1, y.shape[1:3])
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-036
-def batches(task: str, config: RecallConfig, first: int, streams: int, pairs: int) -> Iterator[tuple]: # seeds: + first
+def batches(
+    task: str, config: RecallConfig, first: int, streams: int, pairs: int
+) -> Iterator[tuple]:  # seeds: + first
     "Yield fresh keys (R,B,T,K), symbols (R,B,T) and answers (R,B,Q) without end, drawn seed by seed."
     generators = [torch.Generator().manual_seed(first + seed) for seed in config.seeds]
     while True:
@@ -210,7 +272,9 @@ def batches(task: str, config: RecallConfig, first: int, streams: int, pairs: in
         yield tuple(part.unflatten(0, (len(generators), streams)) for part in drawn)
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-037
-def grade(model: RecallModel, keys: Tensor, symbols: Tensor, answers: Tensor) -> tuple[Tensor, Tensor]:
+def grade(
+    model: RecallModel, keys: Tensor, symbols: Tensor, answers: Tensor
+) -> tuple[Tensor, Tensor]:
     "Return the loss of all seeds (), and the loss in nats with the share of right answers by seed (2,R)."
     scores = model(keys, symbols, answers.shape[2])
     loss = F.cross_entropy(scores.flatten(0, 2), answers.flatten(), reduction="none")
@@ -223,9 +287,19 @@ def train_recall(task: str, name: str, lr: float, config: RecallConfig) -> tuple
     "Train for all seeds; return model, steps (points,), and mean loss and recall (points,2,R) of stretches of steps."
     model, every = RecallModel(name, config), max(1, config.steps // config.points)
     fresh = batches(task, config, 1000, config.batch_size, config.pairs)
-    steps, curve = fit(model, fresh, grade, config.steps, lr, config.warmup, min_lr_ratio=0, weight_decay=0,
-                       betas=(0.9, 0.99), log_every=every)
-    whole = config.steps // every # the last stretch may be shorter
+    steps, curve = fit(
+        model,
+        fresh,
+        grade,
+        config.steps,
+        lr,
+        config.warmup,
+        min_lr_ratio=0,
+        weight_decay=0,
+        betas=(0.9, 0.99),
+        log_every=every,
+    )
+    whole = config.steps // every  # the last stretch may be shorter
     return model, steps[:whole], curve[:whole]
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-043
@@ -241,33 +315,45 @@ def run_job(settings: dict, folder: Path) -> dict:
     s = SimpleNamespace(**settings)
     model, steps, curve = train_recall(s.task, s.model, s.lr, s)
     curve = curve.double().round(decimals=4)
-    late = curve[-max(1, len(curve) // 10):]
-    return {"steps": steps, "loss": curve[:, 0].T.tolist(), "recall": curve[:, 1].T.tolist(),
-            "late_recall": late[:, 1].mean().item() if late[:, 0].isfinite().all() else 0.0,
-            "test": evaluate(s.task, model, s)}
+    late = curve[-max(1, len(curve) // 10) :]
+    return {
+        "steps": steps,
+        "loss": curve[:, 0].T.tolist(),
+        "recall": curve[:, 1].T.tolist(),
+        "late_recall": late[:, 1].mean().item() if late[:, 0].isfinite().all() else 0.0,
+        "test": evaluate(s.task, model, s),
+    }
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-051
 def cells(config: RecallConfig) -> Iterator[dict]:
     "Yield the settings that the jobs of one task and one model share."
-    shared = {name: value for name, value in asdict(config).items()
-              if name not in ("tasks", "models", "lrs", "search_seeds")}
+    shared = {
+        name: value
+        for name, value in asdict(config).items()
+        if name not in ("tasks", "models", "lrs", "search_seeds")
+    }
     for task, model in product(config.tasks, config.models):
         yield shared | {"task": task, "model": model}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-n32
 def search(cell: dict, config: RecallConfig, results: Results) -> tuple[list, dict, dict | None]:
     "Return the jobs that try a rate without any test, {rate: late recall}, and the judged job once all are done."
-    tried = [cell | {"lr": lr, "seeds": config.search_seeds, "test_pairs": ()}
-             for lr in config.lrs if config.search_seeds]
+    tried = [
+        cell | {"lr": lr, "seeds": config.search_seeds, "test_pairs": ()}
+        for lr in config.lrs
+        if config.search_seeds
+    ]
     grid = {s["lr"]: row["late_recall"] for s in tried if (row := results.get(s))}
     best = max(config.lrs, key=lambda lr: grid.get(lr, 0))
     return tried, grid, cell | {"lr": best} if len(grid) == len(tried) else None
+
 
 def jobs(config: RecallConfig, results: Results) -> Iterator[dict]:
     "Yield the jobs known so far: every learning rate with the search seeds, then the best with the judged seeds."
     for cell in cells(config):
         tried, _, judged = search(cell, config, results)
         yield from tried + [judged] * bool(judged)
+
 
 def later(config: RecallConfig, results: Results) -> Iterator[dict]:
     "Yield a stand-in, with any rate, for the judged job of every cell whose search is not done."
@@ -279,19 +365,33 @@ def later(config: RecallConfig, results: Results) -> Iterator[dict]:
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-055
 def summarize(config: RecallConfig, results: Results) -> dict:
     "Collect recall, tests, learning rates and curves by task and model, as far as jobs are done."
-    tasks = {task: {part: {} for part in ("recall", "test", "lr", "curves", "grid")} for task in config.tasks}
+    tasks = {
+        task: {part: {} for part in ("recall", "test", "lr", "curves", "grid")}
+        for task in config.tasks
+    }
     for cell in cells(config):
         _, grid, judged = search(cell, config, results)
         if judged and (row := results.get(judged)):
-            found = {"recall": row["test"][str(config.pairs)], "test": row["test"], "lr": judged["lr"],
-                     "curves": {part: row[part] for part in ("steps", "loss", "recall")},
-                     "grid": {f"{lr:g}": late for lr, late in grid.items()}}
+            found = {
+                "recall": row["test"][str(config.pairs)],
+                "test": row["test"],
+                "lr": judged["lr"],
+                "curves": {part: row[part] for part in ("steps", "loss", "recall")},
+                "grid": {f"{lr:g}": late for lr, late in grid.items()},
+            }
             for part, value in found.items():
                 tasks[cell["task"]][part][cell["model"]] = value
     for task, found in tasks.items():
-        found["guess"] = {str(P): guess_level(task, P, config.key_size, config.values) for P in config.test_pairs}
+        found["guess"] = {
+            str(P): guess_level(task, P, config.key_size, config.values) for P in config.test_pairs
+        }
     sizes = {name: count(name, config, matched_width(name, config)) for name in config.models}
-    return {"tasks": tasks, "search_seeds": config.search_seeds, "chance": 1 / config.values, "parameters": sizes}
+    return {
+        "tasks": tasks,
+        "search_seeds": config.search_seeds,
+        "chance": 1 / config.values,
+        "parameters": sizes,
+    }
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-n34
 PRESETS = {"laptop": RecallConfig()}

@@ -22,36 +22,40 @@ from ..records import check_ranges, plural
 @dataclass(frozen=True)
 class Recipe:
     "Settings of every training run."
-    steps: int = 1000          # optimiser steps
-    batch_size: int = 32       # rows per step, over all processes and micro-batches
-    gradient_accumulation_steps: int = 1        # micro-batches per step and process, to save memory
-    lr: float = 2e-3           # highest learning rate
-    min_lr_ratio: float = 0.1      # last learning rate, as a share of `lr`
-    warmup: int = 100          # steps until `lr` is reached
-    weight_decay: float = 0.1  # on the tensors that `decay` names
-    decay: str = "matrices"    # or "official": all tensors of two or more dimensions
-    beta1: float = 0.9         # AdamW: memory of the mean gradient
-    beta2: float = 0.95        # AdamW: memory of the mean squared gradient
-    clip: float = 1.0          # largest gradient norm; 0 does not clip
-    ema: float = 0.0           # decay of the averaged weights, which are then the result; 0: none
-    precision: str = "no"      # "no" (float32) or "bf16" (autocast)
-    compile: bool = False      # torch.compile every block
-    sharding: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto" # with several processes; auto: ddp
-    checkpoint_blocks: bool = False # compute the activations of a block again in the backward pass
-    seed: int = 0              # seed of data order and dropout, not of initial weights
-    cpu: bool = False          # stay on the CPU
-    eval_every: int = 250      # steps between evaluations; also after the last
-    log_every: int = 10        # steps between writes of the metrics
-    save_every: int = 1000     # steps between checkpoints; 0: only by time and at the end
-    save_seconds: float = 600  # seconds between checkpoints
-    async_save: bool = False   # write checkpoints while training continues
-    save_total_limit: int = 2  # checkpoints to keep
-    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none" # also log the metrics there
 
-    unit = "images" # unit of `size`
-    may_change = frozenset( # on resuming: no result depends on them
+    steps: int = 1000  # optimiser steps
+    batch_size: int = 32  # rows per step, over all processes and micro-batches
+    gradient_accumulation_steps: int = 1  # micro-batches per step and process, to save memory
+    lr: float = 2e-3  # highest learning rate
+    min_lr_ratio: float = 0.1  # last learning rate, as a share of `lr`
+    warmup: int = 100  # steps until `lr` is reached
+    weight_decay: float = 0.1  # on the tensors that `decay` names
+    decay: str = "matrices"  # or "official": all tensors of two or more dimensions
+    beta1: float = 0.9  # AdamW: memory of the mean gradient
+    beta2: float = 0.95  # AdamW: memory of the mean squared gradient
+    clip: float = 1.0  # largest gradient norm; 0 does not clip
+    ema: float = 0.0  # decay of the averaged weights, which are then the result; 0: none
+    precision: str = "no"  # "no" (float32) or "bf16" (autocast)
+    compile: bool = False  # torch.compile every block
+    sharding: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = (
+        "auto"  # with several processes; auto: ddp
+    )
+    checkpoint_blocks: bool = False  # compute the activations of a block again in the backward pass
+    seed: int = 0  # seed of data order and dropout, not of initial weights
+    cpu: bool = False  # stay on the CPU
+    eval_every: int = 250  # steps between evaluations; also after the last
+    log_every: int = 10  # steps between writes of the metrics
+    save_every: int = 1000  # steps between checkpoints; 0: only by time and at the end
+    save_seconds: float = 600  # seconds between checkpoints
+    async_save: bool = False  # write checkpoints while training continues
+    save_total_limit: int = 2  # checkpoints to keep
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # also log the metrics there
+
+    unit = "images"  # unit of `size`
+    may_change = frozenset(  # on resuming: no result depends on them
         "eval_every log_every save_every save_seconds save_total_limit gradient_accumulation_steps cpu compile "
-        "sharding checkpoint_blocks async_save track".split())
+        "sharding checkpoint_blocks async_save track".split()
+    )
 
     def __post_init__(self):
         check_recipe(self)
@@ -61,29 +65,51 @@ class Recipe:
         return steps * self.batch_size
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-008
-LARGEST = 2**31 - 1 # of every count in a recipe
+LARGEST = 2**31 - 1  # of every count in a recipe
+
 
 def check_recipe(recipe):
     "Raise ValueError for the first impossible setting."
-    counts = ("steps", "batch_size", "gradient_accumulation_steps", "eval_every", "log_every", "save_total_limit")
-    check_ranges(recipe, **dict.fromkeys(counts, (1, LARGEST)), save_every=(0, LARGEST), lr=(0, sys.float_info.max),
-                 **dict.fromkeys(("clip", "weight_decay", "save_seconds"), (0, math.inf)),
-                 **dict.fromkeys(("min_lr_ratio", "beta1", "beta2", "ema"), (0, 1)), seed=(0, 2**63 - 1))
+    counts = (
+        "steps",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "eval_every",
+        "log_every",
+        "save_total_limit",
+    )
+    check_ranges(
+        recipe,
+        **dict.fromkeys(counts, (1, LARGEST)),
+        save_every=(0, LARGEST),
+        lr=(0, sys.float_info.max),
+        **dict.fromkeys(("clip", "weight_decay", "save_seconds"), (0, math.inf)),
+        **dict.fromkeys(("min_lr_ratio", "beta1", "beta2", "ema"), (0, 1)),
+        seed=(0, 2**63 - 1),
+    )
     if not 0 <= recipe.warmup < recipe.steps:
-        raise ValueError(f"warmup is {recipe.warmup}; it must be in 0 to steps-1={recipe.steps - 1}")
-    choices = {"decay": ("matrices", "official"), "precision": ("no", "bf16"),
-               **{name: get_args(Recipe.__annotations__[name]) for name in ("sharding", "track")}}
+        raise ValueError(
+            f"warmup is {recipe.warmup}; it must be in 0 to steps-1={recipe.steps - 1}"
+        )
+    choices = {
+        "decay": ("matrices", "official"),
+        "precision": ("no", "bf16"),
+        **{name: get_args(Recipe.__annotations__[name]) for name in ("sharding", "track")},
+    }
     for name, known in choices.items():
         if getattr(recipe, name) not in known:
-            raise ValueError(f"{name} is {getattr(recipe, name)!r}; it must be {' or '.join(map(repr, known))}")
+            raise ValueError(
+                f"{name} is {getattr(recipe, name)!r}; it must be {' or '.join(map(repr, known))}"
+            )
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-009
 @dataclass(frozen=True)
 class TrainConfig(Recipe):
     "Settings of a language model's run; one row is one sequence."
-    context: int = 128            # tokens per sequence
-    loss_chunk: int = 0           # tokens whose logits exist at a time; 0: all, or 8192 on a GPU
-    reset_documents: bool = False # reset the state at every document
+
+    context: int = 128  # tokens per sequence
+    loss_chunk: int = 0  # tokens whose logits exist at a time; 0: all, or 8192 on a GPU
+    reset_documents: bool = False  # reset the state at every document
 
     unit = "tokens"
     may_change = Recipe.may_change | {"loss_chunk"}
@@ -92,23 +118,29 @@ class TrainConfig(Recipe):
         super().__post_init__()
         check_ranges(self, context=(1, LARGEST), loss_chunk=(0, LARGEST))
         if self.compile and self.reset_documents:
-            raise ValueError("compile and reset_documents cannot be combined, since borders differ between batches; "
-                             "leave one of them out")
+            raise ValueError(
+                "compile and reset_documents cannot be combined, since borders differ between batches; "
+                "leave one of them out"
+            )
 
     def size(self, steps: int) -> int:
         return super().size(steps) * self.context
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-011
-def lr_at(step, steps, warmup, lr, min_lr_ratio=0.1): # step: from 1; lr: the highest; min_lr_ratio: last rate / lr
+def lr_at(
+    step, steps, warmup, lr, min_lr_ratio=0.1
+):  # step: from 1; lr: the highest; min_lr_ratio: last rate / lr
     "Return the learning rate of equation (1): linear warm-up, then half a cosine."
     if step < warmup:
         return lr * step / warmup
     cosine = 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
     return lr * (min_lr_ratio + (1 - min_lr_ratio) * cosine)
 
-def learning_rate(step, recipe): # step: from 1
+
+def learning_rate(step, recipe):  # step: from 1
     "Return the learning rate of a recipe's step."
     return lr_at(step, recipe.steps, recipe.warmup, recipe.lr, recipe.min_lr_ratio)
+
 
 def set_lr(optimizer, lr):
     "Set the learning rate of the next step; fill the tensor if a CUDA graph reads the rate."
@@ -119,17 +151,29 @@ def set_lr(optimizer, lr):
             group["lr"] = lr
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-015
-NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm") # in names that never decay
-VECTORS = ("mixer.mix", "mixer.bonus") # ends of names of stacked vectors, which do not decay either
+NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm")  # in names that never decay
+VECTORS = (
+    "mixer.mix",
+    "mixer.bonus",
+)  # ends of names of stacked vectors, which do not decay either
 
-def parameter_groups(model, weight_decay, rule="matrices"): # rule: `decay` of `TrainConfig`
+
+def parameter_groups(model, weight_decay, rule="matrices"):  # rule: `decay` of `TrainConfig`
     "Return AdamW's groups, with and without decay, each with `params` and `names`."
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else () # timm's models name parameters
+    exempt = (
+        model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    )  # timm's models name parameters
+
     def decays(name, parameter):
-        special = id(parameter) in embedded or name.endswith(VECTORS) or getattr(parameter, "_no_weight_decay", False)
+        special = (
+            id(parameter) in embedded
+            or name.endswith(VECTORS)
+            or getattr(parameter, "_no_weight_decay", False)
+        )
         matrix = parameter.ndim == 2 and not special and not any(word in name for word in NO_DECAY)
         return (parameter.ndim >= 2 if rule == "official" else matrix) and name not in exempt
+
     groups = [dict(params=[], names=[], weight_decay=value) for value in (weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -139,13 +183,13 @@ def parameter_groups(model, weight_decay, rule="matrices"): # rule: `decay` of `
     return [group for group in groups if group["params"]]
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-020
-def held_out_windows(tokens, context, batch_size): # tokens (M,); context: T
+def held_out_windows(tokens, context, batch_size):  # tokens (M,); context: T
     "Yield (inputs, targets), each (≤B, ≤T) int64; every token except the first is a target once."
     end, size = len(tokens) - 1, batch_size * context
     full = end // context * context
     for first in (*range(0, full, size), *[full] * (full < end)):
         last = min(first + size, full if first < full else end)
-        piece = torch.from_numpy(np.asarray(tokens[first:last + 1]).astype(np.int64))
+        piece = torch.from_numpy(np.asarray(tokens[first : last + 1]).astype(np.int64))
         yield tuple(ids.view(-1, min(context, last - first)) for ids in (piece[:-1], piece[1:]))
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-021
@@ -161,6 +205,7 @@ def fork_rng(seed=0):
         finally:
             np.random.set_state(before[0]), random.setstate(before[1])
 
+
 def seed_all(*numbers):
     "Seed the generators of Python, numpy and torch from whole numbers."
     seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
@@ -171,15 +216,17 @@ def seed_all(*numbers):
 # %% ../../nbs/machine/recipe.ipynb #recipe-022
 @torch.no_grad()
 def evaluate(
-    model: Any, # called as model(tokens, targets)
-    tokens: np.ndarray, # (M,) held-out token ids
-    context: int, # T
-    batch_size: int = 64, # windows per batch
-    accelerator: Any = None, # to share the work among processes
+    model: Any,  # called as model(tokens, targets)
+    tokens: np.ndarray,  # (M,) held-out token ids
+    context: int,  # T
+    batch_size: int = 64,  # windows per batch
+    accelerator: Any = None,  # to share the work among processes
 ) -> float:
     "Return the mean loss in nats per token; the model's mode and the random states are unchanged."
     if len(tokens) < 2:
-        raise ValueError(f"the held-out part has {plural(len(tokens), 'token')}; it needs at least 2")
+        raise ValueError(
+            f"the held-out part has {plural(len(tokens), 'token')}; it needs at least 2"
+        )
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
     device, training = next(model.parameters()).device, model.training
     batches = list(held_out_windows(tokens, context, batch_size))
@@ -203,11 +250,22 @@ def loss_of(output):
 # %% ../../nbs/machine/recipe.ipynb #recipe-032
 class LossOnly(nn.Module):
     "Return only the model's loss."
-    def __init__(self, model: nn.Module, chunk: int = 0, end: int | None = None): # `loss_chunk`; a document's end
+
+    def __init__(
+        self, model: nn.Module, chunk: int = 0, end: int | None = None
+    ):  # `loss_chunk`; a document's end
         super().__init__()
-        asked = f"loss_chunk is {chunk}" if chunk else "reset_documents is on" if end is not None else ""
+        asked = (
+            f"loss_chunk is {chunk}"
+            if chunk
+            else "reset_documents is on"
+            if end is not None
+            else ""
+        )
         if asked and not hasattr(model, "read_out"):
-            raise ValueError(f"{asked}, which needs a language model; {type(model).__name__} is not one: leave it out")
+            raise ValueError(
+                f"{asked}, which needs a language model; {type(model).__name__} is not one: leave it out"
+            )
         self.model, self.chunk, self.end = model, chunk, end
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -216,13 +274,13 @@ class LossOnly(nn.Module):
         bounds = None if self.end is None else document_bounds(tokens, self.end)
         return self.model.loss(tokens, targets, bounds, self.chunk)
 
-
 # %% ../../nbs/machine/recipe.ipynb #recipe-034
 def compile_blocks(model):
     "Compile the model's blocks in place."
-    torch._dynamo.reset() # other models count against a limit
+    torch._dynamo.reset()  # other models count against a limit
     for block in blocks_of(model):
         block.compile(dynamic=False)
+
 
 def blocks_of(model):
     "Return the model's `blocks`, or a list with the model."
@@ -232,7 +290,8 @@ def blocks_of(model):
 def checkpoint_blocks(model):
     "Make every block recompute its activations in the backward pass."
     for block in blocks_of(model):
-        block.forward = partial(again, block) # a copy of the model runs its own blocks
+        block.forward = partial(again, block)  # a copy of the model runs its own blocks
+
 
 def again(block, *args, **options):
     "Run a block; in training, store only its inputs."

@@ -10,7 +10,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from . import claims
-from .ledger import Ledger, Row, by_claim, read_outcomes, rerun_command, templates, counted
+from longhorn_kit.lab.ledger import (
+    Ledger,
+    Row,
+    by_claim,
+    read_outcomes,
+    rerun_command,
+    templates,
+    counted,
+)
 from ..records import atomic_file, readable
 
 # %% ../../nbs/machine/report.ipynb #40_report-021
@@ -20,7 +28,7 @@ def duration(seconds: float) -> str:
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
     parts = [(whole // 3600, "h"), (whole // 60 % 60, "min"), (whole % 60, "s")]
-    return " ".join(f"{count} {unit}" for count, unit in parts[whole < 3600:][:2] if count)
+    return " ".join(f"{count} {unit}" for count, unit in parts[whole < 3600 :][:2] if count)
 
 # %% ../../nbs/machine/report.ipynb #40_report-026
 def rows_of(record: dict) -> list[Row]:
@@ -31,55 +39,88 @@ def rows_of(record: dict) -> list[Row]:
         if name in claims.readers(claim):
             _, describe = claims.readers(claim)[name]
             about = describe(record) if describe else ""
-            rows += [Row(claim, *pair, scale, about, command=command) for pair in read_outcomes(claim, record)]
+            rows += [
+                Row(claim, *pair, scale, about, command=command)
+                for pair in read_outcomes(claim, record)
+            ]
     return rows
+
 
 def again(record: dict) -> str:
     "Return the command that repeats a finished run."
     command = rerun_command(record["experiment"], record["scale"], record)
-    return command + " --fresh" * (command.startswith("longhorn reproduce") and "--fresh" not in command)
+    return command + " --fresh" * (
+        command.startswith("longhorn reproduce") and "--fresh" not in command
+    )
 
 # %% ../../nbs/machine/report.ipynb #40_report-030
-def flat(value: object, name: str = "") -> dict: # -> {"train.lr": text}
+def flat(value: object, name: str = "") -> dict:  # -> {"train.lr": text}
     "Return nested settings as one line each."
     if isinstance(value, dict):
-        return {key: text for part in value for key, text in flat(value[part], f"{name}.{part}".strip(".")).items()}
+        return {
+            key: text
+            for part in value
+            for key, text in flat(value[part], f"{name}.{part}".strip(".")).items()
+        }
     return {name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)}
 
-def facts(record: dict) -> dict: # -> name -> text
+
+def facts(record: dict) -> dict:  # -> name -> text
     "Return the device, versions and command of a run, and the command that repeats it."
     made, versions = record.get("made", {}), record.get("environment", {})
-    found = {"computing time": duration(record["seconds"]), "device": made.get("device"),
-             "commit": made.get("commit"), **versions,
-             "command": record.get("command"), "run it again": again(record)}
+    found = {
+        "computing time": duration(record["seconds"]),
+        "device": made.get("device"),
+        "commit": made.get("commit"),
+        **versions,
+        "command": record.get("command"),
+        "run it again": again(record),
+    }
     return flat({name: value for name, value in found.items() if value is not None})
 
 # %% ../../nbs/machine/report.ipynb #40_report-031
-def part_of(record: dict, recorded: list[Row]) -> dict: # recorded: rows of recorded runs
+def part_of(record: dict, recorded: list[Row]) -> dict:  # recorded: rows of recorded runs
     "Return the content of a run for the template."
     rows, name = rows_of(record), record["experiment"]
-    trial = record.get("trial", "") # the settings that differ from those of the scale
+    trial = record.get("trial", "")  # the settings that differ from those of the scale
     mine = {row.claim.name for row in rows}
-    beside = [row for row in recorded if row.claim.name in mine and row.scale == "gpu" and row.file.startswith("nbs/")]
+    beside = [
+        row
+        for row in recorded
+        if row.claim.name in mine and row.scale == "gpu" and row.file.startswith("nbs/")
+    ]
     return {
         "anchor": f"{name}-{record['scale']}" + "-trial" * bool(trial),
-        "title": f"{name}, {record['scale']} scale" + " (trial)" * bool(trial), "trial": trial,
-        "scale": record["scale"], "seconds": record["seconds"], "claims": by_claim(rows),
+        "title": f"{name}, {record['scale']} scale" + " (trial)" * bool(trial),
+        "trial": trial,
+        "scale": record["scale"],
+        "seconds": record["seconds"],
+        "claims": by_claim(rows),
         "verdicts": counted(rows),
         "plotted": [row for row in rows + beside if row.comparison.differences and row.judgement.n],
-        "facts": facts(record), "settings": flat(record["settings"])}
+        "facts": facts(record),
+        "settings": flat(record["settings"]),
+    }
 
 # %% ../../nbs/machine/report.ipynb #40_report-046
 def write_report(
     records: list[dict],  # records of finished runs, in the order of the page
-    path: str | Path,     # of the page
-    ledger: Ledger | None = None, # all claims, for the end of the page
-    later: list[str] | tuple = (), # names of the claims that are still to come
+    path: str | Path,  # of the page
+    ledger: Ledger | None = None,  # all claims, for the end of the page
+    later: list[str] | tuple = (),  # names of the claims that are still to come
 ) -> Path:
     "Write the page in one step, and return its path."
-    text = templates().get_template("report.html.j2").render(
-        duration=duration, runs=[part_of(record, ledger or []) for record in readable(list(records))],
-        groups=by_claim(ledger or []), later=list(later), now=datetime.now(timezone.utc))
+    text = (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            duration=duration,
+            runs=[part_of(record, ledger or []) for record in readable(list(records))],
+            groups=by_claim(ledger or []),
+            later=list(later),
+            now=datetime.now(timezone.utc),
+        )
+    )
     with atomic_file(path) as file:
         file.write(text)
     return Path(path)

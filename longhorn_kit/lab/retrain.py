@@ -20,7 +20,15 @@ from .claims import suggest
 from .language_training import Texts, new_model, open_texts
 from .ledger import load_record
 from .looks import POOLS, by_looks, rate_at
-from .one_pass import EXPERIMENT, OnePass, plan_of, shape_of, shared_settings, text_of, train_run
+from longhorn_kit.lab.one_pass import (
+    EXPERIMENT,
+    OnePass,
+    plan_of,
+    shape_of,
+    shared_settings,
+    text_of,
+    train_run,
+)
 from .plan import GROUPS, RECIPE, plan_hash
 from .run import one_thread
 from ..models import SequenceLM
@@ -45,9 +53,9 @@ def recorded_runs(record: dict) -> Iterator[dict]:
 # %% ../../nbs/machine/retrain.ipynb #retrain-013
 def choose_run(
     record: dict,
-    model: str,              # its name in the record
-    seed: int | None = None, # None: the first run's
-    lr: float | None = None, # None: that of the seed's first run
+    model: str,  # its name in the record
+    seed: int | None = None,  # None: the first run's
+    lr: float | None = None,  # None: that of the seed's first run
 ) -> dict:
     "Return one run of a record; ValueError without one, or if it diverged."
     runs = list(recorded_runs(record))
@@ -63,17 +71,20 @@ def choose_run(
         listed = ", ".join(dict.fromkeys(f"seed {run['seed']} at {run['lr']:g}" for run in own))
         raise ValueError(f"the record has no such run of {model}; it has: {listed}")
     if asked[0]["bits_per_byte"] is None:
-        raise ValueError(f"the run of {model} with seed {asked[0]['seed']} at {asked[0]['lr']:g} "
-                         "diverged; there is no model to make again")
+        raise ValueError(
+            f"the run of {model} with seed {asked[0]['seed']} at {asked[0]['lr']:g} "
+            "diverged; there is no model to make again"
+        )
     return asked[0]
 
 # %% ../../nbs/machine/retrain.ipynb #retrain-021
-def config_of(record: dict, data: str = "") -> OnePass: # data: the text; "": the record's source
+def config_of(record: dict, data: str = "") -> OnePass:  # data: the text; "": the record's source
     "Return the sizes and the text of a record's runs, as settings of the experiment."
     kept = {f.name for f in fields(OnePass)} - {"groups", "data"}
     settings = {name: value for name, value in record["settings"].items() if name in kept}
     settings["rates"] = tuple(settings["rates"])
     return OnePass(data=data or record["settings"]["data"], **settings)
+
 
 def check_plan(record: dict, config: OnePass, steps: int) -> None:
     "Raise ValueError if models or recipe have changed since the record was made."
@@ -85,13 +96,16 @@ def check_plan(record: dict, config: OnePass, steps: int) -> None:
         now = plan_hash(RECIPE | sizes)
     if recorded != now:
         commits = ", ".join(record["made"]["commit"])
-        raise ValueError(f"the record follows a plan with hash {recorded}, and this version of "
-                         f"the kit has {now}; use the commit that made it: {commits}")
+        raise ValueError(
+            f"the record follows a plan with hash {recorded}, and this version of "
+            f"the kit has {now}; use the commit that made it: {commits}"
+        )
+
 
 def settings_of(
     record: dict,
-    run: dict,       # from `choose_run`
-    config: OnePass, # from `config_of`
+    run: dict,  # from `choose_run`
+    config: OnePass,  # from `config_of`
     texts: Texts,
 ) -> SimpleNamespace:
     "Return the settings of a recorded run as a job of the experiment."
@@ -109,7 +123,7 @@ def same_text(record: dict, texts: Texts) -> bool:
     return all(record["results"].get(name) == summary.get(name) for name in (*summary, "long"))
 
 # %% ../../nbs/machine/retrain.ipynb #retrain-031
-def archived_jobs(record: str | Path) -> Iterator[dict]: # record: its file
+def archived_jobs(record: str | Path) -> Iterator[dict]:  # record: its file
     "Yield settings and metrics of the finished jobs in the archives beside a record."
     for path in sorted(Path(record).with_suffix("").glob("jobs-*.tar.xz")):
         with tarfile.open(path) as archive:
@@ -117,10 +131,11 @@ def archived_jobs(record: str | Path) -> Iterator[dict]: # record: its file
                 if member.name.endswith("/metrics.json"):
                     yield json.load(archive.extractfile(member))
 
+
 def recorded_losses(
-    record: str | Path,        # its file
-    run: dict,                 # from `choose_run`
-    settings: SimpleNamespace, # from `settings_of`
+    record: str | Path,  # its file
+    run: dict,  # from `choose_run`
+    settings: SimpleNamespace,  # from `settings_of`
 ) -> list[float]:
     "Return the first losses of a recorded run, from record or archives; [] without them."
     if run.get("first_losses"):
@@ -130,38 +145,44 @@ def recorded_losses(
     return next(found, [])
 
 # %% ../../nbs/machine/retrain.ipynb #retrain-035
-FIRST = 0.002 # bits per byte: how far the first loss may differ
-MEAN = 0.03   # bits per byte: how far the first losses may differ on average
+FIRST = 0.002  # bits per byte: how far the first loss may differ
+MEAN = 0.03  # bits per byte: how far the first losses may differ on average
 
-def compare_first(losses: list[float], recorded: list[float]) -> str: # of the first steps, both
+
+def compare_first(losses: list[float], recorded: list[float]) -> str:  # of the first steps, both
     "Say in a sentence whether the first losses of a run are those of the record."
     gaps = [abs(a - b) for a, b in zip(losses, recorded)]
-    same = gaps[0] <= FIRST and mean(gaps) <= MEAN # not if a loss is NaN
+    same = gaps[0] <= FIRST and mean(gaps) <= MEAN  # not if a loss is NaN
     start = "the first losses are the record's" if same else "THE FIRST LOSSES ARE NOT THE RECORD'S"
     end = "" if same else "; this model is not the recorded one"
-    return (f"{start}: they differ by {gaps[0]:.4f} at the first step and by {mean(gaps):.4f} on "
-            f"average over {len(gaps)} steps, and rounding may make {FIRST} and {MEAN}{end}")
+    return (
+        f"{start}: they differ by {gaps[0]:.4f} at the first step and by {mean(gaps):.4f} on "
+        f"average over {len(gaps)} steps, and rounding may make {FIRST} and {MEAN}{end}"
+    )
 
 # %% ../../nbs/machine/retrain.ipynb #retrain-041
 @dataclass
 class Retrained:
     "A run that was made again."
-    about: str           # model, seed and learning rate
-    bits_per_byte: float # held out
-    recorded: float      # the same number in the record
-    sentence: str        # whether the first losses are the record's
+
+    about: str  # model, seed and learning rate
+    bits_per_byte: float  # held out
+    recorded: float  # the same number in the record
+    sentence: str  # whether the first losses are the record's
+
 
 def retrain(
-    record: str | Path,      # file of a record of one-pass
-    model: str,              # its name in the record
-    out: str | Path,         # folder of transformers to write
-    seed: int | None = None, # None: the first judged run
-    lr: float | None = None, # None: the rate of that run
-    data: str = "",          # the text; "": the source in the record, or $LONGHORN_TEXT
-    other_text: bool = False, # allow a text that is not the record's
+    record: str | Path,  # file of a record of one-pass
+    model: str,  # its name in the record
+    out: str | Path,  # folder of transformers to write
+    seed: int | None = None,  # None: the first judged run
+    lr: float | None = None,  # None: the rate of that run
+    data: str = "",  # the text; "": the source in the record, or $LONGHORN_TEXT
+    other_text: bool = False,  # allow a text that is not the record's
 ) -> Retrained:
     "Train a recorded run again, compare its first losses, and export it; ValueError or OSError."
     from longhorn_kit.lab.evaluation import export_model, export_target, hf_tokenizer
+
     kept = load_record(Path(record), EXPERIMENT.name)
     run = choose_run(kept, model, seed, lr)
     out = export_target(out)
@@ -172,15 +193,19 @@ def retrain(
     texts = open_texts(**source)
     same = same_text(kept, texts)
     if not same and not other_text:
-        raise ValueError(f"{source['source']} is not the text of the record, whose SHA-256 is "
-                         f"{kept['results']['corpus']}; --other-text trains without a comparison")
+        raise ValueError(
+            f"{source['source']} is not the text of the record, whose SHA-256 is "
+            f"{kept['results']['corpus']}; --other-text trains without a comparison"
+        )
     settings = settings_of(kept, run, config, texts)
     check_plan(kept, config, settings.steps)
-    with one_thread(config.gpu): # as the experiment's jobs
+    with one_thread(config.gpu):  # as the experiment's jobs
         trained, found = train_run(settings, texts, source)
     if found["diverged"] is not None:
-        raise ValueError(f"the loss is not finite at step {found['diverged']}; the record's run "
-                         f"ended at {run['bits_per_byte']:.4f} bits per byte")
+        raise ValueError(
+            f"the loss is not finite at step {found['diverged']}; the record's run "
+            f"ended at {run['bits_per_byte']:.4f} bits per byte"
+        )
     recorded = recorded_losses(record, run, settings) if same else []
     sentence = sentence_of(found["first_losses"], recorded, same)
     about = f"{model}, seed {run['seed']}, learning rate {run['lr']:g}"
@@ -197,13 +222,15 @@ def on_cpu(model: SequenceLM, seed: int) -> SequenceLM:
     copied.load_state_dict(model.state_dict())
     return copied.eval()
 
-def sentence_of(losses: list, recorded: list, same: bool) -> str: # same: is it the record's text?
+
+def sentence_of(losses: list, recorded: list, same: bool) -> str:  # same: is it the record's text?
     "Say how the first losses compare with the record's, or why they are not compared."
     if not same:
         return "the text is not the record's, so its losses were not compared"
     if not recorded:
         return "the record has no first losses of this run, so nothing was compared"
     return compare_first(losses, recorded)
+
 
 def facts_of(record: Path, settings: SimpleNamespace, result: Retrained) -> dict:
     "Return the rows of the model card."

@@ -22,6 +22,7 @@ from ..records import to_plain
 @dataclass(frozen=True)
 class RewrittenConfig(RecallConfig):
     "The planned run; its layer and recipe are those of `RecallConfig`."
+
     tasks: tuple = ("rewritten",)
     models: tuple = ("longhorn_exact", "longhorn")
     embed: tuple = (32, 8)  # sizes of a symbol's embedding, one per design
@@ -47,10 +48,11 @@ def cells(config: RewrittenConfig) -> Iterator[dict]:
             del settings["seeds_per_job"]
             yield settings
 
+
 def split(cell: dict, lr: float, seeds: tuple, config: RewrittenConfig) -> list[dict]:
     "Return the settings of the jobs that train a model at one learning rate, a few seeds per job."
     size = config.seeds_per_job
-    groups = [seeds[start:start + size] for start in range(0, len(seeds), size)]
+    groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     return [cell | {"lr": lr, "seeds": group} for group in groups]
 
 # %% ../../nbs/machine/rewritten.ipynb #rewritten-010
@@ -62,6 +64,7 @@ def late_recall(rows: list[dict]) -> float:  # finished jobs of one model and on
     for row in rows:
         per_seed += [row["late_recall"]] * len(row["recall"])  # a mean over them
     return mean(per_seed)
+
 
 def try_rates(cell: dict, config: RewrittenConfig, results: Results) -> tuple[list, dict]:
     "Return the jobs that try every learning rate, and {rate: late recall} of the finished rates."
@@ -87,12 +90,14 @@ def final_jobs(
     best = max(config.lrs, key=lambda lr: grid.get(lr, 0))
     return split(cell, best, config.seeds, config)
 
+
 def jobs(config: RewrittenConfig, results: Results) -> Iterator[dict]:
     "Yield the jobs known so far: the search of a design's model, then its judged seeds."
     for cell in cells(config):
         tried, grid = try_rates(cell, config, results)
         yield from tried
         yield from final_jobs(cell, grid, config)
+
 
 def later(config: RewrittenConfig, results: Results) -> Iterator[dict]:
     "Yield stand-ins, with any rate, for the judged jobs of every model whose search is not done."
@@ -104,10 +109,12 @@ def later(config: RewrittenConfig, results: Results) -> Iterator[dict]:
 # %% ../../nbs/machine/rewritten.ipynb #rewritten-014
 PLAN = {"commit": "1b7f0ec6092c", "hash": "38ae61145e202953"}
 
+
 def plan_hash(config: RewrittenConfig) -> str:
     "Return a short hash of all settings."
     text = json.dumps(to_plain(asdict(config)), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 def plan_of(config: RewrittenConfig) -> dict:
     "Return the hash of the settings, and the commit of the plan if they are those of this page."
@@ -117,23 +124,33 @@ def plan_of(config: RewrittenConfig) -> dict:
 # %% ../../nbs/machine/rewritten.ipynb #rewritten-016
 def summarize(config: RewrittenConfig, results: Results) -> dict:
     "Collect recall by seed, rate and search of every design's models that have all their seeds."
-    designs = {embed: {"embed": embed, "recall": {}, "test": {}, "lr": {}, "grid": {}}
-               for embed in config.embed}
+    designs = {
+        embed: {"embed": embed, "recall": {}, "test": {}, "lr": {}, "grid": {}}
+        for embed in config.embed
+    }
     for cell in cells(config):
         design = designs[cell["embed"]]
         grid = try_rates(cell, config, results)[1]
         asked = final_jobs(cell, grid, config)
         rows = [results.get(settings) for settings in asked]
         if rows and all(rows):
-            tests = {str(pairs): [share for row in rows for share in row["test"][str(pairs)]]
-                     for pairs in config.test_pairs}
+            tests = {
+                str(pairs): [share for row in rows for share in row["test"][str(pairs)]]
+                for pairs in config.test_pairs
+            }
             model = cell["model"]
             design["recall"][model] = tests[str(config.pairs)]
             design["test"][model] = tests
             design["lr"][model] = asked[0]["lr"]
             design["grid"][model] = {f"{lr:g}": late for lr, late in grid.items()}
-    return {"designs": list(designs.values()), "search_seeds": config.search_seeds,
-            "chance": 1 / config.values, "plan": plan_of(config)}
+    return {
+        "designs": list(designs.values()),
+        "search_seeds": config.search_seeds,
+        "chance": 1 / config.values,
+        "plan": plan_of(config),
+    }
+
 
 EXPERIMENT = Experiment(
-    "recall-rewritten", {"laptop": RewrittenConfig()}, jobs, recall.run_job, summarize, later)
+    "recall-rewritten", {"laptop": RewrittenConfig()}, jobs, recall.run_job, summarize, later
+)

@@ -21,32 +21,49 @@ from typing import Any
 
 from ..extras import need
 from longhorn_kit.records import (
-    command_line, commit_of_kit, environment, exclusive_lock, in_one_line, progress, read_record, to_plain,
-    write_record)
+    command_line,
+    commit_of_kit,
+    environment,
+    exclusive_lock,
+    in_one_line,
+    progress,
+    read_record,
+    to_plain,
+    write_record,
+)
 
 # %% ../../nbs/machine/run.ipynb #run-006
 @dataclass(frozen=True)
 class Experiment:
     "Presets and functions, defined in a module so that other processes can import them."
-    name: str
-    presets: dict # scale -> frozen dataclass of settings
-    jobs: Callable[[object, "Results"], Iterable[dict]] # settings of jobs, most urgent first; may read results
-    run_job: Callable[[dict, Path], dict]               # settings, job folder -> metrics; may resume there
-    summarize: Callable[[object, "Results"], dict]      # input of judges, tables and figures
-    later: Callable[[object, "Results"], Iterable[dict]] = lambda config, results: () # waiting for results
 
-    def config(self, scale: str, **overrides: Any) -> Any: # fields of the preset to change
+    name: str
+    presets: dict  # scale -> frozen dataclass of settings
+    jobs: Callable[
+        [object, "Results"], Iterable[dict]
+    ]  # settings of jobs, most urgent first; may read results
+    run_job: Callable[[dict, Path], dict]  # settings, job folder -> metrics; may resume there
+    summarize: Callable[[object, "Results"], dict]  # input of judges, tables and figures
+    later: Callable[[object, "Results"], Iterable[dict]] = (
+        lambda config, results: ()
+    )  # waiting for results
+
+    def config(self, scale: str, **overrides: Any) -> Any:  # fields of the preset to change
         "Return the settings of a scale; ValueError if the scale is unknown."
         if scale not in self.presets:
-            raise ValueError(f"{self.name} has no scale {scale!r}; it has: {', '.join(self.presets)}")
+            raise ValueError(
+                f"{self.name} has no scale {scale!r}; it has: {', '.join(self.presets)}"
+            )
         return replace(self.presets[scale], **overrides)
 
 # %% ../../nbs/machine/run.ipynb #run-010
-ERRORS, LOSSES = 2, 20 # a job is given up after this many errors, or this many lost processes
+ERRORS, LOSSES = 2, 20  # a job is given up after this many errors, or this many lost processes
+
 
 class Results:
     "Find the metrics of finished jobs by their settings."
-    def __init__(self, folder: str | Path): # of the run
+
+    def __init__(self, folder: str | Path):  # of the run
         self.folder, self.known = Path(folder) / "jobs", {}
 
     def job_folder(self, settings: dict) -> Path:
@@ -70,7 +87,9 @@ class Results:
         return kinds.count("error") >= ERRORS or kinds.count("lost") >= LOSSES
 
 # %% ../../nbs/machine/run.ipynb #run-012
-def one_job(run_job: Callable, settings: dict, folder: Path) -> None: # run_job of an experiment, folder of the job
+def one_job(
+    run_job: Callable, settings: dict, folder: Path
+) -> None:  # run_job of an experiment, folder of the job
     "Run a job and write its metrics, unless it is done."
     with exclusive_lock(folder):
         if (folder / "metrics.json").exists():
@@ -80,13 +99,18 @@ def one_job(run_job: Callable, settings: dict, folder: Path) -> None: # run_job 
             metrics = run_job(settings, folder)
         made = {"commit": commit_of_kit(), "device": device_name(settings)}
         seconds = round(time.monotonic() - started, 2)
-        write_record(folder / "metrics.json", {"settings": settings, **metrics, "seconds": seconds, "made": made})
+        write_record(
+            folder / "metrics.json",
+            {"settings": settings, **metrics, "seconds": seconds, "made": made},
+        )
+
 
 def device_name(settings: dict) -> str:
     "Return the name of a job's device, for its record."
     if not settings.get("gpu"):
         return "cpu"
     import torch
+
     return torch.cuda.get_device_name()
 
 # %% ../../nbs/machine/run.ipynb #run-014
@@ -94,6 +118,7 @@ def device_name(settings: dict) -> str:
 def one_thread(gpu: bool = False) -> Iterator[None]:
     "Limit PyTorch to one CPU thread, unless the job runs on a GPU."
     import torch
+
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(before if gpu else 1)
@@ -104,14 +129,18 @@ def one_thread(gpu: bool = False) -> Iterator[None]:
 # %% ../../nbs/machine/run.ipynb #run-016
 class Engine:
     "Base of all engines."
-    def choose(self, waiting: list[dict]) -> int: # settings of jobs, most urgent first
+
+    def choose(self, waiting: list[dict]) -> int:  # settings of jobs, most urgent first
         "Return the index of the job to start next."
         return 0
 
-    def close(self) -> None: "End what the engine has started."
+    def close(self) -> None:
+        "End what the engine has started."
+
 
 class Here(Engine):
     "Run a job at once, in this process."
+
     workers = 1
 
     def submit(self, function: Callable, *arguments: Any) -> Future:
@@ -123,15 +152,20 @@ class Here(Engine):
 class Lost(RuntimeError):
     "The process of a job ended without an error message."
 
+
 class LocalJob:
     "Job in a separate process."
+
     def __init__(self, context: Any, function: Callable, arguments: tuple, variables: dict):
         self.messages, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(target=in_process, args=(theirs, variables, function, arguments))
+        self.process = context.Process(
+            target=in_process, args=(theirs, variables, function, arguments)
+        )
         self.process.start()
         theirs.close()
 
-    def done(self) -> bool: return not self.process.is_alive()
+    def done(self) -> bool:
+        return not self.process.is_alive()
 
     def result(self) -> None:
         "Raise the job's error, or `Lost` if its process died."
@@ -140,10 +174,14 @@ class LocalJob:
         if self.messages.poll():
             try:
                 error = self.messages.recv()
-            except EOFError: # the pipe was closed without a message
+            except EOFError:  # the pipe was closed without a message
                 pass
         if error or self.process.exitcode:
-            raise RuntimeError(error) if error else Lost(f"the process ended with code {self.process.exitcode}")
+            raise (
+                RuntimeError(error)
+                if error
+                else Lost(f"the process ended with code {self.process.exitcode}")
+            )
 
     def cancel(self) -> None:
         "Ask the process to stop, and kill it after 90 seconds."
@@ -159,16 +197,18 @@ def in_process(messages: Any, variables: dict, function: Callable, arguments: tu
     try:
         function(*arguments)
     except BaseException:
-        with suppress(OSError): # the driver may be gone
+        with suppress(OSError):  # the driver may be gone
             messages.send(traceback.format_exc()[-8000:])
         sys.exit(1)
 
+
 def begin_process(variables: dict) -> None:
     "Prepare a process for jobs: its environment, the driver's of now, and its end."
-    os.environ.clear() # the server that forks it keeps an older one
-    os.environ.update(variables) # before CUDA lists its devices
+    os.environ.clear()  # the server that forks it keeps an older one
+    os.environ.update(variables)  # before CUDA lists its devices
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_driver, daemon=True).start()
+
 
 def end_with_driver() -> None:
     "Wait until the driver ends, then send SIGTERM to this process, and end it 90 seconds later."
@@ -180,14 +220,16 @@ def end_with_driver() -> None:
 # %% ../../nbs/machine/run.ipynb #run-019-3
 class Processes(Engine):
     "Run every job in a separate process on this machine, on its GPUs in turn."
-    def __init__(self,
-        workers: int,    # jobs at a time
-        gpus: list[str], # their numbers; [] without GPUs
-        preload: str,    # module that the server imports once
+
+    def __init__(
+        self,
+        workers: int,  # jobs at a time
+        gpus: list[str],  # their numbers; [] without GPUs
+        preload: str,  # module that the server imports once
     ):
         kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         self.context, self.workers, self.gpus = multiprocessing.get_context(kind), workers, gpus
-        self.jobs = [] # on a GPU: its number, job
+        self.jobs = []  # on a GPU: its number, job
         if kind == "forkserver":
             # the first optimizer step imports torch._dynamo, which takes seconds
             self.context.set_forkserver_preload(["torch", "torch._dynamo", preload])
@@ -196,34 +238,41 @@ class Processes(Engine):
         self.jobs = [(gpu, job) for gpu, job in self.jobs if not job.done()]
         busy = [gpu for gpu, _ in self.jobs]
         gpu = min(self.gpus, key=busy.count, default="")
-        job = LocalJob(self.context, function, arguments, os.environ | {"CUDA_VISIBLE_DEVICES": gpu})
+        job = LocalJob(
+            self.context, function, arguments, os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        )
         self.jobs.append((gpu, job))
         return job
 
 # %% ../../nbs/machine/run.ipynb #run-019-5
 class StayingWorker:
     "Process on one GPU that takes one job after another."
+
     def __init__(self, context: Any, gpu: str):
         self.connection, theirs = context.Pipe()
         variables = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
         self.process = context.Process(target=serve, args=(theirs, variables))
         self.process.start()
         theirs.close()
-        self.model = None # of its last job
+        self.model = None  # of its last job
         self.job = None
 
-    def free(self) -> bool: return self.job is None or self.job.done()
+    def free(self) -> bool:
+        return self.job is None or self.job.done()
+
 
 class StayingJob(LocalJob):
     "Job of a process that stays."
+
     def __init__(self, worker: StayingWorker, function: Callable, arguments: tuple):
         self.messages = worker.connection
         self.process = worker.process
-        self.ended = False # the message of its end has been read
+        self.ended = False  # the message of its end has been read
         self.error = None
         self.messages.send((function, arguments))
 
-    def done(self) -> bool: return self.ended or self.messages.poll() or not self.process.is_alive()
+    def done(self) -> bool:
+        return self.ended or self.messages.poll() or not self.process.is_alive()
 
     def result(self) -> None:
         "Raise the job's error, or `Lost` if its process died."
@@ -251,22 +300,23 @@ def serve(messages: Any, variables: dict) -> None:
             function(*arguments)
         except BaseException:
             error = traceback.format_exc()[-8000:]
-        with suppress(OSError): # the driver may be gone
+        with suppress(OSError):  # the driver may be gone
             messages.send(error)
 
 # %% ../../nbs/machine/run.ipynb #run-019-7
 class StayingProcesses(Engine):
     "Run jobs in one process per GPU, which keeps what it has compiled for a model."
-    AHEAD = 4 # jobs per process among which one is chosen
 
-    def __init__(self, gpus: list[str]): # their numbers
+    AHEAD = 4  # jobs per process among which one is chosen
+
+    def __init__(self, gpus: list[str]):  # their numbers
         kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         self.context = multiprocessing.get_context(kind)
         self.workers = len(gpus)
-        self.processes = dict.fromkeys(gpus) # GPU -> its process, None before the first job
+        self.processes = dict.fromkeys(gpus)  # GPU -> its process, None before the first job
 
     def choose(self, waiting: list[dict]) -> int:
-        models = [settings.get("model") for settings in waiting[:self.AHEAD * self.workers]]
+        models = [settings.get("model") for settings in waiting[: self.AHEAD * self.workers]]
         started = [process for process in self.processes.values() if process]
         for process in started:
             if process.free() and process.model in models:
@@ -274,7 +324,9 @@ class StayingProcesses(Engine):
         held = [process.model for process in started]
         return next((i for i, model in enumerate(models) if model not in held), 0)
 
-    def submit(self, function: Callable, run_job: Callable, settings: dict, folder: Path) -> StayingJob:
+    def submit(
+        self, function: Callable, run_job: Callable, settings: dict, folder: Path
+    ) -> StayingJob:
         model = settings.get("model")
         free = [gpu for gpu, process in self.processes.items() if process is None or process.free()]
         same = [gpu for gpu in free if self.processes[gpu] and self.processes[gpu].model == model]
@@ -298,32 +350,50 @@ class StayingProcesses(Engine):
 # %% ../../nbs/machine/run.ipynb #run-021
 class Slurm(Engine):
     "Run every job as a SLURM job."
-    def __init__(self,
+
+    def __init__(
+        self,
         workers: int,  # jobs in the queue at a time
         folder: Path,  # for scripts and logs
-        options: dict, # of submitit, such as slurm_partition, gpus_per_node, timeout_min; cluster="local" to try it
+        options: dict,  # of submitit, such as slurm_partition, gpus_per_node, timeout_min; cluster="local" to try it
     ):
         submitit = cluster_library("submitit")
         options = dict(options)
-        self.workers, self.executor = workers, submitit.AutoExecutor(folder, cluster=options.pop("cluster", "slurm"))
+        self.workers, self.executor = (
+            workers,
+            submitit.AutoExecutor(folder, cluster=options.pop("cluster", "slurm")),
+        )
         self.executor.update_parameters(**options)
 
-    def submit(self, function: Callable, *arguments: Any) -> Any: return self.executor.submit(function, *arguments)
+    def submit(self, function: Callable, *arguments: Any) -> Any:
+        return self.executor.submit(function, *arguments)
 
 # %% ../../nbs/machine/run.ipynb #run-021-3
 class Dask(Engine):
     "Run every job on a Dask cluster."
-    def __init__(self, workers: int): # jobs at a time
+
+    def __init__(self, workers: int):  # jobs at a time
         address = os.environ.get("DASK_SCHEDULER")
         if not address:
-            raise ValueError("set DASK_SCHEDULER to the address of the scheduler, such as tcp://host:8786")
-        self.workers, self.client = workers, cluster_library("distributed").Client(address, set_as_default=False)
-        threads = [worker["nthreads"] for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()]
+            raise ValueError(
+                "set DASK_SCHEDULER to the address of the scheduler, such as tcp://host:8786"
+            )
+        self.workers, self.client = (
+            workers,
+            cluster_library("distributed").Client(address, set_as_default=False),
+        )
+        threads = [
+            worker["nthreads"]
+            for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()
+        ]
         if any(count > 1 for count in threads):
-            raise ValueError("start the Dask workers with --nthreads 1: each job needs a separate process")
+            raise ValueError(
+                "start the Dask workers with --nthreads 1: each job needs a separate process"
+            )
 
     def submit(self, function: Callable, *arguments: Any) -> Any:
         return self.client.get_executor(pure=False).submit(function, *arguments)
+
 
 def cluster_library(name: str) -> Any:
     "Import and return a library of the extra `cluster`."
@@ -331,14 +401,18 @@ def cluster_library(name: str) -> Any:
     return __import__(name)
 
 # %% ../../nbs/machine/run.ipynb #run-022-3
-SAME_COST = ("lr", "seed") # settings that do not change the time of a job
+SAME_COST = ("lr", "seed")  # settings that do not change the time of a job
+
 
 def kind_of(settings: dict) -> str:
     "Return the settings that decide how long a job takes, as JSON."
-    return json.dumps({name: value for name, value in to_plain(settings).items() if name not in SAME_COST},
-                      sort_keys=True)
+    return json.dumps(
+        {name: value for name, value in to_plain(settings).items() if name not in SAME_COST},
+        sort_keys=True,
+    )
 
-def likely_seconds(kind: str, known: dict) -> float: # known: kind -> seconds of its finished jobs
+
+def likely_seconds(kind: str, known: dict) -> float:  # known: kind -> seconds of its finished jobs
     "Return the mean time of the finished jobs most like a kind; ValueError if no job is finished."
     settings = json.loads(kind)
     likeness = {}
@@ -353,47 +427,59 @@ def likely_seconds(kind: str, known: dict) -> float: # known: kind -> seconds of
 @dataclass(frozen=True)
 class Estimate:
     "Time that a run is expected to take, from its finished jobs."
-    left: float  # seconds until its last job ends
-    whole: float # seconds for all its jobs, finished ones too, with as many workers
-    workers: int # jobs at a time
-    jobs: int    # running or still to start
 
-def time_left(running: list, waiting: list, workers: int) -> float: # seconds of running and of waiting jobs
+    left: float  # seconds until its last job ends
+    whole: float  # seconds for all its jobs, finished ones too, with as many workers
+    workers: int  # jobs at a time
+    jobs: int  # running or still to start
+
+
+def time_left(
+    running: list, waiting: list, workers: int
+) -> float:  # seconds of running and of waiting jobs
     "Return the seconds until the last job ends, if every free worker takes the next job."
-    free = running + [0.0] * (workers - len(running)) # when each worker is free
+    free = running + [0.0] * (workers - len(running))  # when each worker is free
     heapq.heapify(free)
     for seconds in waiting:
         heapq.heapreplace(free, free[0] + seconds)
     return max(free)
 
-def seconds_by_kind(done: list) -> dict[str, list[float]]: # metrics of finished jobs
+
+def seconds_by_kind(done: list) -> dict[str, list[float]]:  # metrics of finished jobs
     "Return the seconds of finished jobs by their kind."
     known = {}
     for row in done:
         known.setdefault(kind_of(row["settings"]), []).append(row["seconds"])
     return known
 
-def ends_in_time(settings: dict, known: dict, deadline: float) -> bool: # known: from `seconds_by_kind`
+
+def ends_in_time(
+    settings: dict, known: dict, deadline: float
+) -> bool:  # known: from `seconds_by_kind`
     "Check whether a job that starts now is expected to end before the deadline; True if nothing is known."
     if deadline == math.inf or not known:
         return True
     return time.time() + likely_seconds(kind_of(settings), known) < deadline
 
+
 def estimate(
-    done: list,    # metrics of finished jobs, at least one
-    running: list, # (settings, time.monotonic() of its start) of running jobs
-    waiting: list, # settings of jobs that are still to start
+    done: list,  # metrics of finished jobs, at least one
+    running: list,  # (settings, time.monotonic() of its start) of running jobs
+    waiting: list,  # settings of jobs that are still to start
     workers: int,  # jobs at a time
 ) -> Estimate:
     "Estimate the time that a run needs."
     known = seconds_by_kind(done)
-    kinds = [kind_of(settings) for settings, _ in running] + [kind_of(settings) for settings in waiting]
+    kinds = [kind_of(settings) for settings, _ in running] + [
+        kind_of(settings) for settings in waiting
+    ]
     likely = {kind: likely_seconds(kind, known) for kind in set(kinds)}
     now = time.monotonic()
     busy = [max(likely[kind_of(settings)] - (now - begun), 0.0) for settings, begun in running]
     left = time_left(busy, [likely[kind_of(settings)] for settings in waiting], workers)
     total = sum(row["seconds"] for row in done) + sum(likely[kind] for kind in kinds)
     return Estimate(left, total / min(workers, len(done) + len(kinds)), workers, len(kinds))
+
 
 def roughly(seconds: float) -> str:
     "Write an estimated time in one rounded unit."
@@ -402,18 +488,19 @@ def roughly(seconds: float) -> str:
     minutes = round(seconds / 60)
     return f"about {minutes} min" if minutes < 120 else f"about {seconds / 3600:.0f} h"
 
+
 # without tqdm's estimate, which takes all jobs for equal
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 # %% ../../nbs/machine/run.ipynb #run-023
 def drive(
     experiment: Experiment,
-    config: Any, # its settings
+    config: Any,  # its settings
     results: Results,
     engine: Engine,
-    deadline: float = math.inf, # time.time() at which to stop; no job starts that would end later
-    on_estimate: Callable[[Estimate], None] | None = None, # called whenever a job has ended
-) -> int: # jobs that are not done
+    deadline: float = math.inf,  # time.time() at which to stop; no job starts that would end later
+    on_estimate: Callable[[Estimate], None] | None = None,  # called whenever a job has ended
+) -> int:  # jobs that are not done
     "Run the missing jobs until none is left or the deadline has passed."
     running, changed = {}, True
     with progress(desc=experiment.name, total=0) as bar:
@@ -428,18 +515,25 @@ def drive(
                     bar.total = len(known) + len(later)
                     done = [results.known[folder] for folder in known if folder not in left]
                     started = [(settings, begun) for _, settings, begun in running.values()]
-                    waiting = [settings for folder, settings in todo.items() if folder not in running]
+                    waiting = [
+                        settings for folder, settings in todo.items() if folder not in running
+                    ]
                     seconds = seconds_by_kind(done)
                     if done:
                         found = estimate(done, started, waiting + later, engine.workers)
-                        bar.set_postfix_str(f"{roughly(found.left)} left" if found.jobs else "", refresh=False)
+                        bar.set_postfix_str(
+                            f"{roughly(found.left)} left" if found.jobs else "", refresh=False
+                        )
                         if on_estimate:
                             on_estimate(found)
                     bar.update(len(known) - len(left) - bar.n)
                 late = time.time() > deadline
                 while len(running) < engine.workers and not late:
-                    waiting = [folder for folder in todo if folder not in running
-                               and ends_in_time(todo[folder], seconds, deadline)]
+                    waiting = [
+                        folder
+                        for folder in todo
+                        if folder not in running and ends_in_time(todo[folder], seconds, deadline)
+                    ]
                     if not waiting:
                         break
                     folder = waiting[engine.choose([todo[other] for other in waiting])]
@@ -453,7 +547,7 @@ def drive(
                     collect(job, settings, folder)
                 changed = bool(ended)
                 time.sleep(0 if changed else 0.05)
-        finally: # after an interrupt or the deadline: ask every job to stop, then wait
+        finally:  # after an interrupt or the deadline: ask every job to stop, then wait
             stop([job for job, _, _ in running.values()])
             engine.close()
 
@@ -467,10 +561,23 @@ def collect(job: Any, settings: dict, folder: Path) -> None:
         number = len(list(folder.glob(f"{kind}-*.txt")))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{kind}-{number}.txt").write_text(f"{settings}\n{error}\n", encoding="utf-8")
-        reason = (str(error).strip() or type(error).__name__).splitlines()[-1] # a cancelled job has no message
-        print(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {in_one_line(reason)}", file=sys.stderr)
+        reason = (str(error).strip() or type(error).__name__).splitlines()[
+            -1
+        ]  # a cancelled job has no message
+        print(
+            f"a job failed, see {folder / f'{kind}-{number}.txt'}: {in_one_line(reason)}",
+            file=sys.stderr,
+        )
 
-LOST = ("Lost", "UncompletedJobError", "KilledWorker", "CancelledError", "FutureCancelledError") # submitit's, Dask's
+
+LOST = (
+    "Lost",
+    "UncompletedJobError",
+    "KilledWorker",
+    "CancelledError",
+    "FutureCancelledError",
+)  # submitit's, Dask's
+
 
 def stop(jobs: list) -> None:
     "Cancel jobs, and wait for those on this machine."
@@ -484,61 +591,98 @@ def stop(jobs: list) -> None:
 def run(
     experiment: Experiment,
     scale: str = "laptop",
-    folder: str | Path | None = None, # folder of the run; None: runs/NAME/SCALE
-    launcher: str = "local", # "local", "slurm" or "dask"
-    workers: int | None = None, # jobs at a time; 0: in this process; None: one per core, or the preset's `per_gpu`
-    minutes: float = math.inf, # time limit
-    options: dict | None = None, # options of submitit
-    on_estimate: Callable[[Estimate], None] | None = None, # called with the time left, when a job has ended
-    **overrides: Any, # fields of the preset to change
+    folder: str | Path | None = None,  # folder of the run; None: runs/NAME/SCALE
+    launcher: str = "local",  # "local", "slurm" or "dask"
+    workers: int
+    | None = None,  # jobs at a time; 0: in this process; None: one per core, or the preset's `per_gpu`
+    minutes: float = math.inf,  # time limit
+    options: dict | None = None,  # options of submitit
+    on_estimate: Callable[[Estimate], None]
+    | None = None,  # called with the time left, when a job has ended
+    **overrides: Any,  # fields of the preset to change
 ) -> dict:
     "Run the missing jobs of an experiment, write the record and return it."
-    config, folder = experiment.config(scale, **overrides), Path(folder or f"runs/{experiment.name}/{scale}")
+    config, folder = (
+        experiment.config(scale, **overrides),
+        Path(folder or f"runs/{experiment.name}/{scale}"),
+    )
     if record := finished(experiment, folder, config):
         return record
-    engine = engine_for(launcher, workers, config, folder, options or {}, experiment.run_job.__module__)
+    engine = engine_for(
+        launcher, workers, config, folder, options or {}, experiment.run_job.__module__
+    )
     keep_other_record(folder, config)
     results, started = Results(folder), time.time()
     left = drive(experiment, config, results, engine, started + 60 * minutes, on_estimate)
     return finish(experiment, scale, config, folder, results, left)
 
+
 def finished(experiment: Experiment, folder: Path, config: Any) -> dict | None:
     "Return the record of a finished run with these settings; None without one, or if it is damaged."
     try:
         record = read_record(folder / "record.json")
-    except ValueError: # damaged: summarize the jobs again
+    except ValueError:  # damaged: summarize the jobs again
         return None
-    same = (record.get("experiment"), record.get("settings")) == (experiment.name, to_plain(asdict(config)))
+    same = (record.get("experiment"), record.get("settings")) == (
+        experiment.name,
+        to_plain(asdict(config)),
+    )
     return record if same else None
+
 
 def keep_other_record(folder: Path, config: Any) -> None:
     "Copy a record with other settings to `record-HASH.json`, and print what differs."
     for path in filter(Path.exists, (folder / "record.json", folder / "partial.json")):
-        with suppress(ValueError): # damaged
+        with suppress(ValueError):  # damaged
             record, now = read_record(path), to_plain(asdict(config))
             before, copy = record["settings"], folder / f"record-{record['sha256'][:8]}.json"
-            if other := [f"{name} {before.get(name)} -> {now[name]}" for name in now if before.get(name) != now[name]]:
+            if other := [
+                f"{name} {before.get(name)} -> {now[name]}"
+                for name in now
+                if before.get(name) != now[name]
+            ]:
                 shutil.copy(path, copy)
-                print(f"settings differ from the record in {folder}: {', '.join(other)}; that record is kept as "
-                      f"{copy.name}, and finished jobs with the same settings are used again", file=sys.stderr)
+                print(
+                    f"settings differ from the record in {folder}: {', '.join(other)}; that record is kept as "
+                    f"{copy.name}, and finished jobs with the same settings are used again",
+                    file=sys.stderr,
+                )
 
 # %% ../../nbs/machine/run.ipynb #run-026-3
-def finish(experiment: Experiment, scale: str, config: Any, folder: Path, results: Results, left: int) -> dict:
+def finish(
+    experiment: Experiment, scale: str, config: Any, folder: Path, results: Results, left: int
+) -> dict:
     "Write the record of a run, or the partial one, and return it."
-    found, done = experiment.summarize(config, results), results.known.values() # read for it, or for the list of jobs
-    made = {name: sorted({row["made"][name] or "unknown" for row in done}) for name in ("commit", "device")}
-    record = to_plain({
-        "experiment": experiment.name, "scale": scale, "settings": asdict(config),
-        "results": found, "missing": left, "made": made,
-        "environment": environment(), "command": command_line(),
-        "seconds": round(sum(row["seconds"] for row in done), 1)})
+    found, done = (
+        experiment.summarize(config, results),
+        results.known.values(),
+    )  # read for it, or for the list of jobs
+    made = {
+        name: sorted({row["made"][name] or "unknown" for row in done})
+        for name in ("commit", "device")
+    }
+    record = to_plain(
+        {
+            "experiment": experiment.name,
+            "scale": scale,
+            "settings": asdict(config),
+            "results": found,
+            "missing": left,
+            "made": made,
+            "environment": environment(),
+            "command": command_line(),
+            "seconds": round(sum(row["seconds"] for row in done), 1),
+        }
+    )
     name, other = ("partial", "record") if left else ("record", "partial")
     path = write_record(folder / f"{name}.json", record)
     (folder / f"{other}.json").unlink(missing_ok=True)
     return read_record(path)
 
 # %% ../../nbs/machine/run.ipynb #run-027
-def engine_for(launcher: str, workers: int | None, config: Any, folder: Path, options: dict | None, module: str) -> Any:
+def engine_for(
+    launcher: str, workers: int | None, config: Any, folder: Path, options: dict | None, module: str
+) -> Any:
     "Return the engine of a launcher; ValueError if unknown or without a GPU."
     on_gpu = getattr(config, "gpu", False)
     if launcher not in ("local", "slurm", "dask"):
@@ -556,10 +700,16 @@ def engine_for(launcher: str, workers: int | None, config: Any, folder: Path, op
         workers = len(gpus) * getattr(config, "per_gpu", 1) if on_gpu else os.cpu_count()
     return Processes(workers, gpus, module) if workers else Here()
 
+
 def visible_gpus() -> list[str]:
     "Return the numbers of the GPUs that this process may use."
     import torch
+
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if not torch.cuda.is_available():
         return []
-    return [name for name in asked.split(",") if name] if asked else [str(i) for i in range(torch.cuda.device_count())]
+    return (
+        [name for name in asked.split(",") if name]
+        if asked
+        else [str(i) for i in range(torch.cuda.device_count())]
+    )

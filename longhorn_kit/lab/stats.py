@@ -15,32 +15,34 @@ from dataclasses import dataclass, replace
 from statistics import fmean, mean, stdev
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r11
-PLAN_SD = 0.0046   # bits per byte: standard deviation of one run, in an earlier record
-LOOKS = (4, 8, 16) # judged seeds per model at which a claim is judged
-LOOK_LEVEL = 0.020 # at each look
-FLATTEST = 0.15    # least curvature of a fitted parabola, in standard deviations per squared step
-FARTHEST = 0.75    # the fitted minimum is at most this share of the way to the outermost rate
-EXPLODED = 15      # a run that is so many standard deviations above the best rate's mean exploded
+PLAN_SD = 0.0046  # bits per byte: standard deviation of one run, in an earlier record
+LOOKS = (4, 8, 16)  # judged seeds per model at which a claim is judged
+LOOK_LEVEL = 0.020  # at each look
+FLATTEST = 0.15  # least curvature of a fitted parabola, in standard deviations per squared step
+FARTHEST = 0.75  # the fitted minimum is at most this share of the way to the outermost rate
+EXPLODED = 15  # a run that is so many standard deviations above the best rate's mean exploded
 MEAN_SEARCH = 0.1  # added by a search on one seed to the variance of a mean at the best rate
-PRIOR_DF = 6       # weight of the pooled variance in the variance of a model
-APART = 0.001      # level of the test that keeps a variance out of the pool
+PRIOR_DF = 6  # weight of the pooled variance in the variance of a model
+APART = 0.001  # level of the test that keeps a variance out of the pool
+
 
 @dataclass(frozen=True)
 class Fit:
     "The estimated outcome of one model, with what its interval needs."
-    value: float           # loss at the model's best rate, or another outcome
-    weight: float          # variance of `value` in units of the variance of one run
-    squares: float         # sum of squared residuals
-    df: int                # their degrees of freedom
-    values: tuple = ()     # (n,) outcomes of the judged seeds
-    exploded: int = 0      # runs at neighbours of the best rate that are left out
-    why: str = ""          # why the model gets no verdict; `value` is then NaN
-    is_share: bool = False # each outcome is 0 or 1
+
+    value: float  # loss at the model's best rate, or another outcome
+    weight: float  # variance of `value` in units of the variance of one run
+    squares: float  # sum of squared residuals
+    df: int  # their degrees of freedom
+    values: tuple = ()  # (n,) outcomes of the judged seeds
+    exploded: int = 0  # runs at neighbours of the best rate that are left out
+    why: str = ""  # why the model gets no verdict; `value` is then NaN
+    is_share: bool = False  # each outcome is 0 or 1
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r13
 def fit_mean(
-    values: Sequence[float], # (n,) outcomes of the judged seeds; NaN: diverged
-    also: Fit | None = None, # of the same model at its best rate: its residuals count too
+    values: Sequence[float],  # (n,) outcomes of the judged seeds; NaN: diverged
+    also: Fit | None = None,  # of the same model at its best rate: its residuals count too
 ) -> Fit:
     "Estimate a model's outcome by the mean of its judged seeds."
     finite = [value for value in values if math.isfinite(value)]
@@ -51,19 +53,21 @@ def fit_mean(
     fit = Fit(center, 1 / len(finite), squares, len(finite) - 1, tuple(values))
     if also is None:
         return fit
-    if also.values == fit.values: # one rate is the best rate: the same runs
+    if also.values == fit.values:  # one rate is the best rate: the same runs
         return replace(fit, squares=also.squares, df=also.df)
     return replace(fit, squares=fit.squares + also.squares, df=fit.df + also.df)
 
-def no_verdict(why: str, values: Sequence[float] = ()) -> Fit: # why; (n,) outcomes
+
+def no_verdict(why: str, values: Sequence[float] = ()) -> Fit:  # why; (n,) outcomes
     "Return the fit of a model that gets no verdict."
     return Fit(math.nan, math.nan, 0.0, 0, tuple(values), why=why)
+
 
 def _share_exploded(exploded, runs):
     return f"{exploded} of {runs} runs exploded" if runs else "no run at this rate"
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r15
-def _usual_losses(losses, limit): # limit: largest distance from the mean
+def _usual_losses(losses, limit):  # limit: largest distance from the mean
     "Return the losses that did not explode, in order."
     usual = []
     for loss in sorted(filter(math.isfinite, losses)):
@@ -74,11 +78,11 @@ def _usual_losses(losses, limit): # limit: largest distance from the mean
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r17
 def fit_rates(
-    search: Sequence[tuple[float, float]], # (position in the grid, loss) per run; NaN: diverged
-    judged: Sequence[float],               # (n,) losses of the judged seeds at the best rate
-    best: float,                           # position of the best rate
-    sd: float = PLAN_SD,                   # standard deviation of one run, as planned
-    extended: bool = False,                # the best rate is an end of the extended grid
+    search: Sequence[tuple[float, float]],  # (position in the grid, loss) per run; NaN: diverged
+    judged: Sequence[float],  # (n,) losses of the judged seeds at the best rate
+    best: float,  # position of the best rate
+    sd: float = PLAN_SD,  # standard deviation of one run, as planned
+    extended: bool = False,  # the best rate is an end of the extended grid
 ) -> Fit:
     "Estimate a model's loss at its best rate by a parabola through all runs within one step of it."
     if extended:
@@ -90,9 +94,9 @@ def fit_rates(
     if len(usual) < len(at_best) or not usual:
         return no_verdict(_share_exploded(len(at_best) - len(usual), len(at_best)), judged)
     highest = fmean(usual) + EXPLODED * sd
-    kept = [(offset, loss) for offset, loss in runs if loss <= highest] # NaN is not
+    kept = [(offset, loss) for offset, loss in runs if loss <= highest]  # NaN is not
     if len({offset for offset, _ in kept}) < 3:
-        seeds = len(at_best) - len(judged) # of the search
+        seeds = len(at_best) - len(judged)  # of the search
         fit = fit_mean(at_best)
         fit = replace(fit, weight=fit.weight + MEAN_SEARCH / max(seeds, 1))
     else:
@@ -100,9 +104,10 @@ def fit_rates(
     return replace(fit, values=tuple(judged), exploded=len(runs) - len(kept))
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r18
-def _fit_parabola(runs, flattest): # (steps from the best rate, loss) per run; least curvature
+def _fit_parabola(runs, flattest):  # (steps from the best rate, loss) per run; least curvature
     "Return the lowest loss of a parabola as a `Fit`."
-    import numpy as np # here: `longhorn --help` needs no NumPy
+    import numpy as np  # here: `longhorn --help` needs no NumPy
+
     x, y = np.array(runs).T
     columns = np.stack([np.ones_like(x), x, x**2], axis=1)
     inverse = np.linalg.inv(columns.T @ columns)
@@ -132,9 +137,11 @@ def spreads(fits: dict[str, Fit]) -> dict[str, tuple[float, float]]:
         variances[name] = ((shared + fit.squares) / total, total) if total else (math.inf, 1)
     return variances
 
+
 def _varies_more(fits):
     "Return the model whose variance exceeds that of the rest (one-sided F test), or None."
     from scipy.special import fdtri
+
     variances = {name: fit.squares / fit.df for name, fit in fits.items() if fit.df}
     if len(variances) < 2:
         return None
@@ -148,12 +155,13 @@ def _varies_more(fits):
 @dataclass(frozen=True)
 class Contrast:
     "A planned comparison: a weighted sum of outcomes that is positive if it supports the claim."
-    label: str                     # "exact below Mamba"
-    weights: tuple                 # ((model, weight), ...): (("exact", -1), ("Mamba", 1))
-    kind: str = "better"           # or "as good"
+
+    label: str  # "exact below Mamba"
+    weights: tuple  # ((model, weight), ...): (("exact", -1), ("Mamba", 1))
+    kind: str = "better"  # or "as good"
     unit: str = "bits per byte"
-    margin: float = 0.005          # within it, two models are equal
-    published: float | None = None # the paper's difference, same unit
+    margin: float = 0.005  # within it, two models are equal
+    published: float | None = None  # the paper's difference, same unit
 
     def __post_init__(self):
         if self.kind not in ("better", "as good"):
@@ -163,21 +171,24 @@ class Contrast:
 @dataclass(frozen=True)
 class _Estimate:
     difference: float
-    error: float # standard error
+    error: float  # standard error
     df: float
-    n: int       # judged seeds, the least of the models
+    n: int  # judged seeds, the least of the models
 
-    def interval(self, level): # 1 - coverage
+    def interval(self, level):  # 1 - coverage
         from scipy.special import stdtrit
+
         reach = float(stdtrit(self.df, 1 - level / 2)) * self.error
         return self.difference - reach, self.difference + reach
 
     def p(self):
         "Return the two-sided p-value of no difference."
         from scipy.special import stdtr
+
         if self.error == 0:
             return float(self.difference == 0)
         return 2 * float(stdtr(self.df, -abs(self.difference) / self.error))
+
 
 def _estimate(contrast, fits, variances):
     "Return the estimate of a contrast, or why there is none; None if a model is missing."
@@ -202,24 +213,25 @@ def _estimate(contrast, fits, variances):
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-006
 WORDS = ("holds", "does not hold", "undecided", "not run", "cannot be judged", "no code")
-MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0} # two models are equal within it
+MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0}  # two models are equal within it
 LEVEL = 0.05
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-011
 @dataclass(frozen=True)
 class Judgement:
     "The numbers of a comparison and its verdict."
-    n: int                   # seeds
+
+    n: int  # seeds
     difference: float = 0.0
-    low: float = -math.inf   # interval of the difference
+    low: float = -math.inf  # interval of the difference
     high: float = math.inf
-    p: float = 1.0           # corrected for the comparisons of the claim
-    verdict: str = "not run" # one of `WORDS`
-    why: str = ""            # why there is no verdict
-    side: str = ""           # at the looks: "ahead", "behind", "equal within the margin"
-    look: int = 0            # judged seeds at which the side was decided; 0: not decided
-    beside: str = ""         # printed beside the verdict: later data, rank test, share of pairs
-    level: float = LEVEL     # the interval covers 1 - level
+    p: float = 1.0  # corrected for the comparisons of the claim
+    verdict: str = "not run"  # one of `WORDS`
+    why: str = ""  # why there is no verdict
+    side: str = ""  # at the looks: "ahead", "behind", "equal within the margin"
+    look: int = 0  # judged seeds at which the side was decided; 0: not decided
+    beside: str = ""  # printed beside the verdict: later data, rank test, share of pairs
+    level: float = LEVEL  # the interval covers 1 - level
 
     def __str__(self):
         size = max(abs(self.low), abs(self.high))
@@ -228,7 +240,7 @@ class Judgement:
         return self.verdict
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-008
-def holm(values: list[float]) -> list[float]: # p-values of one claim, in any order
+def holm(values: list[float]) -> list[float]:  # p-values of one claim, in any order
     "Correct p-values for their number (Holm)."
     order = sorted(range(len(values)), key=values.__getitem__)
     corrected = list(values)
@@ -241,12 +253,13 @@ def holm(values: list[float]) -> list[float]: # p-values of one claim, in any or
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r27
 AHEAD, BEHIND, EQUAL = "ahead", "behind", "equal within the margin"
 
+
 def judge_looks(
-    contrasts: list[Contrast],     # all planned comparisons of one claim: all are counted
-    looks: list[dict[str, Fit]],   # looks taken so far, in order: model -> fit at that look
-    groups: dict[str, str],        # model -> group of models that share a variance
-    counts: Sequence[int] = LOOKS, # judged seeds at each look
-    level: float = LOOK_LEVEL,     # of each look
+    contrasts: list[Contrast],  # all planned comparisons of one claim: all are counted
+    looks: list[dict[str, Fit]],  # looks taken so far, in order: model -> fit at that look
+    groups: dict[str, str],  # model -> group of models that share a variance
+    counts: Sequence[int] = LOOKS,  # judged seeds at each look
+    level: float = LOOK_LEVEL,  # of each look
 ) -> list[Judgement]:
     "Judge all comparisons of one claim at every look taken so far."
     if len(looks) > len(counts):
@@ -255,7 +268,7 @@ def judge_looks(
     if lacking:
         raise ValueError(f"{lacking[0]!r} has no group")
     judgements = [Judgement(0) for _ in contrasts]
-    sources = [None for _ in contrasts] # evidence of each judgement
+    sources = [None for _ in contrasts]  # evidence of each judgement
     evidence = [(fits, _spreads_by_group(fits, groups)) for fits in looks]
     for count, source in zip(counts, evidence):
         estimates = [_estimate(contrast, *source) for contrast in contrasts]
@@ -272,6 +285,7 @@ def judge_looks(
         finished.append(judgement)
     return finished
 
+
 def _spreads_by_group(fits, groups):
     variances = {}
     for group in {groups[name] for name in fits}:
@@ -280,7 +294,7 @@ def _spreads_by_group(fits, groups):
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r29
 def _judge_look(contrasts, judgements, estimates, count, level):
-    p_values = {} # weights -> p; 1 if there can be no verdict
+    p_values = {}  # weights -> p; 1 if there can be no verdict
     for contrast, judgement, estimate in zip(contrasts, judgements, estimates):
         if judgement.side not in (AHEAD, BEHIND):
             tested = isinstance(estimate, _Estimate) and not judgement.side
@@ -301,7 +315,8 @@ def _judge_look(contrasts, judgements, estimates, count, level):
             judged.append(_judge_contrast(contrast, estimate, p, share, count, level))
     return judged
 
-def _judge_contrast(contrast, estimate, p, share, count, level): # share: level of the bar
+
+def _judge_contrast(contrast, estimate, p, share, count, level):  # share: level of the bar
     low, high = estimate.interval(share)
     inner_low, inner_high = estimate.interval(2 * level)
     side = ""
@@ -312,25 +327,36 @@ def _judge_contrast(contrast, estimate, p, share, count, level): # share: level 
     supports = (AHEAD, EQUAL) if contrast.kind == "as good" else (AHEAD,)
     verdict = "holds" if side in supports else "does not hold" if side == BEHIND else "undecided"
     look = count if side else 0
-    return Judgement(estimate.n, estimate.difference, low, high, p, verdict,
-                     side=side, look=look, level=share)
+    return Judgement(
+        estimate.n, estimate.difference, low, high, p, verdict, side=side, look=look, level=share
+    )
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-015
-FORMS = {"points": "{:+.1f}", "nats per token": "{:+.3f}", "bits per byte": "{:+.4f}",
-         "%": "{:+.1f}", "% larger": "{:.1f}", "times as fast": "{:.2f}", "million": "{:.2f}",
-         "lower": "{:+.2f}", "score points": "{:+.2f}"}
+FORMS = {
+    "points": "{:+.1f}",
+    "nats per token": "{:+.3f}",
+    "bits per byte": "{:+.4f}",
+    "%": "{:+.1f}",
+    "% larger": "{:.1f}",
+    "times as fast": "{:.2f}",
+    "million": "{:.2f}",
+    "lower": "{:+.2f}",
+    "score points": "{:+.2f}",
+}
+
 
 def show(value: float, unit: str) -> str:
     "Write a number with as many digits as suit its unit."
     return FORMS.get(unit, "{:+.3g}").format(value)
 
-def spread_text(values: list[float], form: str = "{:.3f}") -> str: # (seeds,), format of a number
+
+def spread_text(values: list[float], form: str = "{:.3f}") -> str:  # (seeds,), format of a number
     "Write a mean, with the standard deviation over seeds if there are several."
     spread = f" ± {form.replace('+', '').format(stdev(values))}" if len(values) > 1 else ""
     return form.format(mean(values)) + spread
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r31
-def _beside(contrast, judgement, source, last, level): # source, last: (fits, variances)
+def _beside(contrast, judgement, source, last, level):  # source, last: (fits, variances)
     fits, _ = source
     texts = []
     if judgement.side == EQUAL:
@@ -352,8 +378,10 @@ def _beside(contrast, judgement, source, last, level): # source, last: (fits, va
         texts.append(f"all {later.n} seeds: {show(later.difference, contrast.unit)} {ends}")
     return "; ".join(texts)
 
+
 def _bar(ends, unit):
     return f"[{show(ends[0], unit)}, {show(ends[1], unit)}]"
+
 
 def _compare_runs(contrast, fits):
     "Compare the judged runs of two models without a distribution: rank test, and share of pairs."
@@ -365,11 +393,13 @@ def _compare_runs(contrast, fits):
     if not fits[a].values or not fits[b].values:
         return []
     from scipy.stats import mannwhitneyu
+
     p = mannwhitneyu(fits[a].values, fits[b].values, method="exact").pvalue
     leads = [weight_a * x + weight_b * y for x in fits[a].values for y in fits[b].values]
     wins = sum(lead > 0 for lead in leads) + sum(lead == 0 for lead in leads) / 2
     share = f"{wins / len(leads):.0%} of pairs"
     return [f"rank test p = {p:.2g}", f"a fresh run of {a} beats one of {b}: {share}"]
+
 
 def is_open(judgement: Judgement) -> bool:
     "Check whether more seeds can still decide a comparison."
@@ -377,25 +407,28 @@ def is_open(judgement: Judgement) -> bool:
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-o01
 MIN_SEEDS = 3  # of a verdict
-SEARCH = 1 / 3 # added by the choice of a learning rate, in variances of one seed
+SEARCH = 1 / 3  # added by the choice of a learning rate, in variances of one seed
+
 
 @dataclass(frozen=True)
 class Comparison:
     "A difference that a claim predicts to be positive, seed by seed."
-    label: str                     # "exact above diagonal"
-    differences: tuple = ()        # (seeds,) in `unit`; empty: not run
+
+    label: str  # "exact above diagonal"
+    differences: tuple = ()  # (seeds,) in `unit`; empty: not run
     unit: str = "points"
-    margin: float = 0.0            # the claim holds above -margin
-    searched: int = 1              # seeds on which the learning rates were chosen; 0: no choice
-    doubt: str = ""                # why there can be no verdict
-    published: float | None = None # the paper's difference, same unit
-    planned: bool = False          # it counts in the correction, with a verdict or without
-    waits: bool = False            # planned seeds are missing
+    margin: float = 0.0  # the claim holds above -margin
+    searched: int = 1  # seeds on which the learning rates were chosen; 0: no choice
+    doubt: str = ""  # why there can be no verdict
+    published: float | None = None  # the paper's difference, same unit
+    planned: bool = False  # it counts in the correction, with a verdict or without
+    waits: bool = False  # planned seeds are missing
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-n14
 def measure(comparison: Comparison) -> tuple:
     "Return the mean difference with its interval, and the p-value against the bound."
-    from scipy.special import stdtr, stdtrit # here: `longhorn --help` needs no NumPy
+    from scipy.special import stdtr, stdtrit  # here: `longhorn --help` needs no NumPy
+
     values = comparison.differences
     n = len(values)
     middle = mean(values)
@@ -421,8 +454,11 @@ def judge(comparisons: list[Comparison], level: float = LEVEL) -> list[Judgement
             unjudged += 1
     corrected = holm([measured[i][3] for i in counted] + [1.0] * unjudged)
     p_values = dict(zip(counted, corrected))
-    return [_verdict(comparison, numbers, p_values.get(i, 1.0), level, len(corrected))
-            for i, (comparison, numbers) in enumerate(zip(comparisons, measured))]
+    return [
+        _verdict(comparison, numbers, p_values.get(i, 1.0), level, len(corrected))
+        for i, (comparison, numbers) in enumerate(zip(comparisons, measured))
+    ]
+
 
 def _verdict(comparison, measured, p, level, asked):
     n = len(comparison.differences)
@@ -444,14 +480,16 @@ def _verdict(comparison, measured, p, level, asked):
     return Judgement(n, difference, low, high, p, word, why)
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-o08
-def fit_share(learned: Sequence[bool]) -> Fit: # (n,) one per judged seed
+def fit_share(learned: Sequence[bool]) -> Fit:  # (n,) one per judged seed
     "Estimate the share of runs that learned; `judge_looks` compares shares by Fisher's exact test."
     values = tuple(float(bool(one)) for one in learned)
     return replace(fit_mean(values), is_share=True)
 
-def _wilson(share, n, level): # (wins / n), runs
+
+def _wilson(share, n, level):  # (wins / n), runs
     "Return Wilson's interval of a share."
     from scipy.special import ndtri
+
     z = float(ndtri(1 - level / 2))
     center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     reach = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
@@ -460,8 +498,8 @@ def _wilson(share, n, level): # (wins / n), runs
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-o09
 @dataclass(frozen=True)
 class _ShareEstimate(_Estimate):
-    shares: tuple = () # of the side that should be larger, and of the other
-    runs: tuple = ()   # of both sides
+    shares: tuple = ()  # of the side that should be larger, and of the other
+    runs: tuple = ()  # of both sides
 
     def interval(self, level):
         "Return Newcombe's interval of the difference, from Wilson's intervals of the shares."
@@ -475,11 +513,13 @@ class _ShareEstimate(_Estimate):
     def p(self):
         "Return the p-value of Fisher's exact test."
         from scipy.stats import fisher_exact
+
         table = []
         for share, n in zip(self.shares, self.runs):
             wins = round(share * n)
             table.append([wins, n - wins])
         return float(fisher_exact(table).pvalue)
+
 
 def _estimate_shares(contrast, fits):
     "Return the estimate of a contrast of two shares; ValueError for any other contrast."
@@ -493,7 +533,7 @@ def _estimate_shares(contrast, fits):
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-012b
 def judge_ratios(
     label: str,
-    ratios: tuple, # how many times as fast, one per shape
+    ratios: tuple,  # how many times as fast, one per shape
     least: float,  # smallest ratio that holds
     published: float | None = None,
 ) -> tuple[Comparison, Judgement]:
@@ -519,7 +559,8 @@ def effect(comparison: Comparison | Contrast, judgement: Judgement) -> str:
         ends = f" {_bar((judgement.low, judgement.high), unit)}"
     return f"{show(judgement.difference, unit)}{ends} {unit}"
 
-def verdict_table(judged: list, title: str = "Verdicts") -> tuple: # -> title, header, rows
+
+def verdict_table(judged: list, title: str = "Verdicts") -> tuple:  # -> title, header, rows
     "Tabulate pairs (comparison, judgement), with the paper's differences if there are any."
     with_bars = bool(judged) and all(isinstance(comparison, Contrast) for comparison, _ in judged)
     with_paper = any(comparison.published is not None for comparison, _ in judged)

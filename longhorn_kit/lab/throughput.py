@@ -25,19 +25,28 @@ from ..models.lm import count_parameters
 from ..records import check_ranges
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-006
-def run_to_time(preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int) -> tuple: # tokens: per step
+def run_to_time(
+    preset: LMPreset, mixer: str, context: int, compile: bool, tokens: int
+) -> tuple:  # tokens: per step
     "Return a `Run` on random tokens, and its model's config."
-    recipe = replace(preset.train, steps=10_000, batch_size=tokens // context, context=context,
-                     gradient_accumulation_steps=1, compile=compile)
+    recipe = replace(
+        preset.train,
+        steps=10_000,
+        batch_size=tokens // context,
+        context=context,
+        gradient_accumulation_steps=1,
+        compile=compile,
+    )
     config = model_config(preset, mixer, 50257 if preset.tokenizer == "gpt2" else 256)
     text = np.random.default_rng(0).integers(0, 256, 4 * tokens + 1).astype(np.uint16)
     return make_run(new_model(config, 0).train(), text, None, recipe, None), config
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-n06
-def seconds_of(run: Any, steps: int) -> float: # run: from `run_to_time`
+def seconds_of(run: Any, steps: int) -> float:  # run: from `run_to_time`
     "Time some steps, in seconds."
     started = time.monotonic()
-    for _ in range(steps): train_step(run)
+    for _ in range(steps):
+        train_step(run)
     if run.accelerator.device.type == "cuda":
         torch.cuda.synchronize()
     run.pending.clear()
@@ -47,11 +56,12 @@ def seconds_of(run: Any, steps: int) -> float: # run: from `run_to_time`
 @dataclass(frozen=True)
 class Throughput:
     "One scale of the experiment."
-    preset: str = "owt-120m" # a key of `LM_PRESETS`
+
+    preset: str = "owt-120m"  # a key of `LM_PRESETS`
     mixers: tuple[str, ...] = (*MAIN, *SECOND, *OTHERS)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
-    compiled: tuple[bool, ...] = (False, True) # operation by operation, and with torch.compile
-    tokens: int = 65536      # per step, at any context
+    compiled: tuple[bool, ...] = (False, True)  # operation by operation, and with torch.compile
+    tokens: int = 65536  # per step, at any context
     gpu: bool = True
 
     def __post_init__(self):
@@ -61,40 +71,65 @@ class Throughput:
 def jobs(config: Throughput, results: Results) -> Iterator[dict]:
     "Yield all mixers at the shortest context, at longer ones, then compiled."
     for compile, context, mixer in product(config.compiled, config.contexts, config.mixers):
-        yield dict(mixer=mixer, context=context, compile=compile, preset=config.preset,
-                   tokens=config.tokens, gpu=config.gpu)
+        yield dict(
+            mixer=mixer,
+            context=context,
+            compile=compile,
+            preset=config.preset,
+            tokens=config.tokens,
+            gpu=config.gpu,
+        )
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-008
-KINDS = ( # kind of a kernel, by its name; the first match counts
-    ("convolution", r"^_conv"), ("compiled", r"^triton_"), ("attention", r"flash|fmha|sdpa|attention"),
-    ("matrix products", r"gemm|nvjet|xmma|cutlass|cublas|splitk"), ("optimiser", r"adam|multi_tensor"),
-    ("scan", r"^_?[a-z][a-z0-9_]*kernel[a-z0-9_]*$"))
+KINDS = (  # kind of a kernel, by its name; the first match counts
+    ("convolution", r"^_conv"),
+    ("compiled", r"^triton_"),
+    ("attention", r"flash|fmha|sdpa|attention"),
+    ("matrix products", r"gemm|nvjet|xmma|cutlass|cublas|splitk"),
+    ("optimiser", r"adam|multi_tensor"),
+    ("scan", r"^_?[a-z][a-z0-9_]*kernel[a-z0-9_]*$"),
+)
 
-def kind_of(kernel: str) -> str: # its name
+
+def kind_of(kernel: str) -> str:  # its name
     "Return a kernel's kind, by its name."
-    return next((kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())), "pointwise and the rest")
+    return next(
+        (kind for kind, pattern in KINDS if re.search(pattern, kernel.lower())),
+        "pointwise and the rest",
+    )
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-010
-def shares(step) -> dict[str, float]: # -> kind -> share of the GPU's time
+def shares(step) -> dict[str, float]:  # -> kind -> share of the GPU's time
     "Return each kind's share of the GPU time of two steps."
     from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         step(), step()
         torch.cuda.synchronize()
     spent = {}
     for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
-            spent[kind_of(event.name)] = spent.get(kind_of(event.name), 0) + event.self_device_time_total
+        if event.device_type == torch.autograd.DeviceType.CUDA and not getattr(
+            event, "is_user_annotation", False
+        ):
+            spent[kind_of(event.name)] = (
+                spent.get(kind_of(event.name), 0) + event.self_device_time_total
+            )
     total = sum(spent.values()) or 1
-    return {kind: round(value / total, 4) for kind, value in sorted(spent.items(), key=lambda pair: -pair[1])}
+    return {
+        kind: round(value / total, 4)
+        for kind, value in sorted(spent.items(), key=lambda pair: -pair[1])
+    }
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-011
 def time_step(
-    preset: LMPreset, mixer: str, context: int, compile: bool,
-    tokens: int,    # per step
-    steps: int = 8, # timed
+    preset: LMPreset,
+    mixer: str,
+    context: int,
+    compile: bool,
+    tokens: int,  # per step
+    steps: int = 8,  # timed
     warm: int = 4,  # before
-    settle: float = 2.0, # seconds of steps before: idle GPUs lower their clocks
+    settle: float = 2.0,  # seconds of steps before: idle GPUs lower their clocks
 ) -> dict:
     "Return a step's tokens per second, memory, and shares of time."
     run, config = run_to_time(preset, mixer, context, compile, tokens)
@@ -102,22 +137,32 @@ def time_step(
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     ready, busy_for = seconds_of(run, warm), 0.0
-    while on_gpu and busy_for < settle: busy_for += seconds_of(run, warm)
+    while on_gpu and busy_for < settle:
+        busy_for += seconds_of(run, warm)
     seconds = seconds_of(run, steps) / steps
     peak = round(torch.cuda.max_memory_allocated() / 1e9, 2) if on_gpu else None
-    return {"parameters": count_parameters(config), "tokens_per_second": round(tokens / seconds),
-            "ms": round(1000 * seconds, 2), "ready_seconds": round(ready, 1), "engine": engine(run), "peak_gb": peak,
-            "shares": shares(lambda: train_step(run)) if on_gpu else {}}
+    return {
+        "parameters": count_parameters(config),
+        "tokens_per_second": round(tokens / seconds),
+        "ms": round(1000 * seconds, 2),
+        "ready_seconds": round(ready, 1),
+        "engine": engine(run),
+        "peak_gb": peak,
+        "shares": shares(lambda: train_step(run)) if on_gpu else {},
+    }
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-014
 MEASURED = ("parameters", "tokens_per_second", "ms", "ready_seconds", "engine", "peak_gb", "shares")
+
 
 def run_job(settings: dict, folder: Path) -> dict:
     "Time one training step; too little memory is a result too."
     asked = {name: settings[name] for name in ("mixer", "context", "compile", "tokens")}
     preset = LM_PRESETS[settings["preset"]]
     try:
-        return time_step(replace(preset, train=replace(preset.train, cpu=not settings["gpu"])), **asked)
+        return time_step(
+            replace(preset, train=replace(preset.train, cpu=not settings["gpu"])), **asked
+        )
     except torch.OutOfMemoryError as error:
         return {"error": f"OutOfMemoryError: {str(error).splitlines()[0]}"}
 
@@ -126,11 +171,15 @@ def summarize(config: Throughput, results: Results) -> dict:
     "Return a row per timing, and the steps without enough memory."
     rows, failed = [], []
     for settings in jobs(config, results):
-        asked, row = {name: value for name, value in settings.items() if name != "gpu"}, results.get(settings)
+        asked, row = (
+            {name: value for name, value in settings.items() if name != "gpu"},
+            results.get(settings),
+        )
         if row and "error" in row:
             failed.append({"settings": asked, "error": row["error"]})
         elif row:
             rows.append(asked | {name: row[name] for name in MEASURED} | row["made"])
     return {"rows": rows, "failed": failed}
+
 
 EXPERIMENT = Experiment("throughput", {"gpu": Throughput()}, jobs, run_job, summarize)

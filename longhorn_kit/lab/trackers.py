@@ -14,37 +14,50 @@ from ..extras import pip_command
 from ..records import read_jsonl, to_plain
 
 # %% ../../nbs/machine/trackers.ipynb #trackers-006
-def check_tracker(name: str) -> None: # `track` of a recipe
+def check_tracker(name: str) -> None:  # `track` of a recipe
     "Raise ValueError if the tracker's package is missing."
     if name != "none" and find_spec(name) is None:
         command = pip_command("track") if name == "tensorboard" else f"pip install {name}"
         raise ValueError(f"track is {name!r}, and its package is missing: {command}")
 
 # %% ../../nbs/machine/trackers.ipynb #trackers-009
-def start_tracker(name, run, seen): # name: `track` of a recipe; seen: the last step that the tracker has
+def start_tracker(
+    name, run, seen
+):  # name: `track` of a recipe; seen: the last step that the tracker has
     "Return a started tracker of Accelerate; ValueError if it fails."
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-    options = dict(run_name="longhorn", name=f"{run.folder.absolute().name}-{run.id}", resume="allow")
+
+    options = dict(
+        run_name="longhorn", name=f"{run.folder.absolute().name}-{run.id}", resume="allow"
+    )
     options |= dict(config=to_plain(run.config)) | (dict(id=run.id) if name == "wandb" else {})
     if name == "tensorboard":
         options = dict(run_name="tensorboard", logging_dir=run.folder, purge_step=seen + 1)
     tracker = LOGGER_TYPE_TO_CLASS[name](**options)
     try:
         tracker.start()
-    except Exception as error: # of the package
+    except Exception as error:  # of the package
         raise ValueError(f"{name} does not start: {' '.join(str(error).split())}") from error
     return tracker
 
 # %% ../../nbs/machine/trackers.ipynb #trackers-011
-def open_tracker(run: Any, stack: ExitStack) -> None: # run: `Run` of the training loop; stack: closes the tracker
+def open_tracker(
+    run: Any, stack: ExitStack
+) -> None:  # run: `Run` of the training loop; stack: closes the tracker
     "Start or continue the run's tracker in the main process."
     name, before, metrics = run.config.track, run.known or {}, run.folder / "metrics.jsonl"
     run.id, seen = before.get("id") or uuid.uuid4().hex[:8], 0
     if name == "none" or not run.accelerator.is_main_process:
         return
     if before.get("config", {}).get("track") == name:
-        last = before["attempts"][-1].get("tracked", 0) # an attempt cuts the file at its checkpoint
-        seen = run.step if name == "tensorboard" else max([last, *(line["step"] for line in read_jsonl(metrics))])
+        last = before["attempts"][-1].get(
+            "tracked", 0
+        )  # an attempt cuts the file at its checkpoint
+        seen = (
+            run.step
+            if name == "tensorboard"
+            else max([last, *(line["step"] for line in read_jsonl(metrics))])
+        )
     run.tracked = seen
     tracker = start_tracker(name, run, seen)
     stack.callback(tracker.finish)

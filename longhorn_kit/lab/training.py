@@ -13,34 +13,76 @@ from pathlib import Path
 from typing import Any
 import torch
 from torch import nn
-from .checkpoint import Saving, checkpoints, read_checkpoint, restore, state_of, tidy
+from longhorn_kit.lab.checkpoint import (
+    Saving,
+    checkpoints,
+    read_checkpoint,
+    restore,
+    state_of,
+    tidy,
+)
 from .data import Sampler, fingerprint
-from .processes import (
-    TrainingDiverged, check_alike, gradients_exchanged, make_accelerator, graceful_shutdown, only_run_in, peers_watched,
-    see_folder, shard, sharding_of, together)
-from .recipe import (
-    LossOnly, Recipe, blocks_of, checkpoint_blocks, compile_blocks, evaluate, learning_rate, fork_rng,
-    parameter_groups, seed_all, set_lr)
+from longhorn_kit.lab.processes import (
+    TrainingDiverged,
+    check_alike,
+    gradients_exchanged,
+    make_accelerator,
+    graceful_shutdown,
+    only_run_in,
+    peers_watched,
+    see_folder,
+    shard,
+    sharding_of,
+    together,
+)
+from longhorn_kit.lab.recipe import (
+    LossOnly,
+    Recipe,
+    blocks_of,
+    checkpoint_blocks,
+    compile_blocks,
+    evaluate,
+    learning_rate,
+    fork_rng,
+    parameter_groups,
+    seed_all,
+    set_lr,
+)
 from .trackers import check_tracker, open_tracker
 from ..scan.arguments import documented
 from longhorn_kit.records import (
-    append_jsonl, check_same_settings, command_line, environment, progress, read_record, to_plain, warn, write_jsonl,
-    write_record)
+    append_jsonl,
+    check_same_settings,
+    command_line,
+    environment,
+    progress,
+    read_record,
+    to_plain,
+    warn,
+    write_jsonl,
+    write_record,
+)
 
 # %% ../../nbs/machine/training.ipynb #training-012
 class Average:
     "Exponential moving average of a model's weights."
+
     def __init__(self, model, decay):
-        self.decay, self.weights = decay, {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.decay, self.weights = (
+            decay,
+            {name: p.detach().clone() for name, p in model.named_parameters()},
+        )
 
     @staticmethod
-    def local(tensors): # slices under FSDP
+    def local(tensors):  # slices under FSDP
         return [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
 
     @torch.no_grad()
     def update(self, model):
         "Move towards the model's weights."
-        torch._foreach_lerp_(self.local(self.weights.values()), self.local(model.parameters()), 1 - self.decay)
+        torch._foreach_lerp_(
+            self.local(self.weights.values()), self.local(model.parameters()), 1 - self.decay
+        )
 
     @torch.no_grad()
     def swap(self, model):
@@ -54,34 +96,35 @@ class Average:
 @dataclass
 class Run:
     "State of a training run."
+
     config: Recipe
     accelerator: object
-    folder: Path | None = None # folder of its files; None: nothing is written
-    bare: LossOnly = None # the model, which returns the loss
-    model: nn.Module = None # the same, wrapped for all processes
-    kind: str = "none" # kind of sharding
-    optimizer: object = None # AdamW
+    folder: Path | None = None  # folder of its files; None: nothing is written
+    bare: LossOnly = None  # the model, which returns the loss
+    model: nn.Module = None  # the same, wrapped for all processes
+    kind: str = "none"  # kind of sharding
+    optimizer: object = None  # AdamW
     average: Average = None
-    sampler: object = None # next_batch, state_dict, load_state_dict
-    validate: object = None # model -> dict of metrics
-    vocab_size: int | None = None # of the model, if it has one
-    known: dict | None = None # config.json of earlier attempts
-    lengthens: bool = False # a run that is finished here may get more steps
-    ends: list = field(default_factory=list) # steps at which a finished run was lengthened
-    checkpoints: list = () # to resume from, oldest first
+    sampler: object = None  # next_batch, state_dict, load_state_dict
+    validate: object = None  # model -> dict of metrics
+    vocab_size: int | None = None  # of the model, if it has one
+    known: dict | None = None  # config.json of earlier attempts
+    lengthens: bool = False  # a run that is finished here may get more steps
+    ends: list = field(default_factory=list)  # steps at which a finished run was lengthened
+    checkpoints: list = ()  # to resume from, oldest first
     saving: Saving = None
-    step: int = 0 # optimiser steps done
-    seconds: float = 0.0 # of training, over all attempts
+    step: int = 0  # optimiser steps done
+    seconds: float = 0.0  # of training, over all attempts
     resumed_from: int | None = None
-    pending: list = field(default_factory=list) # metrics still on the device
-    history: list = field(default_factory=list) # metrics written
-    log: object = None # log(line) passes a line of metrics to the tracker
-    id: str = "" # name of the run in trackers
-    tracked: int = 0 # steps that the tracker had before this attempt
-    votes: tuple = () # votes of this process for the next step
-    heard: object = None # heard() returns the counts of the latest votes
-    clock: float = 0.0 # start time of the pending steps
-    saved: float = 0.0 # time of the last checkpoint
+    pending: list = field(default_factory=list)  # metrics still on the device
+    history: list = field(default_factory=list)  # metrics written
+    log: object = None  # log(line) passes a line of metrics to the tracker
+    id: str = ""  # name of the run in trackers
+    tracked: int = 0  # steps that the tracker had before this attempt
+    votes: tuple = ()  # votes of this process for the next step
+    heard: object = None  # heard() returns the counts of the latest votes
+    clock: float = 0.0  # start time of the pending steps
+    saved: float = 0.0  # time of the last checkpoint
 
     def where(self):
         "Return the step and the last checkpoint, for messages."
@@ -92,8 +135,10 @@ def next_batch(run):
     "Return the tensors of a batch on the device; ValueError if an id is beyond the vocabulary."
     batch, device, known = run.sampler.next_batch(), run.accelerator.device, run.vocab_size
     if known and (largest := max(int(tensor.max()) for tensor in batch)) >= known:
-        raise ValueError(f"the data has a token {largest}, and the model's vocabulary ends at {known - 1}; "
-                         "they were made for different tokenizers")
+        raise ValueError(
+            f"the data has a token {largest}, and the model's vocabulary ends at {known - 1}; "
+            "they were made for different tokenizers"
+        )
     if device.type != "cuda":
         return [tensor.to(device) for tensor in batch]
     return [tensor.contiguous().pin_memory().to(device, non_blocking=True) for tensor in batch]
@@ -107,14 +152,18 @@ def read_later(numbers):
     ready.record()
     return lambda: ready.synchronize() or copy.tolist()
 
-TARGET_BITS, VOTE_BITS = 40, 11 # of one integer, which saves a message
 
-def token_weights(micro_batches, accelerator, votes=()): # targets (b,T) of each; votes: at most two bools
+TARGET_BITS, VOTE_BITS = 40, 11  # of one integer, which saves a message
+
+
+def token_weights(
+    micro_batches, accelerator, votes=()
+):  # targets (b,T) of each; votes: at most two bools
     "Return each micro-batch's share of all targets, 1 on average, and a function that counts the votes."
     places = [TARGET_BITS + VOTE_BITS * i for i in range(len(votes))]
     counts = torch.stack([(targets != -100).sum() for targets in micro_batches])
     mine = counts.sum() + sum(int(vote) << place for vote, place in zip(votes, places))
-    total = accelerator.reduce(mine, "sum") # a tensor: nothing waits for the device
+    total = accelerator.reduce(mine, "sum")  # a tensor: nothing waits for the device
     fetch, targets = read_later(total), (total & (1 << TARGET_BITS) - 1).clamp(min=1).float()
     heard = lambda: [fetch() >> place & (1 << VOTE_BITS) - 1 for place in places]
     return counts.float() * (len(micro_batches) * accelerator.num_processes) / targets, heard
@@ -131,7 +180,7 @@ def train_step(run):
         with gradients_exchanged(run.model, number == config.gradient_accumulation_steps):
             with accelerator.autocast():
                 loss = run.model(*batch)
-            loss = torch.where(weight > 0, loss, 0) * weight # without targets the loss is NaN
+            loss = torch.where(weight > 0, loss, 0) * weight  # without targets the loss is NaN
             (loss / config.gradient_accumulation_steps).backward()
         losses.append(loss.detach())
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), config.clip or math.inf)
@@ -140,25 +189,35 @@ def train_step(run):
     if run.average:
         run.average.update(run.bare)
     run.step += 1
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm # if the gradients are sharded
+    norm = (
+        norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    )  # if the gradients are sharded
     run.pending.append((run.step, rate, torch.stack(losses).mean(), norm))
 
 # %% ../../nbs/machine/training.ipynb #training-021
-def flush(run, **extra): # extra: metrics of the latest step
+def flush(run, **extra):  # extra: metrics of the latest step
     "Write the pending metrics; TrainingDiverged if a number is not finite."
     if not run.pending:
         return
-    values = torch.stack([torch.stack([loss.float(), norm.float()]) for *_, loss, norm in run.pending])
+    values = torch.stack(
+        [torch.stack([loss.float(), norm.float()]) for *_, loss, norm in run.pending]
+    )
     values, elapsed = run.accelerator.reduce(values, "mean").tolist(), time.monotonic() - run.clock
     unit = run.config.unit
     speed, lines = round(run.config.size(len(run.pending)) / max(elapsed, 1e-9)), []
     for (step, rate, *_), (loss, norm) in zip(run.pending, values):
         if wrong := not_finite({"the loss": loss, "the gradient norm": norm}):
             break
-        line = {"step": step, unit: run.config.size(step), "loss": loss, "lr": rate, "grad_norm": norm}
+        line = {
+            "step": step,
+            unit: run.config.size(step),
+            "loss": loss,
+            "lr": rate,
+            "grad_norm": norm,
+        }
         lines.append(line | {f"{unit}_per_second": speed})
     else:
-        wrong = not_finite(extra) # the last update can spoil weights
+        wrong = not_finite(extra)  # the last update can spoil weights
         cuda = run.accelerator.device.type == "cuda"
         lines[-1] |= extra | ({"peak_bytes": torch.cuda.max_memory_allocated()} if cuda else {})
     run.history += lines
@@ -168,14 +227,23 @@ def flush(run, **extra): # extra: metrics of the latest step
             run.log(line)
     if wrong:
         last = (checkpoints(run.folder) or ["none"])[-1]
-        raise TrainingDiverged(f"{wrong} at step {step} (learning rate {rate:.3g}); last checkpoint: {last}; try a "
-                               "lower learning rate, a longer warm-up or another seed, in another folder")
+        raise TrainingDiverged(
+            f"{wrong} at step {step} (learning rate {rate:.3g}); last checkpoint: {last}; try a "
+            "lower learning rate, a longer warm-up or another seed, in another folder"
+        )
     run.seconds, run.pending, run.clock = run.seconds + elapsed, [], time.monotonic()
+
 
 def not_finite(metrics: dict):
     "Name the first number that is not finite; None if all are."
-    return next((f"{name} is {value}" for name, value in metrics.items()
-                 if isinstance(value, float) and not math.isfinite(value)), None)
+    return next(
+        (
+            f"{name} is {value}"
+            for name, value in metrics.items()
+            if isinstance(value, float) and not math.isfinite(value)
+        ),
+        None,
+    )
 
 # %% ../../nbs/machine/training.ipynb #training-023
 def save_run(run):
@@ -186,6 +254,7 @@ def save_run(run):
     run.saving.write(path, state, about, run.history, run.config.save_total_limit)
     run.saved = time.monotonic()
 
+
 def resume_run(run):
     "Restore the run from its newest undamaged checkpoint; ValueError if all are damaged."
     problem = None
@@ -193,32 +262,54 @@ def resume_run(run):
         try:
             with together():
                 about, history = read_checkpoint(path)
-            restore(path, run.model, run.optimizer, run.average and run.average.weights, about["files"][".metadata"])
+            restore(
+                path,
+                run.model,
+                run.optimizer,
+                run.average and run.average.weights,
+                about["files"][".metadata"],
+            )
         except ValueError as error:
-            if "is damaged" not in str(error): # an error in any process
+            if "is damaged" not in str(error):  # an error in any process
                 raise
             problem = problem or error
             if run.accelerator.is_main_process:
                 warn(f"{error}; going back to the checkpoint before it")
             continue
         run.sampler.load_state_dict(about["sampler"])
-        run.step, run.seconds, run.resumed_from, run.history = about["step"], about["seconds"], about["step"], history
+        run.step, run.seconds, run.resumed_from, run.history = (
+            about["step"],
+            about["seconds"],
+            about["step"],
+            history,
+        )
         return
     if run.checkpoints:
-        raise ValueError(f"every checkpoint in {run.folder / 'checkpoints'} is damaged ({problem}); "
-                         f"delete the folder {run.folder} to start again")
+        raise ValueError(
+            f"every checkpoint in {run.folder / 'checkpoints'} is damaged ({problem}); "
+            f"delete the folder {run.folder} to start again"
+        )
 
 # %% ../../nbs/machine/training.ipynb #training-026
 def engine(run):
     "Return how steps are computed, for a record."
     here, config = run.accelerator, run.config
-    return dict(processes=here.num_processes, sharding=run.kind, device=here.device.type, precision=config.precision,
-                compile=config.compile, fused_adamw=bool(run.optimizer.defaults["fused"]),
-                loss_chunk=getattr(config, "loss_chunk", 0), scan=scan_backend_of(run))
+    return dict(
+        processes=here.num_processes,
+        sharding=run.kind,
+        device=here.device.type,
+        precision=config.precision,
+        compile=config.compile,
+        fused_adamw=bool(run.optimizer.defaults["fused"]),
+        loss_chunk=getattr(config, "loss_chunk", 0),
+        scan=scan_backend_of(run),
+    )
+
 
 def scan_backend_of(run):
     "Return the backend of the first block's scan, or None."
     from longhorn_kit.models.matrix_mixers import scan_backend
+
     block = blocks_of(run.bare.model)[0]
     dtype = torch.bfloat16 if run.config.precision == "bf16" else None
     return scan_backend(block.mixer, dtype) if hasattr(block, "mixer") else None
@@ -230,15 +321,24 @@ def set_model_aside(run):
     if run.step == run.ends[-1] and model.exists() and not aside.exists():
         model.rename(aside)
 
+
 def record_attempt(run, beside):
     "Write config.json with this attempt, and metrics.jsonl up to the checkpoint."
     if run.accelerator.is_main_process:
-        before, parameters = run.known["attempts"] if run.known else [], sum(p.numel() for p in run.model.parameters())
+        before, parameters = (
+            run.known["attempts"] if run.known else [],
+            sum(p.numel() for p in run.model.parameters()),
+        )
         attempt = dict(from_step=run.step, tracked=run.tracked, engine=engine(run))
         attempt |= dict(command=command_line(), environment=environment())
         for name, content in beside.items() if not run.known else ():
             write_record(run.folder / name, content)
-        record = {"id": run.id, "config": run.config, "parameters": parameters, "attempts": [*before, attempt]}
+        record = {
+            "id": run.id,
+            "config": run.config,
+            "parameters": parameters,
+            "attempts": [*before, attempt],
+        }
         if run.ends:
             record["lengthened"] = run.ends
             set_model_aside(run)
@@ -248,14 +348,16 @@ def record_attempt(run, beside):
 # %% ../../nbs/machine/training.ipynb #training-029
 def validated(run):
     "Evaluate weights and averages; the time is not counted as training."
-    run.pending[-1][2].item() # wait for the earlier steps
+    run.pending[-1][2].item()  # wait for the earlier steps
     started = time.monotonic()
     with torch.compiler.set_stance("force_eager") if run.config.compile else nullcontext():
         metrics = run.validate(run.model)
         if run.average and metrics:
             run.average.swap(run.bare)
             averaged = run.validate(run.model).items()
-            metrics |= {f"ema_{name}": value for name, value in averaged if isinstance(value, float)} # not counts
+            metrics |= {
+                f"ema_{name}": value for name, value in averaged if isinstance(value, float)
+            }  # not counts
             run.average.swap(run.bare)
     run.clock += time.monotonic() - started
     return metrics
@@ -283,11 +385,23 @@ def train_loop(run, stop, bar):
             run.clock = time.monotonic()
         if halt and not last:
             state = f"{run.folder} has the checkpoint, and the same call resumes from there"
-            raise KeyboardInterrupt(f"stopped by {stop.name or 'another process'} after step {run.step}; "
-                                    f"{state if run.folder else 'nothing was kept'}")
+            raise KeyboardInterrupt(
+                f"stopped by {stop.name or 'another process'} after step {run.step}; "
+                f"{state if run.folder else 'nothing was kept'}"
+            )
 
 # %% ../../nbs/machine/training.ipynb #training-031
-def make_run(model, train_tokens, val_tokens, config, folder, same=None, stack=None, end=None, lengthens=False):
+def make_run(
+    model,
+    train_tokens,
+    val_tokens,
+    config,
+    folder,
+    same=None,
+    stack=None,
+    end=None,
+    lengthens=False,
+):
     "Return a `Run` that all processes agree on; otherwise ValueError in all, and no file is left behind."
     accelerator, host = make_accelerator(config.cpu, config.precision), socket.gethostname()
     run = Run(config, accelerator, Path(folder) if folder else None, lengthens=lengthens)
@@ -295,14 +409,26 @@ def make_run(model, train_tokens, val_tokens, config, folder, same=None, stack=N
         with together() as leader:
             fill_run(run, model, train_tokens, val_tokens, end)
             if accelerator.is_main_process and run.folder:
-                leader.append((host, take_folder(run, stack, brief), [path.name for path in checkpoints(run.folder)]))
+                leader.append(
+                    (
+                        host,
+                        take_folder(run, stack, brief),
+                        [path.name for path in checkpoints(run.folder)],
+                    )
+                )
         if run.folder:
             run.checkpoints = [run.folder / "checkpoints" / name for name in leader[0][2]]
         if accelerator.num_processes > 1:
             with together() as starts:
                 if run.folder:
                     see_folder(run.folder, *leader[0][:2])
-                starts.append((host, run.folder and run.folder.absolute(), facts_of(run, val_tokens, same or {})))
+                starts.append(
+                    (
+                        host,
+                        run.folder and run.folder.absolute(),
+                        facts_of(run, val_tokens, same or {}),
+                    )
+                )
             check_alike(starts)
         finish_run(run)
     return run
@@ -313,39 +439,56 @@ def lengthen(run):
     done, now = run.known["config"]["steps"], run.config.steps
     run.ends = run.known.get("lengthened", [])
     if run.ends and not run.lengthens:
-        raise ValueError(f"{run.folder} holds a run that was lengthened at step {run.ends[-1]}, which no experiment "
-                         "judges; use another folder or delete it")
+        raise ValueError(
+            f"{run.folder} holds a run that was lengthened at step {run.ends[-1]}, which no experiment "
+            "judges; use another folder or delete it"
+        )
     finished = [path.name for path in checkpoints(run.folder)][-1:] == [f"step-{done:08d}"]
     if not (run.lengthens and finished and now > done):
         return frozenset()
     run.ends = [*run.ends, done]
-    print(f"longhorn: the finished run of {done} steps in {run.folder} is lengthened to {now}", file=sys.stderr)
+    print(
+        f"longhorn: the finished run of {done} steps in {run.folder} is lengthened to {now}",
+        file=sys.stderr,
+    )
     return frozenset({"steps", "warmup"})
 
-def take_folder(run, stack, brief): # stack, brief: ExitStacks of the run and of its start
+
+def take_folder(run, stack, brief):  # stack, brief: ExitStacks of the run and of its start
     "Lock the folder, compare its settings and return a file that marks this start."
     stack.enter_context(only_run_in(run.folder))
     if (run.folder / "config.json").exists():
         run.known, ours = read_record(run.folder / "config.json"), to_plain(run.config)
-        before = {name: to_plain(value) for name, value in vars(type(run.config)()).items()} # for what old runs lack
+        before = {
+            name: to_plain(value) for name, value in vars(type(run.config)()).items()
+        }  # for what old runs lack
         fixed = sorted(set(ours) - run.config.may_change - lengthen(run))
         check_same_settings(run.folder, before | run.known["config"], ours, fixed)
     tidy(run.folder, run.config.save_total_limit)
-    for left in run.folder.glob(".start-*"): # from a killed start
+    for left in run.folder.glob(".start-*"):  # from a killed start
         left.unlink()
     probe = run.folder.absolute() / f".start-{uuid.uuid4().hex}"
     brief.callback(probe.unlink, missing_ok=True)
     probe.touch()
     return probe
 
+
 def facts_of(run, val_tokens, same):
     "Return the facts that must be equal in all processes."
     short = lambda data: hashlib.sha256(data).hexdigest()[:12]
     shapes = [(name, *p.shape) for name, p in run.bare.named_parameters()]
-    stored = [(path.name, short((path / "checkpoint.json").read_bytes())) for path in run.checkpoints]
-    return {**to_plain(run.config), **same, "folder": bool(run.folder), "model": short(repr(shapes).encode()),
-            "text": fingerprint(getattr(run.sampler, "tokens", None)), "held-out text": fingerprint(val_tokens),
-            "checkpoints": ", ".join(f"{name} {digest}" for name, digest in stored)}
+    stored = [
+        (path.name, short((path / "checkpoint.json").read_bytes())) for path in run.checkpoints
+    ]
+    return {
+        **to_plain(run.config),
+        **same,
+        "folder": bool(run.folder),
+        "model": short(repr(shapes).encode()),
+        "text": fingerprint(getattr(run.sampler, "tokens", None)),
+        "held-out text": fingerprint(val_tokens),
+        "checkpoints": ", ".join(f"{name} {digest}" for name, digest in stored),
+    }
 
 # %% ../../nbs/machine/training.ipynb #training-033
 def fill_run(run, model, train_tokens, val_tokens, end):
@@ -356,19 +499,26 @@ def fill_run(run, model, train_tokens, val_tokens, end):
     run.kind = sharding_of(config, accelerator)
     rows, rest = divmod(config.batch_size, world * config.gradient_accumulation_steps)
     if rest:
-        raise ValueError(f"batch_size={config.batch_size} cannot be shared by {world} processes "
-                         f"with gradient_accumulation_steps={config.gradient_accumulation_steps}")
-    run.sampler = train_tokens if hasattr(train_tokens, "next_batch") else Sampler(
-        train_tokens, config.context, rows, config.seed, rank, world)
+        raise ValueError(
+            f"batch_size={config.batch_size} cannot be shared by {world} processes "
+            f"with gradient_accumulation_steps={config.gradient_accumulation_steps}"
+        )
+    run.sampler = (
+        train_tokens
+        if hasattr(train_tokens, "next_batch")
+        else Sampler(train_tokens, config.context, rows, config.seed, rank, world)
+    )
     run.bare = model if isinstance(model, LossOnly) else loss_only(model, config, end)
     run.validate = make_validate(run, val_tokens, rows)
     run.vocab_size = getattr(getattr(model, "config", None), "vocab_size", None)
+
 
 def loss_only(model, config, end):
     "Return the module that computes a language model's loss."
     if config.reset_documents and end is None:
         raise ValueError("reset_documents needs `end`, the token that closes a document")
     return LossOnly(model, config.loss_chunk, end if config.reset_documents else None)
+
 
 def finish_run(run):
     "Move the model to its device, shard it, and make its optimizer."
@@ -379,37 +529,50 @@ def finish_run(run):
     if config.compile:
         compile_blocks(run.bare.model)
     run.model = shard(run.bare, run.kind, run.accelerator)
-    run.optimizer = torch.optim.AdamW(parameter_groups(run.bare, config.weight_decay, config.decay), config.lr,
-                                      (config.beta1, config.beta2), fused=device.type in ("cpu", "cuda") or None)
+    run.optimizer = torch.optim.AdamW(
+        parameter_groups(run.bare, config.weight_decay, config.decay),
+        config.lr,
+        (config.beta1, config.beta2),
+        fused=device.type in ("cpu", "cuda") or None,
+    )
     run.average = Average(run.bare, config.ema) if config.ema else None
     run.saving = Saving(config.async_save, run.accelerator.num_processes)
 
 # %% ../../nbs/machine/training.ipynb #training-034
 def make_validate(run, val_tokens, rows):
     "Return a function: model -> dict of metrics."
+
     def validate(model):
         with run.accelerator.autocast(), fork_rng():
-            metrics = val_tokens(run.bare) if callable(val_tokens) else {
-                "val_loss": evaluate(model, val_tokens, run.config.context, rows, run.accelerator)}
-        if hasattr(model, "reshard"): # FSDP leaves the weights gathered after a forward pass
+            metrics = (
+                val_tokens(run.bare)
+                if callable(val_tokens)
+                else {
+                    "val_loss": evaluate(
+                        model, val_tokens, run.config.context, rows, run.accelerator
+                    )
+                }
+            )
+        if hasattr(model, "reshard"):  # FSDP leaves the weights gathered after a forward pass
             model.reshard()
         return metrics
+
     return validate if val_tokens is not None else lambda model: {}
 
 # %% ../../nbs/machine/training.ipynb #training-036
 @documented
 def train(
-    model: nn.Module, # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
-    train_tokens: Any, # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
-    val_tokens: Any, # (M,) held-out token ids, a function of a `LossOnly` -> dict of metrics, or None
-    config: Recipe, # TrainConfig, or another Recipe
-    folder: str | Path | None = None, # folder of the run, which is resumed; None: write nothing
-    desc: str = "training", # name of the progress bar
-    quiet: bool = False, # no progress bar
-    same: dict | None = None, # more facts that all processes must share: name -> value
-    beside: dict | None = None, # records to write beside config.json of a new run: name -> content
-    end: int | None = None, # token that closes a document, for `reset_documents`
-    lengthens: bool = False, # more steps continue a finished run from its last checkpoint
+    model: nn.Module,  # model(tokens, targets) -> loss or a tuple that ends in it, or a `LossOnly`; trained in place
+    train_tokens: Any,  # (M,) token ids, or a sampler with next_batch, state_dict, load_state_dict
+    val_tokens: Any,  # (M,) held-out token ids, a function of a `LossOnly` -> dict of metrics, or None
+    config: Recipe,  # TrainConfig, or another Recipe
+    folder: str | Path | None = None,  # folder of the run, which is resumed; None: write nothing
+    desc: str = "training",  # name of the progress bar
+    quiet: bool = False,  # no progress bar
+    same: dict | None = None,  # more facts that all processes must share: name -> value
+    beside: dict | None = None,  # records to write beside config.json of a new run: name -> content
+    end: int | None = None,  # token that closes a document, for `reset_documents`
+    lengthens: bool = False,  # more steps continue a finished run from its last checkpoint
 ) -> dict:
     """Train or resume a run, and return a dict: loss, last evaluation, seconds, history.
 
@@ -421,11 +584,13 @@ def train(
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
-                with together(): # or other processes would wait for a failed one
+                with together():  # or other processes would wait for a failed one
                     open_tracker(run, stack)
                     record_attempt(run, beside or {})
             model.train()
-            bar = progress(desc=desc, total=config.steps, disable=quiet or not main, initial=run.step)
+            bar = progress(
+                desc=desc, total=config.steps, disable=quiet or not main, initial=run.step
+            )
             with bar, run.saving:
                 train_loop(run, stop, bar)
             if run.average:
@@ -436,12 +601,21 @@ def train(
 # %% ../../nbs/machine/training.ipynb #training-037
 def summary(run):
     "Return the summary of a run."
-    recent, unit, size = run.history[-max(1, len(run.history) // 20):], run.config.unit, run.config.size(run.step)
+    recent, unit, size = (
+        run.history[-max(1, len(run.history) // 20) :],
+        run.config.unit,
+        run.config.size(run.step),
+    )
     measured = {"step", unit, "loss", "lr", "grad_norm", f"{unit}_per_second"}
     return {
-        "steps": run.step, unit: size,
-        "loss": sum(line["loss"] for line in recent) / len(recent), # over the last 5 % of the steps
+        "steps": run.step,
+        unit: size,
+        "loss": sum(line["loss"] for line in recent)
+        / len(recent),  # over the last 5 % of the steps
         **{name: value for name, value in run.history[-1].items() if name not in measured},
-        "seconds": run.seconds, f"{unit}_per_second": size / max(run.seconds, 1e-9),
-        "resumed_from": run.resumed_from, "engine": engine(run), "history": run.history,
+        "seconds": run.seconds,
+        f"{unit}_per_second": size / max(run.seconds, 1e-9),
+        "resumed_from": run.resumed_from,
+        "engine": engine(run),
+        "history": run.history,
     }

@@ -20,6 +20,7 @@ from ..records import read_json, standing
 class UsageError(ValueError):
     "The command line is wrong: exit code 2."
 
+
 def writable_folder(path: str | Path) -> Path:
     "Make a folder if it is missing and try to write in it; OSError names a folder that cannot be written."
     folder = Path(path)
@@ -27,7 +28,9 @@ def writable_folder(path: str | Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise OSError(f"cannot write to {folder}: {(error.strerror or str(error)).lower()}") from None
+        raise OSError(
+            f"cannot write to {folder}: {(error.strerror or str(error)).lower()}"
+        ) from None
     return folder
 
 # %% ../../nbs/machine/use.ipynb #36_use-007
@@ -42,22 +45,27 @@ def model_folder(checkpoint: str | Path) -> Path:
             return candidate
     if done := sorted(folder.glob("checkpoints/step-*")):
         steps = read_json(folder / "config.json")["config"]["steps"]
-        raise FileNotFoundError(f"checkpoint {checkpoint} holds no model: its run stopped at step "
-                                f"{int(done[-1].name[5:])} of {steps}; the same training command finishes it")
+        raise FileNotFoundError(
+            f"checkpoint {checkpoint} holds no model: its run stopped at step "
+            f"{int(done[-1].name[5:])} of {steps}; the same training command finishes it"
+        )
     raise FileNotFoundError(
-        f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected")
+        f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected"
+    )
 
 # %% ../../nbs/machine/use.ipynb #36_use-009
 def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
     "Write the text of tokens as they arrive, in whole characters only."
-    pad = getattr(tokenizer, "pad_token", None) # in an export the name of a byte that is no text
+    pad = getattr(tokenizer, "pad_token", None)  # in an export the name of a byte that is no text
     nameless = pad and pad != tokenizer.eos_token
-    decode = lambda ids: tokenizer.decode(ids).replace(pad, "\ufffd") if nameless else tokenizer.decode(ids)
+    decode = lambda ids: (
+        tokenizer.decode(ids).replace(pad, "\ufffd") if nameless else tokenizer.decode(ids)
+    )
     waiting = []
     for token in tokens:
         waiting.append(int(token))
         text = decode(waiting)
-        if not text.endswith("\ufffd") or len(waiting) >= 4: # a character has at most four bytes
+        if not text.endswith("\ufffd") or len(waiting) >= 4:  # a character has at most four bytes
             write(text)
             waiting = []
     if waiting:
@@ -67,12 +75,16 @@ def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
 def load_writer(folder: Path, tokenizer: str | None) -> tuple:
     "Return a model and its tokenizer; ValueError or OSError in one sentence."
     from longhorn_kit.lab.evaluation import is_export, load_own, load_pair
+
     if not is_export(folder):
         return load_own(folder, tokenizer)
     from longhorn_kit.models.transformers import LonghornForCausalLM, from_transformers
+
     model, words = load_pair(folder, tokenizer)
     if not isinstance(model, LonghornForCausalLM):
-        raise ValueError(f"{folder} holds a {model.config.model_type} model, which the kit cannot run")
+        raise ValueError(
+            f"{folder} holds a {model.config.model_type} model, which the kit cannot run"
+        )
     return from_transformers(model).eval(), words
 
 # %% ../../nbs/machine/use.ipynb #8087f13f
@@ -80,31 +92,44 @@ def generate_from(o: Any, folder: Path) -> None:
     "Print the prompt and its continuation, token by token."
     import torch
     from longhorn_kit.records import readable
+
     model, tokenizer = load_writer(folder, o.tokenizer)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    ids = torch.tensor([list(map(int, tokenizer.encode(o.prompt)))], device=model.embedding.weight.device)
+    ids = torch.tensor(
+        [list(map(int, tokenizer.encode(o.prompt)))], device=model.embedding.weight.device
+    )
     show = lambda text: print(readable(text), end="", flush=True)
     new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
-    first = list(itertools.islice(new, 1)) # raises errors in the arguments
+    first = list(itertools.islice(new, 1))  # raises errors in the arguments
     show(o.prompt)
     stream_text(itertools.chain(first, new), tokenizer, show)
     print()
 
 # %% ../../nbs/machine/use.ipynb #36_use-014
 _S = TypeVar("_S")
-NoDefault = Annotated[_S | None, tyro.conf.arg(help_behavior_hint="")] # its help describes the default
+NoDefault = Annotated[
+    _S | None, tyro.conf.arg(help_behavior_hint="")
+]  # its help describes the default
+
 
 @dataclass
 class Generate:
     "Continue a prompt with a trained model, token by token."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model, its training run or an export
-    prompt: str = "The "       # text to continue; - reads it from standard input
-    tokens: int = 200          # tokens to add
-    temperature: float = 1.0   # 0: always the most probable token
-    top_k: NoDefault[int] = None   # draw from the k most probable tokens; by default from all
-    top_p: NoDefault[float] = None # draw from the smallest set with this probability; by default from all
-    seed: int = 0              # same seed, same text
-    tokenizer: NoDefault[str] = None # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+
+    checkpoint: tyro.conf.Positional[
+        str
+    ]  # folder of a trained model, its training run or an export
+    prompt: str = "The "  # text to continue; - reads it from standard input
+    tokens: int = 200  # tokens to add
+    temperature: float = 1.0  # 0: always the most probable token
+    top_k: NoDefault[int] = None  # draw from the k most probable tokens; by default from all
+    top_p: NoDefault[float] = (
+        None  # draw from the smallest set with this probability; by default from all
+    )
+    seed: int = 0  # same seed, same text
+    tokenizer: NoDefault[str] = (
+        None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+    )
 
     def __call__(self):
         folder = model_folder(self.checkpoint)
@@ -124,6 +149,7 @@ def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     "Run the tasks, write the record and print its table."
     from longhorn_kit.lab import evaluation
     from longhorn_kit.records import readable, write_json
+
     names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
     options = {name: getattr(o, name) for name in names}
     try:
@@ -131,28 +157,41 @@ def evaluate_from(o: Any, folder: Path, path: Path) -> None:
             record = evaluation.evaluate_checkpoint(folder, o.tasks, **options)
     except evaluation.UnknownTask as error:
         raise UsageError(error) from None
-    print(readable(evaluation.score_table(record)), flush=True) # shown even if the file cannot be written
+    print(
+        readable(evaluation.score_table(record)), flush=True
+    )  # shown even if the file cannot be written
     print(f"results: {write_json(path, record)}")
 
 # %% ../../nbs/machine/use.ipynb #36_use-017
 @dataclass
 class Eval:
     "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
-    tasks: tuple[str, ...]  # lm-eval's names; recall: the six recall-intensive sets; downstream: perplexities
-    model: str              # folder of a trained model, of its training run, or of transformers
-    read: Literal["once", "twice", "both"] = "once" # twice: the model reads every context two times
-    shots: NoDefault[int] = None      # examples before each question; by default the task's number
-    limit: NoDefault[int] = None      # documents per task; by default all
-    include: NoDefault[str] = None    # folder with further tasks; by default none
-    context: int = 8192           # longest context in tokens; a longer one loses its start
-    batch_size: int = 1           # requests at a time
-    tokenizer: NoDefault[str] = None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
-    out: NoDefault[str] = None        # JSON file of the results; by default in the model's folder
+
+    tasks: tuple[
+        str, ...
+    ]  # lm-eval's names; recall: the six recall-intensive sets; downstream: perplexities
+    model: str  # folder of a trained model, of its training run, or of transformers
+    read: Literal["once", "twice", "both"] = (
+        "once"  # twice: the model reads every context two times
+    )
+    shots: NoDefault[int] = None  # examples before each question; by default the task's number
+    limit: NoDefault[int] = None  # documents per task; by default all
+    include: NoDefault[str] = None  # folder with further tasks; by default none
+    context: int = 8192  # longest context in tokens; a longer one loses its start
+    batch_size: int = 1  # requests at a time
+    tokenizer: NoDefault[str] = (
+        None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+    )
+    out: NoDefault[str] = None  # JSON file of the results; by default in the model's folder
 
     def __call__(self):
         folder = model_folder(self.model)
         name = re.sub(r"[^\w.-]+", "-", "-".join(self.tasks))[:60]
-        given = {"first": self.limit, "shots": self.shots, "context": None if self.context == 8192 else self.context}
+        given = {
+            "first": self.limit,
+            "shots": self.shots,
+            "context": None if self.context == 8192 else self.context,
+        }
         # a trial run replaces no result
         part = "".join(f"-{key}-{value}" for key, value in given.items() if value is not None)
         path = Path(self.out) if self.out else folder / f"eval-{name}-{self.read}{part}.json"
@@ -165,16 +204,22 @@ class Eval:
 @dataclass
 class Export:
     "Write a checkpoint as a folder of transformers (needs the extra hf)."
-    checkpoint: tyro.conf.Positional[str] # folder of a trained model or its training run
-    folder: tyro.conf.Positional[str]     # where to write
-    tokenizer: NoDefault[str] = None # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
-    context: int = 8192          # tokens that other tools may pass to the model at once
+
+    checkpoint: tyro.conf.Positional[str]  # folder of a trained model or its training run
+    folder: tyro.conf.Positional[str]  # where to write
+    tokenizer: NoDefault[str] = (
+        None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+    )
+    context: int = 8192  # tokens that other tools may pass to the model at once
 
     def __call__(self):
         source, out = model_folder(self.checkpoint), Path(self.folder)
         if out.exists() and out.resolve() == source.resolve():
             raise UsageError("the folder to write is the checkpoint itself")
         from longhorn_kit.lab.evaluation import export_checkpoint
+
         writable_folder(out.absolute().parent)
         export_checkpoint(source, out, self.tokenizer, self.context)
-        print(f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)")
+        print(
+            f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)"
+        )

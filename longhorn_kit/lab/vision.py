@@ -28,44 +28,61 @@ from .run import Experiment, Results
 from .stats import LOOKS
 from .vision_speed import DEITS, MODELS, PLAIN, make_model, memory, speed
 from ..records import check_ranges
-from timm.optim import param_groups_weight_decay # after the kit's models: they mend torchvision
+from timm.optim import param_groups_weight_decay  # after the kit's models: they mend torchvision
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-008
 class ImageSet(NamedTuple):
     "Images in memory."
-    images: Tensor # (M,C,H,W) uint8
-    labels: Tensor # (M,) int64
+
+    images: Tensor  # (M,C,H,W) uint8
+    labels: Tensor  # (M,) int64
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-010
-def digits() -> tuple[ImageSet, ImageSet]: # training, held out
+def digits() -> tuple[ImageSet, ImageSet]:  # training, held out
     "Return scikit-learn's digits, (1438,1,8,8) and (359,1,8,8)."
     from sklearn.datasets import load_digits
+
     found = load_digits()
     images = torch.tensor(found.images * 255 / 16).round().to(torch.uint8)[:, None]
     labels, val = torch.tensor(found.target), torch.arange(len(images)) % 5 == 4
     return tuple(ImageSet(images[part], labels[part]) for part in (~val, val))
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-014
-def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]: # -> training, held out
+def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]:  # -> training, held out
     "Return CIFAR-10, (50000,3,32,32) and (10000,3,32,32), from the hub or from a folder."
     from datasets import Image, load_dataset
+
     sets = []
     for part in ("train", "test"):
         rows = load_dataset(source, split=part)
         column = "img" if "img" in rows.column_names else "image"
-        images = np.stack([np.asarray(image.convert("RGB")) for image in rows.cast_column(column, Image())[column]])
-        sets.append(ImageSet(torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.tensor(rows["label"])))
+        images = np.stack(
+            [
+                np.asarray(image.convert("RGB"))
+                for image in rows.cast_column(column, Image())[column]
+            ]
+        )
+        sets.append(
+            ImageSet(
+                torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(),
+                torch.tensor(rows["label"]),
+            )
+        )
     return tuple(sets)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-026
 def normalizer(cfg: dict, device: str | torch.device) -> Callable:
     "Return a function that normalizes images (B,C,H,W) uint8 for a model."
-    mean, std = (torch.tensor(cfg[key], device=device)[:, None, None] * 255 for key in ("mean", "std"))
+    mean, std = (
+        torch.tensor(cfg[key], device=device)[:, None, None] * 255 for key in ("mean", "std")
+    )
     return lambda images: (images.float() - mean) / std
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n09
 @torch.no_grad()
-def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tuple[float, float]: # -> top 1, top 5
+def accuracy(
+    model: nn.Module, images: ImageSet, batch_size: int = 1000
+) -> tuple[float, float]:  # -> top 1, top 5
     "Return top-1 and top-5 accuracy as shares of the images."
     device, training = images.labels.device, model.training
     normalize, right = normalizer(model.pretrained_cfg, device), torch.zeros(5, device=device)
@@ -80,44 +97,71 @@ def accuracy(model: nn.Module, images: ImageSet, batch_size: int = 1000) -> tupl
 @dataclass(frozen=True)
 class Config:
     "One scale of the experiment."
+
     size: str = "nano_patch2_8"  # of the models, a key of `DEITS`
-    data: str = "digits"         # or what `cifar10` reads
+    data: str = "digits"  # or what `cifar10` reads
     models: tuple = MODELS
     # seeds of each model; a verdict needs 4, 8 or 16
     judged: int = field(default=LOOKS[0], metadata={"place": True})
-    epochs: int = 5              # passes over the training images
-    batch_size: int = 32         # images per step
-    lr: float = 4e-3             # highest learning rate
-    min_lr_ratio: float = 0.01   # of the last learning rate to the highest
-    warmup: float = 0.1          # share of the steps in which the rate rises
-    weight_decay: float = 0.05   # decoupled; not for tokens, positions, norms and biases
-    smoothing: float = 0.1       # of the labels
-    pad: int = 1                 # pixels an image may move, in any direction
-    flip: bool = False           # mirror half of the images
-    cutmix: float = 0.0          # chance of CutMix for a batch
-    clip: float = 1.0            # largest norm of the gradient
-    evaluations: int = 5         # of the held-out images, evenly spread
-    gpu: bool = False            # train on a GPU, in bfloat16, and measure speed and memory there
+    epochs: int = 5  # passes over the training images
+    batch_size: int = 32  # images per step
+    lr: float = 4e-3  # highest learning rate
+    min_lr_ratio: float = 0.01  # of the last learning rate to the highest
+    warmup: float = 0.1  # share of the steps in which the rate rises
+    weight_decay: float = 0.05  # decoupled; not for tokens, positions, norms and biases
+    smoothing: float = 0.1  # of the labels
+    pad: int = 1  # pixels an image may move, in any direction
+    flip: bool = False  # mirror half of the images
+    cutmix: float = 0.0  # chance of CutMix for a batch
+    clip: float = 1.0  # largest norm of the gradient
+    evaluations: int = 5  # of the held-out images, evenly spread
+    gpu: bool = False  # train on a GPU, in bfloat16, and measure speed and memory there
 
     def __post_init__(self):
         check_ranges(self, judged=(1, LOOKS[-1]))
-        check_ranges(self, epochs=(1, 10_000), batch_size=(1, 1438), warmup=(0, 1), smoothing=(0, 1), cutmix=(0, 1),
-                     pad=(0, 32), evaluations=(1, 1000), lr=(1e-12, 1e38), min_lr_ratio=(0, 1),
-                     weight_decay=(0, 1e38), clip=(0, 1e38))
+        check_ranges(
+            self,
+            epochs=(1, 10_000),
+            batch_size=(1, 1438),
+            warmup=(0, 1),
+            smoothing=(0, 1),
+            cutmix=(0, 1),
+            pad=(0, 32),
+            evaluations=(1, 1000),
+            lr=(1e-12, 1e38),
+            min_lr_ratio=(0, 1),
+            weight_decay=(0, 1e38),
+            clip=(0, 1e38),
+        )
         for known, asked in ((MODELS, self.models), (tuple(DEITS), (self.size,))):
             if odd := set(asked) - set(known):
-                raise ValueError(f"unknown: {', '.join(sorted(odd))}; there are: {', '.join(known)}")
+                raise ValueError(
+                    f"unknown: {', '.join(sorted(odd))}; there are: {', '.join(known)}"
+                )
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n13
 PRESETS = {
     "laptop": Config(),
-    "gpu": Config(size="tiny_patch4_32", data="uoft-cs/cifar10", epochs=17, batch_size=512, lr=1e-3, pad=4, flip=True,
-                  cutmix=0.5, evaluations=10, gpu=True)}
+    "gpu": Config(
+        size="tiny_patch4_32",
+        data="uoft-cs/cifar10",
+        epochs=17,
+        batch_size=512,
+        lr=1e-3,
+        pad=4,
+        flip=True,
+        cutmix=0.5,
+        evaluations=10,
+        gpu=True,
+    ),
+}
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-040
 def training(config: Config, name: str, seed: int) -> dict:
     "Return the settings of one model's training run."
-    recipe = {key: value for key, value in asdict(config).items() if key not in ("models", "judged")}
+    recipe = {
+        key: value for key, value in asdict(config).items() if key not in ("models", "judged")
+    }
     return {"job": "training", "model": name, "seed": seed} | recipe
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n15
@@ -127,9 +171,11 @@ def measurements(config: Config) -> list[dict]:
     names = [*product(["speed"], config.models), *product(["memory"], [*config.models, *plain])]
     return [{"job": job, "model": name, "gpu": True} for job, name in names if config.gpu]
 
-def seeds_of(config: Config) -> dict[str, list[int]]: # -> model -> seeds of weights and pictures
+
+def seeds_of(config: Config) -> dict[str, list[int]]:  # -> model -> seeds of weights and pictures
     "Return the judged seeds of every model, which are its own."
     return {name: own_seeds(MODELS.index(name) + 1, config.judged) for name in config.models}
+
 
 def jobs(config: Config, results: Results) -> list[dict]:
     "Return the training runs, seed by seed, then the measurements."
@@ -147,14 +193,19 @@ def run_job(settings: dict, folder: Path) -> dict:
     sets = digits() if s.data == "digits" else cifar10(s.data)
     train, test = (ImageSet(*(part.to(device) for part in images)) for images in sets)
     model = make_model(s.model, s.size, s.seed).to(device)
-    return {"parameters": sum(p.numel() for p in model.parameters()), "val": len(test.labels),
-            "training": learn(model, train, test, s, s.seed)}
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "val": len(test.labels),
+        "training": learn(model, train, test, s, s.seed),
+    }
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n18
 def summarize(config: Config, results: Results) -> dict:
     "Collect the scores for the seeds that all models have finished, and the measurements."
-    rows = {name: [results.get(training(config, name, seed)) for seed in seeds]
-            for name, seeds in seeds_of(config).items()}
+    rows = {
+        name: [results.get(training(config, name, seed)) for seed in seeds]
+        for name, seeds in seeds_of(config).items()
+    }
     known = {name: found for name, row in rows.items() if (found := [*filter(None, row)])}
     done = [i for i in range(config.judged) if known and all(rows[name][i] for name in known)]
     each = lambda key: {name: [rows[name][i]["training"][key] for i in done] for name in known}
@@ -162,11 +213,16 @@ def summarize(config: Config, results: Results) -> dict:
     extra = [(s["model"], results.get(s) or {}) for s in measurements(config)]
     measured = lambda kind: {name: row[kind] for name, row in extra if kind in row}
     return {
-        "data": "digits" if config.data == "digits" else "CIFAR-10", "val": first and first["val"],
-        "seeds": done, "epochs": first["training"]["epochs"] if first else [],
+        "data": "digits" if config.data == "digits" else "CIFAR-10",
+        "val": first and first["val"],
+        "seeds": done,
+        "epochs": first["training"]["epochs"] if first else [],
         "parameters": {name: found[0]["parameters"] for name, found in known.items()},
-        "curves": each("curve"), "speeds": measured("speed"), "memories": measured("memory"),
-        **{key: each(key) for key in ("top1", "top5", "loss", "seconds", "images_per_second")}}
+        "curves": each("curve"),
+        "speeds": measured("speed"),
+        "memories": measured("memory"),
+        **{key: each(key) for key in ("top1", "top5", "loss", "seconds", "images_per_second")},
+    }
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n19
 EXPERIMENT = Experiment("vision", PRESETS, jobs, run_job, summarize)
@@ -174,70 +230,106 @@ EXPERIMENT = Experiment("vision", PRESETS, jobs, run_job, summarize)
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-021
 def batches(
     train: ImageSet,
-    s: Any, # Config, or a job's settings
+    s: Any,  # Config, or a job's settings
     seed: int = 0,
     classes: int = 10,
-) -> Iterator[tuple[Tensor, Tensor]]: # images (B,C,H,W) uint8, soft labels (B,classes)
+) -> Iterator[tuple[Tensor, Tensor]]:  # images (B,C,H,W) uint8, soft labels (B,classes)
     "Yield augmented batches, pass after pass; an incomplete last batch is dropped."
     generator, padded = torch.Generator().manual_seed(seed), F.pad(train.images, (s.pad,) * 4)
     M, span, device = len(train.labels), 2 * s.pad + 1, train.labels.device
     draw = lambda high: torch.randint(high, (M,), generator=generator)
     while True:
         plan = [torch.randperm(M, generator=generator), draw(span), draw(span), draw(2) * s.flip]
-        for index, *places in torch.stack(plan).to(device).split(s.batch_size, 1)[:M // s.batch_size]:
-            labels = F.one_hot(train.labels[index], classes).float() * (1 - s.smoothing) + s.smoothing / classes
+        for index, *places in (
+            torch.stack(plan).to(device).split(s.batch_size, 1)[: M // s.batch_size]
+        ):
+            labels = (
+                F.one_hot(train.labels[index], classes).float() * (1 - s.smoothing)
+                + s.smoothing / classes
+            )
             yield cutmix(cut(padded[index], s.pad, *places), labels, s.cutmix, generator)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-022
-def cut(padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor) -> Tensor: # (B,C,H,W)
+def cut(
+    padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor
+) -> Tensor:  # (B,C,H,W)
     "Crop padded images (B,C,H+2·pad,W+2·pad); three tensors (B,) give each image's shifts and flip."
     line = torch.arange(padded.shape[-1] - 2 * pad, device=padded.device)
     columns = torch.where(mirrored[:, None] > 0, line.flip(0), line) + right[:, None]
     image, channel = (torch.arange(n, device=padded.device) for n in padded.shape[:2])
     rows = (line + down[:, None])[:, None, :, None]
-    return padded[image[:, None, None, None], channel[:, None, None], rows, columns[:, None, None, :]]
+    return padded[
+        image[:, None, None, None], channel[:, None, None], rows, columns[:, None, None, :]
+    ]
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n35
-def cutmix(images: Tensor, labels: Tensor, chance: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def cutmix(
+    images: Tensor, labels: Tensor, chance: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     "Paste into each image (B,C,H,W) a box of its partner in the reversed batch, and mix labels (B,classes)."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
-    if number >= chance: # the batch stays unmixed
+    if number >= chance:  # the batch stays unmixed
         return images, labels
     pixels = images.shape[-1]
     side = round(pixels * math.sqrt(1 - share))
     y, x = (round(place * (pixels - side)) for place in (top, left))
-    images[:, :, y:y + side, x:x + side] = images.flip(0)[:, :, y:y + side, x:x + side]
-    mixed = side * side / pixels ** 2
+    images[:, :, y : y + side, x : x + side] = images.flip(0)[:, :, y : y + side, x : x + side]
+    mixed = side * side / pixels**2
     return images, (1 - mixed) * labels + mixed * labels.flip(0)
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-029
 def learn(
-    model: nn.Module, # trained in place
-    train: ImageSet, # on the model's device
-    test: ImageSet, # held out
-    s: Any, # Config, or a job's settings
-    seed: int = 0, # of the pictures
+    model: nn.Module,  # trained in place
+    train: ImageSet,  # on the model's device
+    test: ImageSet,  # held out
+    s: Any,  # Config, or a job's settings
+    seed: int = 0,  # of the pictures
 ) -> dict:
     "Train a model and return its scores on held-out images; RuntimeError if the loss is not finite."
     normalize, seconds, scores = normalizer(model.pretrained_cfg, train.images.device), [], []
+
     def loss_of(model, images, labels):
         loss = F.cross_entropy(model(normalize(images)).float(), labels)
         return loss, loss
+
     def exam(loss):
         nonlocal clock
         seconds.append(time.monotonic() - clock)
         if not loss.isfinite():
-            raise RuntimeError(f"the loss is {loss.item()} at evaluation {len(seconds)}; lower the learning rate")
+            raise RuntimeError(
+                f"the loss is {loss.item()} at evaluation {len(seconds)}; lower the learning rate"
+            )
         scores.append(accuracy(model, test))
         clock = time.monotonic()
-    groups = param_groups_weight_decay(model, s.weight_decay, no_weight_decay_list=model.no_weight_decay())
+
+    groups = param_groups_weight_decay(
+        model, s.weight_decay, no_weight_decay_list=model.no_weight_decay()
+    )
     per_epoch, clock = len(train.labels) // s.batch_size, time.monotonic()
     steps = s.epochs * per_epoch
     warmup, fresh = max(1, round(s.warmup * steps)), batches(train, s, seed, model.num_classes)
     at, losses = fit(
-        model.train(), fresh, loss_of, steps, s.lr, warmup, s.min_lr_ratio, groups=groups, clip=s.clip, bf16=s.gpu,
-        watch=exam, log_every=math.ceil(steps / s.evaluations))
+        model.train(),
+        fresh,
+        loss_of,
+        steps,
+        s.lr,
+        warmup,
+        s.min_lr_ratio,
+        groups=groups,
+        clip=s.clip,
+        bf16=s.gpu,
+        watch=exam,
+        log_every=math.ceil(steps / s.evaluations),
+    )
     rates = [s.batch_size * (b - a) / spent for a, b, spent in zip([0, *at], at, seconds)]
     top1, top5 = zip(*scores)
-    return {"top1": top1[-1], "top5": top5[-1], "loss": losses[-1].item(), "curve": top1,
-            "epochs": [n / per_epoch for n in at], "seconds": sum(seconds), "images_per_second": median(rates)}
+    return {
+        "top1": top1[-1],
+        "top5": top5[-1],
+        "loss": losses[-1].item(),
+        "curve": top1,
+        "epochs": [n / per_epoch for n in at],
+        "seconds": sum(seconds),
+        "images_per_second": median(rates),
+    }

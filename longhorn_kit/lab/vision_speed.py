@@ -19,44 +19,69 @@ from ..models.vision import default_cfgs, timm
 
 # %% ../../nbs/machine/vision_speed.ipynb #37_vision-016
 MODELS = ("longhorn", "longhorn_exact", "mamba", "deit")
-VIMS = {"nano_patch2_8": dict(depth=2)} # as in the records; its name in timm has three blocks
-DEITS = { # timm's deit_tiny, made as large as the Vim of the same row
+VIMS = {"nano_patch2_8": dict(depth=2)}  # as in the records; its name in timm has three blocks
+DEITS = {  # timm's deit_tiny, made as large as the Vim of the same row
     "tiny_patch4_32": dict(img_size=32, patch_size=4, depth=7, mlp_ratio=4.25, num_classes=10),
-    "nano_patch2_8": dict(img_size=8, patch_size=2, in_chans=1, embed_dim=64, num_heads=2, depth=2,
-                          mlp_ratio=1.890625, num_classes=10),
-    "tiny_patch16_224": {}}
+    "nano_patch2_8": dict(
+        img_size=8,
+        patch_size=2,
+        in_chans=1,
+        embed_dim=64,
+        num_heads=2,
+        depth=2,
+        mlp_ratio=1.890625,
+        num_classes=10,
+    ),
+    "tiny_patch16_224": {},
+}
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n07
-def make_model(name: str, size: str, seed: int = 0, **options: object) -> nn.Module: # name: in `MODELS`, `DEITS`
+def make_model(
+    name: str, size: str, seed: int = 0, **options: object
+) -> nn.Module:  # name: in `MODELS`, `DEITS`
     "Return a model with its first weights, which depend on the seed alone."
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if name != "deit":
             return timm.create_model(f"{name}_vim_{size}", **VIMS.get(size, {}) | options)
         model = timm.create_model("deit_tiny_patch16_224", **DEITS[size], **options)
-    model.pretrained_cfg = model.pretrained_cfg | default_cfgs[f"longhorn_vim_{size}"].default.to_dict()
+    model.pretrained_cfg = (
+        model.pretrained_cfg | default_cfgs[f"longhorn_vim_{size}"].default.to_dict()
+    )
     return model
 
 # %% ../../nbs/machine/vision_speed.ipynb #37_vision-037
-def timed_step(model: nn.Module, kind: str, images: Tensor) -> Callable: # kind: "training" or "inference"
+def timed_step(
+    model: nn.Module, kind: str, images: Tensor
+) -> Callable:  # kind: "training" or "inference"
     "Return a function that takes one optimizer step, or computes the scores of a batch, in bfloat16."
-    labels = torch.full((len(images), model.num_classes), 1 / model.num_classes, device=images.device)
+    labels = torch.full(
+        (len(images), model.num_classes), 1 / model.num_classes, device=images.device
+    )
+
     def loss_of(model, images):
         loss = F.cross_entropy(model(images).float(), labels)
         return loss, loss
+
     @torch.no_grad()
     def scores():
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             return model(images)
+
     groups = [{"params": list(model.train(kind == "training").parameters())}]
-    return make_step(model, loss_of, [images], 1e-6, groups, bf16=True)[0] if kind == "training" else scores
+    return (
+        make_step(model, loss_of, [images], 1e-6, groups, bf16=True)[0]
+        if kind == "training"
+        else scores
+    )
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n11
 def recorded(step: Callable) -> Callable | None:
     "Return a step as a CUDA graph; None, after a warning, if it cannot be recorded."
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(3): step()
+        for _ in range(3):
+            step()
         graph = capture(step)
     torch.cuda.synchronize()
     return graph and graph.replay
@@ -68,7 +93,7 @@ def seconds_of(work: Callable, least: float) -> float:
     return timer.timeit(math.ceil(least / timer.timeit(2).mean)).mean
 
 # %% ../../nbs/machine/vision_speed.ipynb #37_vision-038
-def speed(name: str) -> dict: # -> mode -> images per second, in three rounds
+def speed(name: str) -> dict:  # -> mode -> images per second, in three rounds
     "Measure a model on batches of 256 images of 224 × 224 pixels."
     images, found = torch.randn(256, 3, 224, 224, device="cuda"), {}
     for kind in ("training", "inference"):
@@ -79,19 +104,28 @@ def speed(name: str) -> dict: # -> mode -> images per second, in three rounds
     return found
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n15
-PLAIN = "deit, plain attention" # stores every attention matrix
+PLAIN = "deit, plain attention"  # stores every attention matrix
 
-def memory(name: str) -> dict: # a model, or `PLAIN` -> kind -> side of the image -> (peak bytes, seconds per batch)
+
+def memory(
+    name: str,
+) -> dict:  # a model, or `PLAIN` -> kind -> side of the image -> (peak bytes, seconds per batch)
     "Measure batches of 8 images of growing size."
-    sides = (224, 512, 768, 1024, 1248) # pixels
-    return {kind: {str(side): peak(name, kind, side) for side in sides} for kind in ("training", "inference")}
+    sides = (224, 512, 768, 1024, 1248)  # pixels
+    return {
+        kind: {str(side): peak(name, kind, side) for side in sides}
+        for kind in ("training", "inference")
+    }
 
 # %% ../../nbs/machine/vision_speed.ipynb #vision_speed-n17
 def peak(name: str, kind: str, pixels: int) -> tuple:
     "Return the peak memory above model and input, and a batch's time; Nones if memory is too small."
     try:
-        model = make_model(name.removesuffix(", plain attention"), "tiny_patch16_224", img_size=pixels).cuda()
-        for block in model.blocks if name == PLAIN else (): block.attn.fused_attn = False
+        model = make_model(
+            name.removesuffix(", plain attention"), "tiny_patch16_224", img_size=pixels
+        ).cuda()
+        for block in model.blocks if name == PLAIN else ():
+            block.attn.fused_attn = False
         step = timed_step(model, kind, torch.randn(8, 3, pixels, pixels, device="cuda"))
         step(), step()
         model.zero_grad(set_to_none=True)
@@ -99,7 +133,9 @@ def peak(name: str, kind: str, pixels: int) -> tuple:
         torch.cuda.reset_peak_memory_stats()
         step()
         most = torch.cuda.max_memory_allocated() - before
-        small = most < 0.3 * torch.cuda.get_device_properties(0).total_memory # a graph takes as much again
+        small = (
+            most < 0.3 * torch.cuda.get_device_properties(0).total_memory
+        )  # a graph takes as much again
         return most, seconds_of(small and recorded(step) or step, 0.15)
     except torch.cuda.OutOfMemoryError:
         return None, None

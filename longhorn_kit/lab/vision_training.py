@@ -19,108 +19,183 @@ from torch import Tensor, nn
 
 from .checkpoint import checkpoints
 from .claims import suggest
-from .images import (
-    LARGEST_CLASS, Augmented, ImageBatches, Images, count_broken, make_loader, open_data, open_part, transforms)
+from longhorn_kit.lab.images import (
+    LARGEST_CLASS,
+    Augmented,
+    ImageBatches,
+    Images,
+    count_broken,
+    make_loader,
+    open_data,
+    open_part,
+    transforms,
+)
 from .processes import check_memory, is_main_process, make_accelerator, together
 from .recipe import LARGEST, LossOnly, Recipe
 from .trackers import check_tracker
 from .training import train
 from .use import model_folder
 from ..models.vision import timm
-from ..records import (
-    FullPath, atomic_folder, check_folder, check_ranges, check_same_settings, read_json, read_record, read_whole)
+from longhorn_kit.records import (
+    FullPath,
+    atomic_folder,
+    check_folder,
+    check_ranges,
+    check_same_settings,
+    read_json,
+    read_record,
+    read_whole,
+)
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-004
 from timm.data import Mixup, resolve_data_config
 from timm.models import get_pretrained_cfg, load_state_dict, save_for_hf
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-007
-FromEpochs = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress] # no flag
+FromEpochs = Annotated[int, tyro.conf.Fixed, tyro.conf.Suppress]  # no flag
+
 
 @dataclass(frozen=True)
 class VisionConfig(Recipe):
     "Settings of a vision run; one row is one image."
-    model: str = "longhorn_vim_tiny_patch16_224" # a name in timm
-    data: str = ""             # "digits", a folder, "hf:NAME" or "wds:FOLDER"
-    img_size: int = 0          # pixels per side; 0: as the model's name says
-    init_from: str = ""        # weights to start from: a run, a model's folder or a file
-    epochs: int = 300          # passes over the training images
-    warmup_epochs: int = 5     # epochs until `lr` is reached
-    batch_size: int = 1024     # images per step, over all processes and micro-batches
-    lr: float = 1e-3           # highest learning rate
-    min_lr_ratio: float = 0.01     # last learning rate, as a share of `lr`
-    weight_decay: float = 0.05 # on the tensors that `decay` names
-    decay: str = "official"    # timm's rule; or "matrices"
-    beta2: float = 0.999       # AdamW: memory of the mean squared gradient
-    clip: float = 0.0          # largest gradient norm; 0 does not clip
-    ema: float = 0.99996       # decay of the averaged weights, which are then the result; 0: none
-    drop_path: float = 0.0     # stochastic depth of the last block
-    smoothing: float = 0.1     # label smoothing
-    mixup: float = 0.8         # alpha of Mixup; 0: none
-    cutmix: float = 1.0        # alpha of CutMix; 0: none
-    auto_augment: str = "rand-m9-mstd0.5-inc1" # RandAugment, in timm's notation; "": none
+
+    model: str = "longhorn_vim_tiny_patch16_224"  # a name in timm
+    data: str = ""  # "digits", a folder, "hf:NAME" or "wds:FOLDER"
+    img_size: int = 0  # pixels per side; 0: as the model's name says
+    init_from: str = ""  # weights to start from: a run, a model's folder or a file
+    epochs: int = 300  # passes over the training images
+    warmup_epochs: int = 5  # epochs until `lr` is reached
+    batch_size: int = 1024  # images per step, over all processes and micro-batches
+    lr: float = 1e-3  # highest learning rate
+    min_lr_ratio: float = 0.01  # last learning rate, as a share of `lr`
+    weight_decay: float = 0.05  # on the tensors that `decay` names
+    decay: str = "official"  # timm's rule; or "matrices"
+    beta2: float = 0.999  # AdamW: memory of the mean squared gradient
+    clip: float = 0.0  # largest gradient norm; 0 does not clip
+    ema: float = 0.99996  # decay of the averaged weights, which are then the result; 0: none
+    drop_path: float = 0.0  # stochastic depth of the last block
+    smoothing: float = 0.1  # label smoothing
+    mixup: float = 0.8  # alpha of Mixup; 0: none
+    cutmix: float = 1.0  # alpha of CutMix; 0: none
+    auto_augment: str = "rand-m9-mstd0.5-inc1"  # RandAugment, in timm's notation; "": none
     color_jitter: float = 0.3  # used without RandAugment
-    erase: float = 0.25        # probability of random erasing
-    flip: float = 0.5          # probability of a mirrored image
-    smallest_crop: float = 0.08 # of a training image, as a share of its area
-    crop_pct: float = 0.875    # side of the evaluated centre crop, as a share
-    repeats: int = 3           # augmented copies of an image in a step
-    seed: int = 0              # seed of initial weights, order and augmentation
-    workers: int = 10          # processes that load images, per GPU
-    steps: FromEpochs = 2        # of all epochs
-    warmup: FromEpochs = 0       # of the warm-up epochs
-    eval_every: FromEpochs = 1   # of an epoch
+    erase: float = 0.25  # probability of random erasing
+    flip: float = 0.5  # probability of a mirrored image
+    smallest_crop: float = 0.08  # of a training image, as a share of its area
+    crop_pct: float = 0.875  # side of the evaluated centre crop, as a share
+    repeats: int = 3  # augmented copies of an image in a step
+    seed: int = 0  # seed of initial weights, order and augmentation
+    workers: int = 10  # processes that load images, per GPU
+    steps: FromEpochs = 2  # of all epochs
+    warmup: FromEpochs = 0  # of the warm-up epochs
+    eval_every: FromEpochs = 1  # of an epoch
 
     may_change = Recipe.may_change | {"data", "workers"}
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(self, "init_from", self.init_from and FullPath(Path(self.init_from).expanduser().resolve()))
-        check_ranges(self, epochs=(1, LARGEST), repeats=(1, 1000), workers=(0, 1024), **dict.fromkeys(
-            ("img_size", "warmup_epochs", "mixup", "cutmix", "color_jitter"), (0, LARGEST)), **dict.fromkeys(
-            ("smoothing", "drop_path", "erase", "flip"), (0, 1)), smallest_crop=(0.01, 1), crop_pct=(0.01, 1))
+        object.__setattr__(
+            self,
+            "init_from",
+            self.init_from and FullPath(Path(self.init_from).expanduser().resolve()),
+        )
+        check_ranges(
+            self,
+            epochs=(1, LARGEST),
+            repeats=(1, 1000),
+            workers=(0, 1024),
+            **dict.fromkeys(
+                ("img_size", "warmup_epochs", "mixup", "cutmix", "color_jitter"), (0, LARGEST)
+            ),
+            **dict.fromkeys(("smoothing", "drop_path", "erase", "flip"), (0, 1)),
+            smallest_crop=(0.01, 1),
+            crop_pct=(0.01, 1),
+        )
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-008
 class VisionPreset(NamedTuple):
     "Recipe with a description of its cost."
-    description: str # hardware, duration, expected result
+
+    description: str  # hardware, duration, expected result
     config: VisionConfig
+
 
 VISION_PRESETS = {
     "imagenet-vim-tiny": VisionPreset(
         "8 GPUs, ViM's recipe; ViM-Tiny itself reports 76.1 % top 1 with Mamba's scan; not run by us",
-        VisionConfig(weight_decay=0.1)),
+        VisionConfig(weight_decay=0.1),
+    ),
     "imagenet-vim-small": VisionPreset(
         "8 GPUs, ViM's recipe; ViM-Small itself reports 80.5 % top 1 with Mamba's scan; not run by us",
-        VisionConfig(model="longhorn_vim_small_patch16_224", batch_size=512, drop_path=0.05)),
-    "cifar10": VisionPreset("one GPU, 200 epochs; not run by us at this length", VisionConfig(
-        model="longhorn_vim_tiny_patch4_32", data="hf:uoft-cs/cifar10", epochs=200, batch_size=512,
-        smallest_crop=0.5, crop_pct=1.0, repeats=1, ema=0.9998, precision="bf16")),
-    "digits": VisionPreset("a laptop, a minute or two; for trying things out", VisionConfig(
-        model="longhorn_vim_nano_patch2_8", data="digits", epochs=10, batch_size=32, lr=4e-3, warmup_epochs=1,
-        clip=1.0, mixup=0.0, cutmix=0.0, auto_augment="", color_jitter=0.0, erase=0.0, flip=0.0, smallest_crop=0.8,
-        crop_pct=1.0, repeats=1, ema=0.0, workers=0)),
+        VisionConfig(model="longhorn_vim_small_patch16_224", batch_size=512, drop_path=0.05),
+    ),
+    "cifar10": VisionPreset(
+        "one GPU, 200 epochs; not run by us at this length",
+        VisionConfig(
+            model="longhorn_vim_tiny_patch4_32",
+            data="hf:uoft-cs/cifar10",
+            epochs=200,
+            batch_size=512,
+            smallest_crop=0.5,
+            crop_pct=1.0,
+            repeats=1,
+            ema=0.9998,
+            precision="bf16",
+        ),
+    ),
+    "digits": VisionPreset(
+        "a laptop, a minute or two; for trying things out",
+        VisionConfig(
+            model="longhorn_vim_nano_patch2_8",
+            data="digits",
+            epochs=10,
+            batch_size=32,
+            lr=4e-3,
+            warmup_epochs=1,
+            clip=1.0,
+            mixup=0.0,
+            cutmix=0.0,
+            auto_augment="",
+            color_jitter=0.0,
+            erase=0.0,
+            flip=0.0,
+            smallest_crop=0.8,
+            crop_pct=1.0,
+            repeats=1,
+            ema=0.0,
+            workers=0,
+        ),
+    ),
 }
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-011
 def vision_config(
-    preset: str, # a key of `VISION_PRESETS`
-    **overrides: Any, # fields of `VisionConfig`, except steps, warmup and eval_every
+    preset: str,  # a key of `VISION_PRESETS`
+    **overrides: Any,  # fields of `VisionConfig`, except steps, warmup and eval_every
 ) -> VisionConfig:
     "Return the settings of a run; ValueError for an unknown name."
-    settings = [field.name for field in fields(VisionConfig) if field.name not in ("steps", "warmup", "eval_every")]
+    settings = [
+        field.name
+        for field in fields(VisionConfig)
+        if field.name not in ("steps", "warmup", "eval_every")
+    ]
     names = {"preset": list(VISION_PRESETS), "setting": settings}
     for kind, name in [("preset", preset), *(("setting", name) for name in overrides)]:
         if name not in names[kind]:
             raise ValueError(f"unknown {kind} {name!r}{suggest(name, names[kind])}")
     config = replace(VISION_PRESETS[preset].config, **overrides)
     if not timm.is_model(config.model):
-        raise ValueError(f"unknown model {config.model!r}{suggest(config.model, timm.list_models('*_vim_*'))}")
+        raise ValueError(
+            f"unknown model {config.model!r}{suggest(config.model, timm.list_models('*_vim_*'))}"
+        )
     if not config.data:
-        raise ValueError(f"preset {preset} needs data: a folder with train and val, hf:NAME or wds:FOLDER")
+        raise ValueError(
+            f"preset {preset} needs data: a folder with train and val, hf:NAME or wds:FOLDER"
+        )
     return config
 
-def with_steps(config: VisionConfig, images: int) -> VisionConfig: # images: to train on
+
+def with_steps(config: VisionConfig, images: int) -> VisionConfig:  # images: to train on
     "Return the settings with their steps; a last step that is not full is left out."
     if images < config.batch_size:
         raise ValueError(f"{images} training images are fewer than batch_size={config.batch_size}")
@@ -131,13 +206,20 @@ def with_steps(config: VisionConfig, images: int) -> VisionConfig: # images: to 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-014
 class Classifier(LossOnly):
     "Vision model that returns its loss."
+
     def __init__(self, model: nn.Module, config: VisionConfig, classes: int = 1000):
         super().__init__(model)
         mixes = config.mixup or config.cutmix
-        self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=0, num_classes=classes) if mixes else None
+        self.mix = (
+            Mixup(config.mixup, config.cutmix, label_smoothing=0, num_classes=classes)
+            if mixes
+            else None
+        )
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.smoothing)
 
-    def forward(self, images: Tensor, labels: Tensor | None = None) -> Tensor: # (b,C,H,W); (b,), -100: ignored
+    def forward(
+        self, images: Tensor, labels: Tensor | None = None
+    ) -> Tensor:  # (b,C,H,W); (b,), -100: ignored
         "Return the mean loss, or the scores (b,classes) without labels."
         if labels is None:
             return self.model(images)
@@ -154,9 +236,15 @@ class Classifier(LossOnly):
 @torch.no_grad()
 def validate(model: Classifier, images: Images, rows: int, workers: int, accelerator: Any) -> dict:
     "Return top-1 and top-5 accuracy and the number of readable images, over all processes; rows: batch size."
-    device, training, size = next(model.parameters()).device, model.training, rows * accelerator.num_processes
-    places = [list(range(first + accelerator.process_index, first + size, accelerator.num_processes))
-              for first in range(0, len(images), size)] # the same number of batches in every process
+    device, training, size = (
+        next(model.parameters()).device,
+        model.training,
+        rows * accelerator.num_processes,
+    )
+    places = [
+        list(range(first + accelerator.process_index, first + size, accelerator.num_processes))
+        for first in range(0, len(images), size)
+    ]  # the same number of batches in every process
     counts, broken = torch.zeros(3, device=device), []
     model.eval()
     for batch, labels, odd, _ in make_loader(images, places, workers):
@@ -172,13 +260,16 @@ def validate(model: Classifier, images: Images, rows: int, workers: int, acceler
     return {"top1": top1 / seen, "top5": top5 / seen, "val_images": int(seen), "skipped": skipped}
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-018
-def weights_of(place: str | Path) -> Path: # a run, the folder of a model, or a file
+def weights_of(place: str | Path) -> Path:  # a run, the folder of a model, or a file
     "Return the file of weights; ValueError if it is damaged, OSError if it is missing."
     path = Path(place) if Path(place).is_file() else model_folder(place) / "model.safetensors"
     check_folder(path.parent, "train the model again or restore the folder")
     return path
 
-def with_weights(name: str, path: Path, **options: Any) -> nn.Module: # name, options: of a model in timm
+
+def with_weights(
+    name: str, path: Path, **options: Any
+) -> nn.Module:  # name, options: of a model in timm
     "Return a model with weights from a file, resized by timm; ValueError if they do not fit."
     model = timm.create_model(name, **options)
     head = model.pretrained_cfg["classifier"]
@@ -189,21 +280,27 @@ def with_weights(name: str, path: Path, **options: Any) -> nn.Module: # name, op
             raise ValueError(f"only one of them has {odd[0]}")
         about = read_json(file) if (file := path.with_name("config.json")).exists() else {}
         _, *size = about.get("pretrained_cfg", {}).get("input_size", (0,))
-        if "pos_embed" in state and len(set(size)) > 1: # an equal number of positions in another shape would be misread
-            raise ValueError(f"its positions are those of images with {size[0]}x{size[1]} pixels; expected a square")
+        if (
+            "pos_embed" in state and len(set(size)) > 1
+        ):  # an equal number of positions in another shape would be misread
+            raise ValueError(
+                f"its positions are those of images with {size[0]}x{size[1]} pixels; expected a square"
+            )
         known = dict(state_dict=dict(state), num_classes=len(state.get(f"{head}.weight", ())))
         return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=known, **options)
-    except Exception as error: # of pickle, torch, safetensors or timm
+    except Exception as error:  # of pickle, torch, safetensors or timm
         message = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         raise ValueError(f"{path} does not fit {name}: {message}") from None
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-019
-def make_model(config: VisionConfig, classes: int, start: bool = True, weights: Path | None = None) -> nn.Module:
+def make_model(
+    config: VisionConfig, classes: int, start: bool = True, weights: Path | None = None
+) -> nn.Module:
     "Return a model whose `pretrained_cfg` describes its images; start: load `init_from`; weights: load this file."
     torch.manual_seed(config.seed)
     options = dict(num_classes=classes, drop_path_rate=config.drop_path)
     if config.img_size and getattr(get_pretrained_cfg(config.model), "fixed_input_size", False):
-        options["img_size"] = config.img_size # other models accept any size
+        options["img_size"] = config.img_size  # other models accept any size
     if start and config.init_from:
         weights = weights_of(config.init_from)
     if weights:
@@ -214,8 +311,12 @@ def make_model(config: VisionConfig, classes: int, start: bool = True, weights: 
     size = [config.img_size] * 2 if config.img_size else size
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
     if size[-1] % patch[-1]:
-        raise ValueError(f"img_size is {size[-1]}; it must be a multiple of the patch, {patch[-1]} pixels")
-    cfg = resolve_data_config({"input_size": (chans, *size), "crop_pct": config.crop_pct}, model=model)
+        raise ValueError(
+            f"img_size is {size[-1]}; it must be a multiple of the patch, {patch[-1]} pixels"
+        )
+    cfg = resolve_data_config(
+        {"input_size": (chans, *size), "crop_pct": config.crop_pct}, model=model
+    )
     plain = {name: value for name, value in model.pretrained_cfg.items() if name != "state_dict"}
     model.pretrained_cfg = plain | cfg | {"num_classes": classes}
     return model
@@ -223,53 +324,74 @@ def make_model(config: VisionConfig, classes: int, start: bool = True, weights: 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-022
 def save_model(model: nn.Module, config: VisionConfig, classes: list, folder: Path):
     "Write a model with unsharded weights; all processes must call it."
-    state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
+    state = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t
+        for name, t in model.state_dict().items()
+    }
     if is_main_process():
         whole = make_model(config, len(classes), start=False)
         whole.load_state_dict(state)
         with atomic_folder(folder) as partial:
-            save_for_hf(whole, partial, model_config={"label_names": classes}, safe_serialization=True)
+            save_for_hf(
+                whole, partial, model_config={"label_names": classes}, safe_serialization=True
+            )
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-024
-def facts_of(images: dict) -> dict: # -> content of images.json
+def facts_of(images: dict) -> dict:  # -> content of images.json
     "Return the facts by which the images of two runs are compared."
     names = zlib.crc32(repr(list(images["classes"])).encode())
     return {**images, "classes": f"{len(images['classes'])} with names of checksum {names:x}"}
 
+
 def measure(batches: ImageBatches, val: Images, accelerator):
     "Return the evaluation that `train` calls after every epoch."
     rows = batches.config.batch_size // batches.world
+
     def metrics(model):
         began = time.perf_counter()
         result = validate(model, val, rows, batches.config.workers, accelerator)
         result["skipped"] += count_broken(batches.images, batches.mine)
-        batches.started += time.perf_counter() - began # the speed is that of training
+        batches.started += time.perf_counter() - began  # the speed is that of training
         return {"epoch": batches.drawn // batches.images.each} | result | batches.speed()
+
     return metrics
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-025
-def run_parts(config: VisionConfig, out: Path, accelerator: Any) -> tuple: # -> classifier, sampler, images, facts
+def run_parts(
+    config: VisionConfig, out: Path, accelerator: Any
+) -> tuple:  # -> classifier, sampler, images, facts
     "Return the arguments of `train`; ValueError or OSError if settings or images do not fit."
     if (out / "lm_config.json").exists():
         raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")
     train_reader, reader = open_data(config.data)
     config, classes = with_steps(config, len(train_reader)), list(train_reader.classes)
     images = {"train": len(train_reader), "val": len(reader), "classes": classes}
-    if accelerator.is_main_process and all((out / name).exists() for name in ("images.json", "config.json")):
-        check_same_settings(out, facts_of(read_record(out / "images.json")), facts_of(images), images)
-    check_memory(0, 12 * config.batch_size * config.img_size**2, config, "img_size or batch_size") # float32, RGB
+    if accelerator.is_main_process and all(
+        (out / name).exists() for name in ("images.json", "config.json")
+    ):
+        check_same_settings(
+            out, facts_of(read_record(out / "images.json")), facts_of(images), images
+        )
+    check_memory(
+        0, 12 * config.batch_size * config.img_size**2, config, "img_size or batch_size"
+    )  # float32, RGB
     model = make_model(config, len(classes), start=not checkpoints(out))
     augment, plain, mode = transforms(config, model.pretrained_cfg)
-    batches = ImageBatches(Augmented(train_reader, augment, mode, config), config, accelerator.process_index,
-                           accelerator.num_processes)
+    batches = ImageBatches(
+        Augmented(train_reader, augment, mode, config),
+        config,
+        accelerator.process_index,
+        accelerator.num_processes,
+    )
     return Classifier(model, config, len(classes)), batches, Images(reader, plain, mode), images
 
+
 def train_vision(
-    preset: str, # a key of `VISION_PRESETS`
-    out: str | Path, # folder of the run; resumed if it holds one
-    quiet: bool = False, # no progress bar
-    **overrides: Any, # fields of `VisionConfig`
-) -> dict: # summary of `train`, with the last metrics
+    preset: str,  # a key of `VISION_PRESETS`
+    out: str | Path,  # folder of the run; resumed if it holds one
+    quiet: bool = False,  # no progress bar
+    **overrides: Any,  # fields of `VisionConfig`
+) -> dict:  # summary of `train`, with the last metrics
     "Train or resume a vision model, and write RUN/model; raises the errors of `train`."
     with together():
         config = vision_config(preset, **overrides)
@@ -277,52 +399,82 @@ def train_vision(
         accelerator = make_accelerator(config.cpu, config.precision)
         model, batches, val, images = run_parts(config, Path(out), accelerator)
     try:
-        summary = train(model, batches, measure(batches, val, accelerator), batches.config, out, quiet=quiet,
-                      same=facts_of(images), beside={"images.json": images})
+        summary = train(
+            model,
+            batches,
+            measure(batches, val, accelerator),
+            batches.config,
+            out,
+            quiet=quiet,
+            same=facts_of(images),
+            beside={"images.json": images},
+        )
     finally:
-        batches.loader = None # ends the processes that load images
+        batches.loader = None  # ends the processes that load images
     save_model(model.model, batches.config, images["classes"], Path(out) / "model")
     return summary
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-030
 def eval_vision(
     weights: str | Path,  # a run, the folder of a model, or its model.safetensors
-    data: str,            # source, as in `open_part`
-    img_size: int = 0,    # pixels per side; 0: as in training
-    batch_size: int = 64, # images per batch and process
-    workers: int = 4,     # processes that load images
-    cpu: bool = False,    # stay on the CPU
-) -> dict:                # top1, top5, val_images, skipped
+    data: str,  # source, as in `open_part`
+    img_size: int = 0,  # pixels per side; 0: as in training
+    batch_size: int = 64,  # images per batch and process
+    workers: int = 4,  # processes that load images
+    cpu: bool = False,  # stay on the CPU
+) -> dict:  # top1, top5, val_images, skipped
     "Evaluate a model on held-out images; ValueError or OSError if they do not fit."
     with together():
         accelerator, path = make_accelerator(cpu), weights_of(weights)
-        config = replace(VISION_PRESETS["digits"].config, img_size=img_size, batch_size=batch_size, workers=workers)
+        config = replace(
+            VISION_PRESETS["digits"].config,
+            img_size=img_size,
+            batch_size=batch_size,
+            workers=workers,
+        )
         files = (path.name, "config.json", "manifest.json")
-        about, model, config = read_whole(path.parent, files, lambda folder: read_model(folder / path.name, config))
+        about, model, config = read_whole(
+            path.parent, files, lambda folder: read_model(folder / path.name, config)
+        )
         cfg, reader = about["pretrained_cfg"], open_part(data, "val")
-        check_classes(data, reader.classes, about.get("label_names") or range(about["num_classes"]), path)
+        check_classes(
+            data, reader.classes, about.get("label_names") or range(about["num_classes"]), path
+        )
     cfg = model.pretrained_cfg | {name: cfg[name] for name in ("mean", "std", "interpolation")}
     images = Images(reader, *transforms(config, cfg)[1:])
-    return validate(Classifier(model, config).to(accelerator.device), images, batch_size, workers, accelerator)
+    return validate(
+        Classifier(model, config).to(accelerator.device), images, batch_size, workers, accelerator
+    )
 
-def read_model(path: Path, config: VisionConfig) -> tuple: # path: of the weights -> config.json, model, settings
+
+def read_model(
+    path: Path, config: VisionConfig
+) -> tuple:  # path: of the weights -> config.json, model, settings
     "Return a model of train-vision; ValueError if its folder holds none."
     folder = path.parent
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder that train-vision wrote")
     about = read_json(folder / "config.json")
     if isinstance(about, dict) and "vocab_size" in about:
-        raise ValueError(f"{folder} holds a language model; eval-vision needs a model of train-vision")
+        raise ValueError(
+            f"{folder} holds a language model; eval-vision needs a model of train-vision"
+        )
     check_sizes_of(about, folder / "config.json")
     cfg = about["pretrained_cfg"]
-    config = replace(config, model=about["architecture"], img_size=config.img_size or cfg["input_size"][-1],
-                     crop_pct=cfg["crop_pct"])
+    config = replace(
+        config,
+        model=about["architecture"],
+        img_size=config.img_size or cfg["input_size"][-1],
+        crop_pct=cfg["crop_pct"],
+    )
     check_folder(folder, "train the model again or restore the folder")
     return about, make_model(config, about["num_classes"], weights=path), config
 
-LARGEST_SIDE = 1 << 13 # pixels
 
-def check_sizes_of(about: dict, path: Path) -> None: # about: content of config.json
+LARGEST_SIDE = 1 << 13  # pixels
+
+
+def check_sizes_of(about: dict, path: Path) -> None:  # about: content of config.json
     "Raise ValueError if a model's sizes cannot be meant, before anything of these sizes is built."
     described = isinstance(about, dict) and isinstance(about.get("pretrained_cfg"), dict)
     size = about["pretrained_cfg"].get("input_size") if described else None
@@ -330,11 +482,18 @@ def check_sizes_of(about: dict, path: Path) -> None: # about: content of config.
     numbers = [about.get("num_classes"), *size] if is_size else [None]
     for number, most in zip(numbers, (LARGEST_CLASS + 1, *[LARGEST_SIDE] * 3)):
         if not isinstance(number, int) or not 0 < number <= most:
-            raise ValueError(f"{path} does not describe a model of train-vision: its sizes are missing or out of range")
+            raise ValueError(
+                f"{path} does not describe a model of train-vision: its sizes are missing or out of range"
+            )
 
-def check_classes(data: str, classes: dict, names: Iterable[str], path: Path) -> None: # names: the model's classes
+
+def check_classes(
+    data: str, classes: dict, names: Iterable[str], path: Path
+) -> None:  # names: the model's classes
     "Raise ValueError if a class of the data has another number in the model."
     known = {str(name): i for i, name in enumerate(names)}
     if odd := [name for name, i in classes.items() if known.get(name) != i]:
-        raise ValueError(f"class {odd[0]!r} of {data} is not number {classes[odd[0]]} of the {len(known)} classes of "
-                         f"{path}; evaluate on images of the same classes")
+        raise ValueError(
+            f"class {odd[0]!r} of {data} is not number {classes[odd[0]]} of the {len(known)} classes of "
+            f"{path}; evaluate on images of the same classes"
+        )

@@ -15,17 +15,27 @@ from torch import Tensor, nn
 from torch.library import custom_op
 
 from .memory import bias_apart, wide, with_product
-from .mixer import (
-    Device, Dtype, Mixer, ScanMixer, TextMask, check_number, check_sizes, register_mixer, start_with)
+from longhorn_kit.models.mixer import (
+    Device,
+    Dtype,
+    Mixer,
+    ScanMixer,
+    TextMask,
+    check_number,
+    check_sizes,
+    register_mixer,
+    start_with,
+)
 from ..scan.arguments import check_optional
 from ..scan.onnx import onnx_exporting
 from ..scan.op import selective_scan, selective_step
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
-def time_step_bias(size: int) -> Tensor: # (size,)
+def time_step_bias(size: int) -> Tensor:  # (size,)
     "Return biases whose softplus lies between 0.001 and 0.1, evenly on a logarithmic scale."
     dt = torch.empty(size).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-    return dt + torch.log(-torch.expm1(-dt)) # the inverse of softplus
+    return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
+
 
 def draw_time_steps(layer):
     "Start with such biases."
@@ -36,8 +46,16 @@ def draw_time_steps(layer):
 class Mamba(ScanMixer):
     "Mamba's layer (S6), (B,T,d_model) -> (B,T,d_model); options as Longhorn's. Source: Gu and Dao, arXiv 2312.00752."
 
-    def __init__(self, d_model: int, d_state: int = 16, d_conv: int = 4, expand: int = 2,
-                 *, device: Device = None, dtype: Dtype = None):
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        *,
+        device: Device = None,
+        dtype: Dtype = None,
+    ):
         super().__init__(d_model, d_state, d_conv, expand)
         self.dt_proj = nn.Linear(self.rank, self.d_inner)
         self.add_rates()
@@ -50,16 +68,35 @@ class Mamba(ScanMixer):
         "Return the matrix A (d_inner,N)."
         return -torch.exp(wide(self.A_log))
 
-    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, text: TextMask | None = None,
-             **options: Any) -> Any:
+    def scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        dt_low_rank: Tensor,
+        z: Tensor,
+        text: TextMask | None = None,
+        **options: Any,
+    ) -> Any:
         def run(dt, bias):
             if text is not None:
-                dt = text.fill(dt, -1e4) # its softplus is zero: a step without time changes nothing
+                dt = text.fill(
+                    dt, -1e4
+                )  # its softplus is zero: a step without time changes nothing
             return selective_scan(q, k, x, dt, self.rates(x), bias, self.D_skip, z, **options)
+
         return with_product(self.dt_proj, dt_low_rank, run)
 
-    def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_low_rank_t: Tensor, z_t: Tensor, S: Tensor,
-                  **options: Any) -> tuple[Tensor, Tensor]:
+    def scan_step(
+        self,
+        q_t: Tensor,
+        k_t: Tensor,
+        x_t: Tensor,
+        dt_low_rank_t: Tensor,
+        z_t: Tensor,
+        S: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         (dt_t, bias), A = bias_apart(self.dt_proj, dt_low_rank_t), self.rates(x_t[:, None])
         return selective_step(q_t, k_t, x_t, dt_t, A, S, bias, self.D_skip, z_t, **options)
 
@@ -96,10 +133,10 @@ def _(positions, half, base, dtype):
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-027
 def rotate(
-    x: Tensor, # (...,B,H,T,P)
-    start: int | Tensor, # the first position, a number or (B,), or all positions (B,T)
+    x: Tensor,  # (...,B,H,T,P)
+    start: int | Tensor,  # the first position, a number or (B,), or all positions (B,T)
     base: float = 1e4,
-) -> Tensor: # like x
+) -> Tensor:  # like x
     "Turn the pair (i, i + P/2) of every vector by position / base^(2i/P)."
     a, b = x.chunk(2, -1)
     positions = start if isinstance(start, Tensor) else torch.full((1,), start, device=x.device)
@@ -111,27 +148,32 @@ def rotate(
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-030
-def mask_options(steps, past, device=None, text=None) -> dict: # text (B,past+steps) bool; None: all columns
+def mask_options(
+    steps, past, device=None, text=None
+) -> dict:  # text (B,past+steps) bool; None: all columns
     "Return the causal mask for `steps` queries after `past` keys, as `scaled_dot_product_attention` takes it."
     if text is None and (not past or steps == 1):
         return {"is_causal": not past}
     mask = torch.ones(steps, past + steps, dtype=torch.bool, device=device).tril(past)
     if text is None:
         return {"attn_mask": mask}
-    itself = mask & ~mask.tril(past - 1) # padding sees itself: a softmax over nothing is NaN
+    itself = mask & ~mask.tril(past - 1)  # padding sees itself: a softmax over nothing is NaN
     return {"attn_mask": (mask & text[:, None] | itself)[:, None]}
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-033
 class AttentionCache(NamedTuple):
     "Keys and values of every token so far: one column per token."
-    k: Tensor # (B,H,T,P) rotated keys
-    v: Tensor # (B,H,T,P) values
+
+    k: Tensor  # (B,H,T,P) rotated keys
+    v: Tensor  # (B,H,T,P) values
+
 
 class PaddedCache(NamedTuple):
     "Keys and values of padded texts."
+
     k: Tensor
     v: Tensor
-    text: Tensor # (B,T) bool: the columns that are not padding
+    text: Tensor  # (B,T) bool: the columns that are not padding
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-034
 def default_heads(d_model: int) -> int:
@@ -141,7 +183,10 @@ def default_heads(d_model: int) -> int:
         raise ValueError(f"d_model is {d_model}; rotary positions need an even size")
     return d_model // min(sizes, key=lambda size: abs(math.log(size / 64)))
 
-def text_columns(x, past, known, text) -> tuple: # x (B,T,D); known (B,past) bool, or None; text: a `TextMask`, or None
+
+def text_columns(
+    x, past, known, text
+) -> tuple:  # x (B,T,D); known (B,past) bool, or None; text: a `TextMask`, or None
     "Return which columns are text (B,past+T), or None if all are, and the first or all positions of new tokens."
     if known is None and text is None:
         return None, past
@@ -157,21 +202,27 @@ def text_columns(x, past, known, text) -> tuple: # x (B,T,D); known (B,past) boo
 class Attention(Mixer):
     "Causal attention with rotary positions, (B,T,d_model) -> (B,T,d_model)."
 
-    def __init__(self, d_model: int,
-        n_heads: int | None = None, # None: of a size near 64
-        rope_base: float = 1e4,     # base of the rotary frequencies
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int | None = None,  # None: of a size near 64
+        rope_base: float = 1e4,  # base of the rotary frequencies
     ):
         super().__init__(d_model)
         n_heads = default_heads(self.d_model) if n_heads is None else n_heads
         check_sizes(n_heads=n_heads)
         check_number("rope_base", rope_base, lambda v: v > 0, "above 0")
         if d_model % (2 * n_heads):
-            raise ValueError(f"d_model is {d_model}; expected a multiple of 2 n_heads = {2 * n_heads}")
+            raise ValueError(
+                f"d_model is {d_model}; expected a multiple of 2 n_heads = {2 * n_heads}"
+            )
         self.n_heads, self.rope_base = n_heads, rope_base
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
-    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None) -> tuple:
+    def run(
+        self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None
+    ) -> tuple:
         sizes = x.shape[0], self.n_heads, "T", self.d_model // self.n_heads
         check_optional("cache.k", getattr(cache, "k", cache), sizes)
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -181,12 +232,18 @@ class Attention(Mixer):
         if past:
             k, v = torch.cat([cache.k.to(k.dtype), k], 2), torch.cat([cache.v.to(v.dtype), v], 2)
         mask = mask_options(q.shape[2], past, q.device, columns)
-        y = self.out_proj(F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).flatten(2))
+        y = self.out_proj(
+            F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).flatten(2)
+        )
         if not keep_cache:
             return y, None
         return y, AttentionCache(k, v) if columns is None else PaddedCache(k, v, columns)
 
-    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
-                    dtype: torch.dtype | None = None) -> AttentionCache:
+    def empty_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> AttentionCache:
         empty = self.zeros(device, dtype, batch_size, self.n_heads, 0, self.d_model // self.n_heads)
         return AttentionCache(empty, empty)

@@ -19,11 +19,19 @@ from safetensors.torch import save_file
 
 from .lm import Backbone, LMConfig, SequenceLM, count_parameters
 from .mixer import check_sizes, to_dtype
-from ..records import (
-    atomic_file, atomic_path, cannot_write, in_one_line, read_json, read_jsonl, read_record, without_full_paths)
+from longhorn_kit.records import (
+    atomic_file,
+    atomic_path,
+    cannot_write,
+    in_one_line,
+    read_json,
+    read_jsonl,
+    read_record,
+    without_full_paths,
+)
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-006
-def state_hash(state: dict, config: str) -> str: # name -> tensor; JSON of the config
+def state_hash(state: dict, config: str) -> str:  # name -> tensor; JSON of the config
     "Return the SHA-256 of a model's configuration and tensors."
     digest = hashlib.sha256(config.encode())
     for name in sorted(state):
@@ -32,15 +40,18 @@ def state_hash(state: dict, config: str) -> str: # name -> tensor; JSON of the c
         digest.update(memoryview(tensor.flatten().view(torch.uint8).numpy()))
     return digest.hexdigest()
 
+
 def save_model(model: Backbone, folder: str | Path) -> None:
     "Write `model.safetensors` and `config.json`, each whole or not at all."
     path, config = Path(folder) / "model.safetensors", json.dumps(model.config.to_dict(), indent=1)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     about = {"format": "pt", "config": config, "sha256": state_hash(state, config)}
     try:
-        with atomic_path(path, inside=True) as part: # safetensors writes a temporary file beside it
+        with atomic_path(
+            path, inside=True
+        ) as part:  # safetensors writes a temporary file beside it
             save_file(state, part, about)
-    except SafetensorError as error: # hides an OSError
+    except SafetensorError as error:  # hides an OSError
         raise cannot_write(path, error) from error
     with atomic_file(path.with_name("config.json")) as file:
         file.write(config + "\n")
@@ -48,22 +59,23 @@ def save_model(model: Backbone, folder: str | Path) -> None:
 # %% ../../nbs/machine/model_files.ipynb #model_files-008
 def read_weights(path, config: LMConfig) -> dict:
     "Return the tensors of a safetensors file; a `ValueError` names a damaged file or one with another config."
-    open(path, "rb").close() # a file that is missing or not readable is an OSError with its name
+    open(path, "rb").close()  # a file that is missing or not readable is an OSError with its name
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}
             state = {name: file.get_tensor(name) for name in file.keys()}
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or not a safetensors file: {error}") from error
-    if about.keys() & {"config", "sha256"}: # the kit wrote it
+    if about.keys() & {"config", "sha256"}:  # the kit wrote it
         check_digest(path, about, state)
     if "config" in about and json.loads(about["config"]) != config.to_dict():
         raise ValueError(f"{path} was saved with a config other than the config.json beside it")
     return state
 
-def check_digest(path, about: dict, state: dict) -> None: # about: metadata of the file
+
+def check_digest(path, about: dict, state: dict) -> None:  # about: metadata of the file
     "Raise ValueError if tensors or metadata have changed since the kit wrote them."
-    earlier = {"format", "config"} # what the kit wrote before it had digests
+    earlier = {"format", "config"}  # what the kit wrote before it had digests
     same = about.keys() == earlier
     if about.keys() == earlier | {"sha256"}:
         same = about["sha256"] == state_hash(state, about["config"])
@@ -71,7 +83,9 @@ def check_digest(path, about: dict, state: dict) -> None: # about: metadata of t
         raise ValueError(f"{path} is damaged: its contents do not match their SHA-256")
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-010
-def check_state(state: dict, expected: dict, source): # name -> tensor, both; source: name of `state` in messages
+def check_state(
+    state: dict, expected: dict, source
+):  # name -> tensor, both; source: name of `state` in messages
     "Raise a `ValueError` for the first tensor that is missing, unknown or of another shape."
     for name in expected | state:
         if name not in state:
@@ -84,9 +98,10 @@ def check_state(state: dict, expected: dict, source): # name -> tensor, both; so
 # %% ../../nbs/machine/model_files.ipynb #model_files-012
 def load_model(
     cls: type,
-    folder: str | Path, # written by `save_model`
-    device: torch.device | str | None = None, # None: the CPU
-    dtype: torch.dtype | None = None, # None: as saved; some parameters stay in float32, see `SequenceLM`
+    folder: str | Path,  # written by `save_model`
+    device: torch.device | str | None = None,  # None: the CPU
+    dtype: torch.dtype
+    | None = None,  # None: as saved; some parameters stay in float32, see `SequenceLM`
 ) -> Backbone:
     "Return the model in `folder`, in evaluation mode."
     path, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
@@ -97,9 +112,10 @@ def load_model(
         hint = f"; the model of this run is in {inner}" if (inner / "config.json").exists() else ""
         raise ValueError(f"{path} is not a model's config: {error}{hint}") from error
     state = read_weights(weights, config)
-    if config.n_layer > len(state): # before so many blocks are built
-        raise ValueError(f"{weights} has {len(state)} tensors, too few for the {config.n_layer} blocks "
-                         f"of {path}")
+    if config.n_layer > len(state):  # before so many blocks are built
+        raise ValueError(
+            f"{weights} has {len(state)} tensors, too few for the {config.n_layer} blocks of {path}"
+        )
     with torch.device("meta"):
         model = cls(config)
     check_state(state, model.state_dict(), weights)
@@ -108,10 +124,11 @@ def load_model(
         to_dtype(model, dtype)
     return model.to(device=device).eval()
 
+
 SequenceLM.save_pretrained, SequenceLM.from_pretrained = save_model, classmethod(load_model)
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-c
-def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
+def run_facts(folder: str | Path) -> dict:  # of a saved model -> {name: value}
     "Return what the training run around a model recorded; empty if the records are missing or of another model."
     run = Path(folder).parent
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -122,27 +139,39 @@ def run_facts(folder: str | Path) -> dict: # of a saved model -> {name: value}
         if (run / "start.json").exists():
             base = f"weights with SHA-256 {read_record(run / 'start.json')['weights']}"
         if ends := record.get("lengthened"):
-            schedule = {"Schedule": f"lengthened at step {ends[-1]} to {record['config']['steps']} steps"}
-            if Path(folder).name == f"model-{ends[-1]}-steps": # the longer run wrote the other records
+            schedule = {
+                "Schedule": f"lengthened at step {ends[-1]} to {record['config']['steps']} steps"
+            }
+            if (
+                Path(folder).name == f"model-{ends[-1]}-steps"
+            ):  # the longer run wrote the other records
                 return {}
         if all(shape[name] == value for name, value in model.items()):
             loss = last.get("ema_val_loss", last["val_loss"])
             held_out = f"{loss:.4f} nats per token, held out"
-            facts = card_facts(text, last["tokens"], held_out, start["environment"], start["command"])
+            facts = card_facts(
+                text, last["tokens"], held_out, start["environment"], start["command"]
+            )
             return facts | {"Base": base} | schedule
     return {}
 
+
 def card_facts(
-    text: str,    # SHA-256 of the training text
+    text: str,  # SHA-256 of the training text
     tokens: int,  # read in training
-    loss: str,    # held out, with its unit
-    kit: dict,    # from `environment`, when the training started
-    command: str, # that trained the model
+    loss: str,  # held out, with its unit
+    kit: dict,  # from `environment`, when the training started
+    command: str,  # that trained the model
 ) -> dict:
     "Return the rows of a model card that say where a trained model comes from."
-    return {"Base": "none; trained from random weights", "Data": f"text with SHA-256 {text}",
-            "Tokens": f"{tokens:,} seen in training", "Loss": loss,
-            "Commit": f"{kit['commit']} of longhorn-kit {kit['kit']}", "Command": as_code(without_full_paths(command))}
+    return {
+        "Base": "none; trained from random weights",
+        "Data": f"text with SHA-256 {text}",
+        "Tokens": f"{tokens:,} seen in training",
+        "Loss": loss,
+        "Commit": f"{kit['commit']} of longhorn-kit {kit['kit']}",
+        "Command": as_code(without_full_paths(command)),
+    }
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-e
 def table_cell(text: str) -> str:
@@ -150,13 +179,15 @@ def table_cell(text: str) -> str:
     text = in_one_line(text).replace("|", "\\|")
     return text if text.startswith("`") else text.replace("<", "&lt;")
 
+
 def as_code(text: str) -> str:
     "Return a text as code in Markdown, whatever backquotes it contains."
     longest = max(map(len, re.findall("`+", text)), default=0)
     fence = "`" * (longest + 1)
     return f"{fence} {text} {fence}" if longest else f"`{text}`"
 
-def model_card(config: LMConfig, facts: dict) -> str: # facts: from `run_facts`
+
+def model_card(config: LMConfig, facts: dict) -> str:  # facts: from `run_facts`
     "Return the text of a README.md."
     shape = f"{config.n_layer} block{'s' * (config.n_layer != 1)} of width {config.d_model} with mixer {config.mixer}"
     rows = {"Architecture": f"{shape}, {count_parameters(config):,} parameters"} | facts
@@ -182,15 +213,22 @@ def official_name(name: str) -> str:
     if name == "lm_head.weight":
         return name
     name = re.sub(r"^blocks\.", "layers.", re.sub(r"^norm\.", "norm_f.", name))
-    return "backbone." + name.replace("mixer.b_proj.", "mixer.dt_head.").replace("mixer.D_skip", "mixer.D")
+    return "backbone." + name.replace("mixer.b_proj.", "mixer.dt_head.").replace(
+        "mixer.D_skip", "mixer.D"
+    )
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-018
 def load_official_state_dict(
-    state_dict: dict, # name -> tensor, of the official Longhorn or Mamba model
-    config: LMConfig, # the model to load it into; no MLP
-) -> dict:            # name -> tensor, for `SequenceLM(config).load_state_dict`
+    state_dict: dict,  # name -> tensor, of the official Longhorn or Mamba model
+    config: LMConfig,  # the model to load it into; no MLP
+) -> dict:  # name -> tensor, for `SequenceLM(config).load_state_dict`
     "Return an official state dict in our names; a `ValueError` if a tensor does not fit."
-    if config.d_mlp or config.mixer not in ("longhorn", "longhorn_exact", "longhorn_decoupled", "mamba"):
+    if config.d_mlp or config.mixer not in (
+        "longhorn",
+        "longhorn_exact",
+        "longhorn_decoupled",
+        "mamba",
+    ):
         raise ValueError(f"the official code has no {config.mixer} model with d_mlp={config.d_mlp}")
     prefix = re.compile(r"^((_orig_mod|module|transformer)\.)+")
     state = {prefix.sub("", name): tensor for name, tensor in state_dict.items()}
@@ -199,8 +237,10 @@ def load_official_state_dict(
     if config.tie_embeddings and "lm_head.weight" in state:
         head = state.pop("lm_head.weight")
         if not torch.equal(head, state.get("backbone.embedding.weight", head)):
-            raise ValueError("lm_head.weight of the official state dict is not its embedding; "
-                             "expected equal tensors, or tie_embeddings=False")
+            raise ValueError(
+                "lm_head.weight of the official state dict is not its embedding; "
+                "expected equal tensors, or tie_embeddings=False"
+            )
     expected = {official_name(name): tensor for name, tensor in ours.items()}
     check_state(state, expected, "the official state dict")
     return {name: state[official_name(name)] for name in ours}
@@ -209,24 +249,28 @@ def load_official_state_dict(
 def fill_mlp(config: LMConfig, target: int) -> LMConfig:
     "Return `config` with the `d_mlp` that brings it nearest to `target` parameters; 0 if the rest is too large."
     bare = count_parameters(replace(config, d_mlp=0))
-    free = (target - bare) / config.n_layer - config.d_model # an MLP adds a norm and 3 d_model d_mlp
+    free = (
+        target - bare
+    ) / config.n_layer - config.d_model  # an MLP adds a norm and 3 d_model d_mlp
     return replace(config, d_mlp=max(0, round(free / (3 * config.d_model))))
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-023
 def nearest_widths(config: LMConfig, target: int) -> list:
     "Return `config` with the widest `d_model` that stays below `target` parameters, and with the next one."
     heads = config.mixer_options.get("n_heads", 1)
-    unit = 2 * heads if config.mixer == "attention" else 1 # a head needs an even size
+    unit = 2 * heads if config.mixer == "attention" else 1  # a head needs an even size
     wide = lambda units: replace(config, d_model=unit * units)
-    high = 2 + bisect_left(range(2, 1 << 20), target, key=lambda units: count_parameters(wide(units)))
+    high = 2 + bisect_left(
+        range(2, 1 << 20), target, key=lambda units: count_parameters(wide(units))
+    )
     return [wide(high - 1), wide(high)]
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-025
 def match_parameters(
     config: LMConfig,
     target: int,
-    tolerance: float = 0.01, # largest relative difference
-) -> LMConfig:               # with another `d_mlp` or `d_model` where needed
+    tolerance: float = 0.01,  # largest relative difference
+) -> LMConfig:  # with another `d_mlp` or `d_model` where needed
     "Return a model of the same kind with about `target` parameters; a `ValueError` if none comes near."
     check_sizes(target=target)
     gap = lambda candidate: abs(count_parameters(candidate) / target - 1)
@@ -234,11 +278,16 @@ def match_parameters(
         return config
     filled, widths = fill_mlp(config, target), nearest_widths(config, target)
     worth_it = filled.d_mlp >= (1 if config.d_mlp else config.d_model // 2)
-    thin = [filled, fill_mlp(widths[0], target)] # an MLP of a few units: only where nothing else fits
+    thin = [
+        filled,
+        fill_mlp(widths[0], target),
+    ]  # an MLP of a few units: only where nothing else fits
     attempts = [filled] * worth_it + sorted(widths, key=gap) + thin
     best = next((candidate for candidate in attempts if gap(candidate) <= tolerance), None)
     if best is None:
         near = min(attempts, key=gap)
-        raise ValueError(f"no {config.mixer} model within {tolerance:.1%} of {target:,} parameters; nearest: "
-                         f"{count_parameters(near):,} with d_model={near.d_model}, d_mlp={near.d_mlp}")
+        raise ValueError(
+            f"no {config.mixer} model within {tolerance:.1%} of {target:,} parameters; nearest: "
+            f"{count_parameters(near):,} with d_model={near.d_model}, d_mlp={near.d_mlp}"
+        )
     return best

@@ -17,27 +17,46 @@ from torch import Tensor, nn
 
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.launch import unwatched
-from .memory import chunked_cross_entropy, is_plain, kernels_run, product_dtype, wide
+from longhorn_kit.models.memory import (
+    chunked_cross_entropy,
+    is_plain,
+    kernels_run,
+    product_dtype,
+    wide,
+)
 from longhorn_kit.models.mixer import (
-    CacheSlot, Device, Dtype, TextMask, build_mixer, check_number, check_sizes, copy_values, device_of, placed,
-    redraw, start_with)
+    CacheSlot,
+    Device,
+    Dtype,
+    TextMask,
+    build_mixer,
+    check_number,
+    check_sizes,
+    copy_values,
+    device_of,
+    placed,
+    redraw,
+    start_with,
+)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
 @dataclass
 class LMConfig:
     "Configuration of a `SequenceLM`; mistakes raise a `ValueError`."
-    vocab_size: int = 256       # number of tokens
-    d_model: int = 128          # width of the residual stream
-    n_layer: int = 4            # number of blocks
-    mixer: str = "longhorn"     # a key of `MIXERS`
-    mixer_options: dict = field(default_factory=dict) # the mixer's options
-    d_mlp: int = 0              # hidden size of every block's SwiGLU MLP; 0: no MLP
-    dropout: float = 0.0        # on the embedding and on what every block adds
-    tie_embeddings: bool = True # read out with the embedding matrix
-    norm_eps: float = 1e-5      # in every RMSNorm
 
-    def __post_init__(self): check_config(self)
+    vocab_size: int = 256  # number of tokens
+    d_model: int = 128  # width of the residual stream
+    n_layer: int = 4  # number of blocks
+    mixer: str = "longhorn"  # a key of `MIXERS`
+    mixer_options: dict = field(default_factory=dict)  # the mixer's options
+    d_mlp: int = 0  # hidden size of every block's SwiGLU MLP; 0: no MLP
+    dropout: float = 0.0  # on the embedding and on what every block adds
+    tie_embeddings: bool = True  # read out with the embedding matrix
+    norm_eps: float = 1e-5  # in every RMSNorm
+
+    def __post_init__(self):
+        check_config(self)
 
     def to_dict(self) -> dict:
         "Return the fields as a dict for JSON."
@@ -58,7 +77,7 @@ def check_config(config):
     "Raise a `ValueError` for the first wrong field of an `LMConfig`."
     check_sizes(vocab_size=config.vocab_size, d_model=config.d_model, n_layer=config.n_layer)
     check_sizes(0, d_mlp=config.d_mlp)
-    for name in ("vocab_size", "d_model", "n_layer", "d_mlp"): # JSON takes no integers of NumPy
+    for name in ("vocab_size", "d_model", "n_layer", "d_mlp"):  # JSON takes no integers of NumPy
         setattr(config, name, int(getattr(config, name)))
     check_number("d_model", config.d_model, lambda v: v < 2**24, "less than 2**24")
     for name in ("dropout", "norm_eps"):
@@ -67,8 +86,12 @@ def check_config(config):
         if not isinstance(value := getattr(config, name), kind):
             raise ValueError(f"{name} is {shown(value)}; expected a {kind.__name__}")
     with torch.device("meta"):
-        build_mixer(config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()})
-    config.mixer_options = {k: v.item() if hasattr(v, "item") else v for k, v in config.mixer_options.items()}
+        build_mixer(
+            config.mixer, config.d_model, **{str(key): v for key, v in config.mixer_options.items()}
+        )
+    config.mixer_options = {
+        k: v.item() if hasattr(v, "item") else v for k, v in config.mixer_options.items()
+    }
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-011
 class RMSNorm(nn.Module):
@@ -88,10 +111,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, h: Tensor, y: Tensor | None = None) -> Any:
         "Return the norm of h; or with y the pair `h + y` and its norm, (B,T,D) on a GPU in the dtype of products."
-        if y is None or h.dim() < 3 or not kernels_run(h, y, self.weight): # a step is too small
+        if y is None or h.dim() < 3 or not kernels_run(h, y, self.weight):  # a step is too small
             return self.normalize(h) if y is None else (h + y, self.normalize(h + y))
         from longhorn_kit.scan.triton_pointwise import add_norm
-        return add_norm(h, y, self.weight, self.eps, product_dtype(h.device.type, self.weight.dtype))
+
+        return add_norm(
+            h, y, self.weight, self.eps, product_dtype(h.device.type, self.weight.dtype)
+        )
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-014
 class SwiGLU(nn.Module):
@@ -121,12 +147,20 @@ class Block(nn.Module):
 
     reset_parameters = redraw
 
-    def forward(self, h: Tensor, y: Tensor | None = None, cu_seqlens: Tensor | None = None,
-                slot: CacheSlot | None = None, text: TextMask | None = None) -> Any:
+    def forward(
+        self,
+        h: Tensor,
+        y: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        slot: CacheSlot | None = None,
+        text: TextMask | None = None,
+    ) -> Any:
         "Return the stream (..,d_model) after this block; if `y` is still to be added, the pair of stream and next `y`."
         closed, train = y is None, self.training and slot is None
         h, u = (h, self.norm(h)) if closed else self.norm(h, y)
-        y = F.dropout(self.mixer(u, cu_seqlens=cu_seqlens, slot=slot, text=text), self.dropout, train)
+        y = F.dropout(
+            self.mixer(u, cu_seqlens=cu_seqlens, slot=slot, text=text), self.dropout, train
+        )
         if self.mlp is not None:
             h, u = self.mlp_norm(h, y)
             y = F.dropout(self.mlp(u), self.dropout, train)
@@ -137,23 +171,29 @@ def draw_embedding(layer: nn.Module):
     "Start with the official code's embedding."
     nn.init.normal_(layer.weight, std=0.02)
 
+
 def divide_weight(layer: nn.Module, by: float):
     "Start with a smaller weight."
     layer.weight /= by
+
 
 def draw_weights(model: nn.Module):
     "Draw the embedding; divide the stream's writers by the root of their number."
     start_with(model.embedding, draw_embedding)
     names = [name for name, _ in model.named_parameters() if name.endswith("out_proj.weight")]
     for name in names:
-        start_with(model.get_submodule(name.removesuffix(".weight")), divide_weight, math.sqrt(len(names)))
+        start_with(
+            model.get_submodule(name.removesuffix(".weight")), divide_weight, math.sqrt(len(names))
+        )
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-018
 @placed
 class Backbone(nn.Module):
     "Embedding, blocks and read-out, for training."
 
-    def __init__(self, config: LMConfig, *, device: Device = None, dtype: Dtype = None): # config: sizes, mixer, options
+    def __init__(
+        self, config: LMConfig, *, device: Device = None, dtype: Dtype = None
+    ):  # config: sizes, mixer, options
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.d_model)
@@ -166,17 +206,21 @@ class Backbone(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         "Draw all parameters again, one block at a time; see `redraw` for what a layer does."
-        with torch.device(device_of(self)): # in the constructor's order: the same seed gives the same values
+        with torch.device(
+            device_of(self)
+        ):  # in the constructor's order: the same seed gives the same values
             embedding = nn.Embedding(self.config.vocab_size, self.config.d_model)
             for block in self.blocks:
                 block.reset_parameters()
             self.norm.reset_parameters()
             if not self.config.tie_embeddings:
-                copy_values(self.lm_head, nn.Linear(self.config.d_model, self.config.vocab_size, bias=False))
+                copy_values(
+                    self.lm_head, nn.Linear(self.config.d_model, self.config.vocab_size, bias=False)
+                )
             start_with(embedding, draw_embedding)
             copy_values(self.embedding, embedding)
 
-    init_weights = reset_parameters # the name that trainers of sharded models call
+    init_weights = reset_parameters  # the name that trainers of sharded models call
 
     def embed(self, tokens: Tensor, dims: int = 2) -> Tensor:
         "Return float32 or float64 vectors of tokens (B,T), or of (B,) with `dims=1`."
@@ -186,7 +230,11 @@ class Backbone(nn.Module):
     def output_matrix(self, h: Tensor) -> Tensor:
         "Return the matrix (V,d_model) that reads out h; a tied embedding that is wrapped or offloaded is called."
         layer = self.embedding if self.config.tie_embeddings else self.lm_head
-        if layer is not self.embedding or type(layer) is nn.Embedding and "forward" not in layer.__dict__:
+        if (
+            layer is not self.embedding
+            or type(layer) is nn.Embedding
+            and "forward" not in layer.__dict__
+        ):
             return layer.weight
         return layer(torch.arange(self.config.vocab_size, device=h.device))
 
@@ -201,32 +249,42 @@ class Backbone(nn.Module):
     def features(self, tokens: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         "Return the input (B,T,d_model) of the output matrix; bounds from `document_bounds` reset the state."
         h = self.embed(tokens)
-        h = F.dropout(h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training)
+        h = F.dropout(
+            h if cu_seqlens is None else h.flatten(0, 1)[None], self.config.dropout, self.training
+        )
         h = self.run_blocks(h, [None] * len(self.blocks), cu_seqlens)
         return h if cu_seqlens is None else h[0].unflatten(0, tokens.shape)
 
     def run_blocks(self, h: Tensor, slots: list, cu_seqlens: Tensor | None = None) -> Tensor:
         "Return the features (..,d_model) of embedded tokens; a block decodes if it has a slot, not None."
         y = torch.zeros_like(h, dtype=product_dtype(h.device.type, self.norm.weight.dtype))
-        y = y if in_functorch() else y.requires_grad_(h.requires_grad) # one compiled graph for all blocks
+        y = (
+            y if in_functorch() else y.requires_grad_(h.requires_grad)
+        )  # one compiled graph for all blocks
         for block, slot in zip(self.blocks, slots):
             h, y = block(h, y, cu_seqlens, slot)
         return self.norm(h, y)[1]
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor | Any:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor | Any:
         "Return the logits (B,T,V) of tokens (B,T); with targets (B,T) also the loss in nats per token."
         logits = self.logits(self.features(tokens, cu_seqlens))
         return logits if targets is None else (logits, mean_loss(logits, targets))
 
-    def loss(self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 0) -> Tensor:
+    def loss(
+        self, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None = None, chunk: int = 0
+    ) -> Tensor:
         "Return the loss of `forward` from logits of `chunk` positions at a time; 0: all, or 8192 on a GPU."
         h = self.features(tokens, cu_seqlens)
         check_targets(targets, h, self.config.vocab_size)
         check_sizes(0, chunk=chunk)
         plain = self.config.tie_embeddings or is_plain(self.lm_head) and self.lm_head.bias is None
-        if not plain or not (chunk or h.is_cuda): # a wrapped or hooked head is called once
+        if not plain or not (chunk or h.is_cuda):  # a wrapped or hooked head is called once
             return mean_loss(self.logits(h), targets)
-        return chunked_cross_entropy(h.flatten(0, 1), self.output_matrix(h), targets.flatten().long(), chunk or 8192)
+        return chunked_cross_entropy(
+            h.flatten(0, 1), self.output_matrix(h), targets.flatten().long(), chunk or 8192
+        )
 
     def num_parameters(self) -> int:
         "Return the number of parameters; tied embeddings count once."
@@ -235,28 +293,36 @@ class Backbone(nn.Module):
 # %% ../../nbs/models/22_lm.ipynb #22_lm-021
 def mean_loss(
     logits: Tensor,  # (B,T,V)
-    targets: Tensor, # (B,T) the tokens to predict; -100 is left out
-) -> Tensor:         # scalar, nats per token
+    targets: Tensor,  # (B,T) the tokens to predict; -100 is left out
+) -> Tensor:  # scalar, nats per token
     "Return the mean cross entropy, computed in float32."
     check_targets(targets, logits, logits.shape[-1])
     return F.cross_entropy(wide(logits.flatten(0, 1)), targets.flatten().long())
 
-
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022
-def check_targets(targets: Tensor, of: Tensor, vocab_size: int): # (B,T), (B,T,...)
+def check_targets(targets: Tensor, of: Tensor, vocab_size: int):  # (B,T), (B,T,...)
     "Raise a `ValueError` unless there is a target for every token; values are checked on the CPU only."
     kind = getattr(targets, "dtype", type(targets).__name__)
-    if not isinstance(targets, Tensor) or kind == torch.bool or kind.is_floating_point or kind.is_complex:
+    if (
+        not isinstance(targets, Tensor)
+        or kind == torch.bool
+        or kind.is_floating_point
+        or kind.is_complex
+    ):
         raise ValueError(f"targets is {kind}; expected integers of shape {tuple(of.shape[:-1])}")
     if targets.shape != of.shape[:-1]:
-        raise ValueError(f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens")
+        raise ValueError(
+            f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens"
+        )
     if targets.device.type == "cpu" and unwatched():
         wrong = targets[(targets >= vocab_size) | (targets < 0) & (targets != -100)]
         if len(wrong):
-            raise ValueError(f"targets has the value {wrong[0].item()}; expected 0 to {vocab_size - 1}, or -100")
+            raise ValueError(
+                f"targets has the value {wrong[0].item()}; expected 0 to {vocab_size - 1}, or -100"
+            )
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-022b
-def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or (B,) with dims=1
+def check_tokens(tokens: Tensor, dims: int, vocab_size: int):  # tokens (B,T), or (B,) with dims=1
     "Raise a `ValueError` unless these are tokens; values are checked on the CPU only."
     expected = "(B, T)" if dims == 2 else "(B,)"
     if not isinstance(tokens, Tensor):
@@ -268,12 +334,14 @@ def check_tokens(tokens: Tensor, dims: int, vocab_size: int): # tokens (B,T), or
     if tokens.device.type == "cpu" and tokens.numel() and unwatched():
         low, high = (value.item() for value in tokens.aminmax())
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"tokens has values from {low} to {high}; expected 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"tokens has values from {low} to {high}; expected 0 to {vocab_size - 1}"
+            )
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-026
 def count_parameters(config: LMConfig) -> int:
     "Return the number of parameters of a model, without allocating it."
-    with torch.device("meta"): # all blocks are alike
+    with torch.device("meta"):  # all blocks are alike
         one, two = (Backbone(replace(config, n_layer=n)).num_parameters() for n in (1, 2))
     return one + (config.n_layer - 1) * (two - one)
 
@@ -281,14 +349,20 @@ def count_parameters(config: LMConfig) -> int:
 class Decoder(Backbone):
     "A `Backbone` that decodes from a cache."
 
-    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
-                    dtype: torch.dtype | None = None) -> list:
+    def empty_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list:
         "Return one mixer cache per block, before the first token."
         return [block.mixer.empty_cache(batch_size, device, dtype) for block in self.blocks]
 
     def decode(self, h: Tensor, cache: list) -> tuple[Tensor, list]:
         if (entries := len(cache or ())) != len(self.blocks):
-            raise ValueError(f"cache has {entries} entries; expected {len(self.blocks)}, one for each block")
+            raise ValueError(
+                f"cache has {entries} entries; expected {len(self.blocks)}, one for each block"
+            )
         slots = [CacheSlot(entry) for entry in cache]
         return self.run_blocks(h, slots), [slot.after for slot in slots]
 
@@ -297,9 +371,13 @@ class Decoder(Backbone):
         h, cache = self.decode(self.embed(token, 1), cache)
         return self.logits(h), cache
 
-    def prefill(self, tokens: Tensor, cache: list | None = None, last_only: bool = False) -> tuple[Tensor, list]:
+    def prefill(
+        self, tokens: Tensor, cache: list | None = None, last_only: bool = False
+    ) -> tuple[Tensor, list]:
         "Return the logits (B,T,V) of the next tokens (B,T), or (B,1,V) with `last_only`, and the cache after them."
-        h, cache = self.decode(self.embed(tokens), [None] * len(self.blocks) if cache is None else cache)
+        h, cache = self.decode(
+            self.embed(tokens), [None] * len(self.blocks) if cache is None else cache
+        )
         return self.logits(h[:, -1:] if last_only else h), cache
 
     def read(self, tokens: Tensor, piece: int = 4096) -> tuple[Tensor, list]:
@@ -311,14 +389,14 @@ class Decoder(Backbone):
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-035
 def sample(
-    logits: Tensor,             # (B,V)
-    temperature: float = 1.0,   # 0: the most probable token
-    top_k: int | None = None,   # keep the k most probable tokens
-    top_p: float | None = None, # keep the smallest set with this probability
+    logits: Tensor,  # (B,V)
+    temperature: float = 1.0,  # 0: the most probable token
+    top_k: int | None = None,  # keep the k most probable tokens
+    top_p: float | None = None,  # keep the smallest set with this probability
     generator: torch.Generator | None = None,
-) -> Tensor:                    # (B,) tokens
+) -> Tensor:  # (B,) tokens
     "Draw the next token: temperature, then top-k, then top-p among the rest."
-    if 0 <= temperature < 1e-30 or top_k == 1: # the logits stay finite
+    if 0 <= temperature < 1e-30 or top_k == 1:  # the logits stay finite
         return logits.argmax(-1)
     logits, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
     probs = logits[..., :top_k].softmax(-1)
@@ -331,29 +409,43 @@ def start_generator(tokens, n_new, temperature, top_k, top_p, seed, vocab_size):
     "Return the generator of `seed`, or None; raise a `ValueError` for a wrong argument."
     check_tokens(tokens, 2, vocab_size)
     if tokens.shape[1] == 0:
-        raise ValueError(f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token")
+        raise ValueError(
+            f"tokens has shape {tuple(tokens.shape)}; generation needs at least one token"
+        )
     check_sizes(0, n_new=n_new)
     check_number("temperature", temperature, lambda v: 0 <= v < math.inf, "of at least 0")
     if top_k is not None:
         check_sizes(top_k=top_k)
     if top_p is not None:
         check_number("top_p", top_p, lambda v: 0 < v <= 1, "above 0 and at most 1")
-    if seed is not None and not (type(seed) is int and -2**63 <= seed < 2**64):
-        raise ValueError(f"seed is {shown(seed)}; expected an integer from {-2**63} to {2**64 - 1}")
+    if seed is not None and not (type(seed) is int and -(2**63) <= seed < 2**64):
+        raise ValueError(
+            f"seed is {shown(seed)}; expected an integer from {-(2**63)} to {2**64 - 1}"
+        )
     return None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-042
 @documented
 class SequenceLM(Decoder):
     "A causal language model over any mixer: `model(tokens, targets)` trains, `generate` decodes."
-    save_pretrained: Callable[..., None] # these two are in `models.files`
+
+    save_pretrained: Callable[..., None]  # these two are in `models.files`
     from_pretrained: ClassVar[Callable[..., "SequenceLM"]]
 
     @torch.no_grad()
-    def stream(self, tokens: Tensor, n_new: int, temperature: float = 1.0, top_k: int | None = None,
-               top_p: float | None = None, seed: int | None = None) -> Iterator[Tensor]:
+    def stream(
+        self,
+        tokens: Tensor,
+        n_new: int,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | None = None,
+    ) -> Iterator[Tensor]:
         "Yield `n_new` tokens (B,) as they are drawn; arguments as in `generate`."
-        generator = start_generator(tokens, n_new, temperature, top_k, top_p, seed, self.config.vocab_size)
+        generator = start_generator(
+            tokens, n_new, temperature, top_k, top_p, seed, self.config.vocab_size
+        )
         logits, cache = self.read(tokens)
         logits = logits[:, 0]
         for left in reversed(range(n_new)):
@@ -361,11 +453,14 @@ class SequenceLM(Decoder):
             logits, cache = self.step(token, cache) if left else (None, None)
 
     @documented
-    def generate(self,
-        tokens: Tensor, n_new: int, # (B,T) prompt, number of tokens to add
-        temperature: float = 1.0,   # 0: the most probable token
-        top_k: int | None = None, top_p: float | None = None, # keep k tokens, or the fewest with this probability
-        seed: int | None = None,    # of the draws; same seed, same tokens
+    def generate(
+        self,
+        tokens: Tensor,
+        n_new: int,  # (B,T) prompt, number of tokens to add
+        temperature: float = 1.0,  # 0: the most probable token
+        top_k: int | None = None,
+        top_p: float | None = None,  # keep k tokens, or the fewest with this probability
+        seed: int | None = None,  # of the draws; same seed, same tokens
     ) -> Tensor:
         "Return prompt and continuation, (B,T+n_new), drawn as by `sample`."
         new = list(self.stream(tokens, n_new, temperature, top_k, top_p, seed))
@@ -373,9 +468,9 @@ class SequenceLM(Decoder):
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-046b
 def document_bounds(
-    tokens: Tensor, # (B,T)
-    end: int,       # the token that ends a document
-) -> Tensor:        # (documents+1,) int32
+    tokens: Tensor,  # (B,T)
+    end: int,  # the token that ends a document
+) -> Tensor:  # (documents+1,) int32
     "Return the bounds (`cu_seqlens`) of the documents in B concatenated rows; each row starts one."
     starts = torch.ones_like(tokens, dtype=torch.bool)
     starts[:, 1:] = tokens[:, :-1] == end

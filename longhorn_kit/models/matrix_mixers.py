@@ -16,8 +16,16 @@ from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
 from .memory import convolve, product_dtype, weight_of, wide
-from .mixer import (
-    Mixer, ScanMixer, TextMask, check_number, check_sizes, check_stream, register_mixer, start_with)
+from longhorn_kit.models.mixer import (
+    Mixer,
+    ScanMixer,
+    TextMask,
+    check_number,
+    check_sizes,
+    check_stream,
+    register_mixer,
+    start_with,
+)
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
@@ -25,9 +33,10 @@ from ..scan.op import pick_backend
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-007
 class MatrixCache(NamedTuple):
     "Memory of a layer with a matrix state between tokens."
-    past: Tensor     # (B,C,W) inputs that convolution or token shift still needs
-    S: Tensor        # (B,H,P,N) a matrix per head, in float32 (float64 for a float64 layer)
-    position: Tensor # (B,) tokens read
+
+    past: Tensor  # (B,C,W) inputs that convolution or token shift still needs
+    S: Tensor  # (B,H,P,N) a matrix per head, in float32 (float64 for a float64 layer)
+    position: Tensor  # (B,) tokens read
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-008-c
 class MatrixMixer(Mixer):
@@ -39,15 +48,22 @@ class MatrixMixer(Mixer):
         self.keys, self.values = n_heads * d_key, n_heads * d_value
         self.out_proj = nn.Linear(self.values, d_model, bias=False)
 
-    def heads(self, t: Tensor) -> Tensor: return t.unflatten(-1, (self.n_heads, -1)) # (B,T,H*F) -> (B,T,H,F)
+    def heads(self, t: Tensor) -> Tensor:
+        return t.unflatten(-1, (self.n_heads, -1))  # (B,T,H*F) -> (B,T,H,F)
 
-    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
-                    dtype: torch.dtype | None = None) -> MatrixCache:
+    def empty_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> MatrixCache:
         zeros = lambda *shape, dtype=dtype: self.zeros(device, dtype, batch_size, *shape)
         S = wide(zeros(self.n_heads, self.d_value, self.d_key))
         return MatrixCache(zeros(*self.past_shape), S, zeros(dtype=torch.int64))
 
-    def read_out(self, y: Tensor, gate: Any) -> Tensor: # (B,T,H,P) -> (B,T,H*P): heads normalised, gated if asked
+    def read_out(
+        self, y: Tensor, gate: Any
+    ) -> Tensor:  # (B,T,H,P) -> (B,T,H*P): heads normalised, gated if asked
         y = head_norm(y, getattr(self, "norm_weight", None)).flatten(2)
         return y if gate is None else y * F.silu(gate)
 
@@ -57,9 +73,15 @@ class MatrixMixer(Mixer):
         check_tensor("cache.past", cache.past, (rows, *self.past_shape))
         return cache
 
-    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None) -> tuple:
+    def run(
+        self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None
+    ) -> tuple:
         rows, read = x.shape[0], x.shape[1]
-        cache = self.empty_cache(rows, x.device, x.dtype) if cache is None else self.check_cache(cache, rows)
+        cache = (
+            self.empty_cache(rows, x.device, x.dtype)
+            if cache is None
+            else self.check_cache(cache, rows)
+        )
         if text is None:
             scan, gate, past = self.inputs(x, cache)
         else:
@@ -74,11 +96,17 @@ class MatrixMixer(Mixer):
         x = check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None]
         scan, gate, past = self.inputs(x, self.check_cache(cache, x.shape[0]))
         bonus = scan.pop("bonus", None)
-        y, S = matrix_step(**{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus)
-        return self.out_proj(self.read_out(y[:, None], gate))[:, 0], MatrixCache(past, S, cache.position + 1)
+        y, S = matrix_step(
+            **{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus
+        )
+        return self.out_proj(self.read_out(y[:, None], gate))[:, 0], MatrixCache(
+            past, S, cache.position + 1
+        )
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-010
-def head_sizes(d_model, n_heads, key, value, near) -> tuple: # key, value: width of all keys, values / d_model
+def head_sizes(
+    d_model, n_heads, key, value, near
+) -> tuple:  # key, value: width of all keys, values / d_model
     "Return heads H, key size N, value size P, rounded; without `n_heads`, keys have about the size `near`."
     check_sizes(d_model=d_model)
     n_heads = max(1, round(key * d_model / near)) if n_heads is None else n_heads
@@ -86,13 +114,13 @@ def head_sizes(d_model, n_heads, key, value, near) -> tuple: # key, value: width
     return n_heads, max(1, round(key * d_model / n_heads)), max(1, round(value * d_model / n_heads))
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-014
-def head_norm(y: Tensor, weight: Tensor | None = None) -> Tensor: # read-outs (...,P), weight (P,)
+def head_norm(y: Tensor, weight: Tensor | None = None) -> Tensor:  # read-outs (...,P), weight (P,)
     "Divide every vector by its root mean square, in y's dtype."
     normed = F.rms_norm(wide(y), y.shape[-1:], eps=1e-5)
     return (normed if weight is None else normed * weight).to(y.dtype)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-018
-def start_small(layer: nn.Linear, *sizes: int): # stacked projections; rows of each
+def start_small(layer: nn.Linear, *sizes: int):  # stacked projections; rows of each
     "Start with Xavier's values times 2^-2.5 for each projection, as RetNet and GLA do."
     for part in layer.weight[: sum(sizes)].split(sizes):
         nn.init.xavier_uniform_(part, gain=2**-2.5)
@@ -102,15 +130,17 @@ def start_small(layer: nn.Linear, *sizes: int): # stacked projections; rows of e
 class RetNet(MatrixMixer):
     "Retention: a fixed decay per head and rotary positions. Source: Sun et al., arXiv 2307.08621."
 
-    def __init__(self, d_model: int,
-        n_heads: int | None = None, # None: keys of about 256
-        expand: float = 2,          # width of the values / d_model
-        rope_base: float = 1e4,     # base of the rotary frequencies
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int | None = None,  # None: keys of about 256
+        expand: float = 2,  # width of the values / d_model
+        rope_base: float = 1e4,  # base of the rotary frequencies
     ):
         for name, value in dict(expand=expand, rope_base=rope_base).items():
             check_number(name, value, lambda v: 0 < v < float("inf"), "above 0")
         H, N, P = head_sizes(d_model, n_heads, 1, expand, 256)
-        super().__init__(d_model, H, N + N % 2, P) # rotations need an even size
+        super().__init__(d_model, H, N + N % 2, P)  # rotations need an even size
         self.rope_base = rope_base
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
         start_with(self.in_proj, start_small, self.keys, self.keys, self.values, self.values)
@@ -118,7 +148,9 @@ class RetNet(MatrixMixer):
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
         start = cache.position if text is None else cache.position[:, None] + text.positions()
-        turn = lambda t: rotate(self.heads(t).transpose(1, 2), start, self.rope_base).transpose(1, 2)
+        turn = lambda t: rotate(self.heads(t).transpose(1, 2), start, self.rope_base).transpose(
+            1, 2
+        )
         decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.n_heads, device=x.device))))
         scan = dict(q=turn(q) * self.d_key**-0.5, k=turn(k), x=self.heads(v))
         return scan | dict(log_decay=decay.expand(*x.shape[:2], -1)), g, cache.past
@@ -128,9 +160,12 @@ class RetNet(MatrixMixer):
 class GLA(MatrixMixer):
     "Gated linear attention: a decay per key coordinate, from the token. Source: Yang et al., arXiv 2312.06635."
 
-    def __init__(self, d_model: int, n_heads: int = 4,
-        gate_rank: int = 16,       # rank of the projection to the decays
-        temperature: float = 16.0, # the decay is a sigmoid to the power 1 / temperature
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 4,
+        gate_rank: int = 16,  # rank of the projection to the decays
+        temperature: float = 16.0,  # the decay is a sigmoid to the power 1 / temperature
     ):
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1 / 2, 1, 128))
         check_sizes(gate_rank=gate_rank)
@@ -138,7 +173,9 @@ class GLA(MatrixMixer):
         self.temperature = temperature
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)
         start_with(self.in_proj, start_small, self.keys, self.keys)
-        self.decay_proj = nn.Sequential(nn.Linear(d_model, gate_rank, bias=False), nn.Linear(gate_rank, self.keys))
+        self.decay_proj = nn.Sequential(
+            nn.Linear(d_model, gate_rank, bias=False), nn.Linear(gate_rank, self.keys)
+        )
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
@@ -152,9 +189,11 @@ class GLA(MatrixMixer):
 class HGRN2(MatrixMixer):
     "Keys that are one minus the decay. Source: Qin et al., arXiv 2404.07904."
 
-    def __init__(self, d_model: int,
-        n_heads: int | None = None, # None: keys of about 128
-        lower_bound: float = 0.0,   # smallest decay
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int | None = None,  # None: keys of about 128
+        lower_bound: float = 0.0,  # smallest decay
     ):
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1, 1, 128))
         check_number("lower_bound", lower_bound, lambda v: 0 <= v < 1, "of at least 0 and below 1")
@@ -165,17 +204,21 @@ class HGRN2(MatrixMixer):
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, f, v = self.in_proj(x).split([self.keys, self.keys, self.values], -1)
         k = (1 - self.lower_bound) * torch.sigmoid(-wide(f))
-        kept = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(wide(f)) # 1 - k, which could round to 0
+        kept = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(
+            wide(f)
+        )  # 1 - k, which could round to 0
         decay = kept.log() if self.lower_bound else F.logsigmoid(wide(f))
         q, k, v, decay = map(self.heads, (F.silu(q) * self.d_key**-0.5, k.to(v.dtype), v, decay))
         return dict(q=q, k=k, x=v, log_decay=decay), None, cache.past
 
-    def read_out(self, y: Tensor, gate: Any) -> Tensor: return head_norm(y.flatten(2), self.norm_weight)
+    def read_out(self, y: Tensor, gate: Any) -> Tensor:
+        return head_norm(y.flatten(2), self.norm_weight)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
 def start_within(layer: nn.Linear, bound: float):
     "Start with uniform weights between -bound and bound."
     nn.init.uniform_(layer.weight, -bound, bound)
+
 
 class TokenShift(MatrixMixer):
     "Shift, projections and read-out of RWKV."
@@ -183,7 +226,9 @@ class TokenShift(MatrixMixer):
     def __init__(self, d_model, n_heads, *powers):
         H, N, _ = head_sizes(d_model, n_heads, 1, 1, 64)
         super().__init__(d_model, H, N, N, (d_model, 1))
-        share = torch.arange(d_model) / d_model # a row of `mix` per projection: the token before counts 1 - share^power
+        share = (
+            torch.arange(d_model) / d_model
+        )  # a row of `mix` per projection: the token before counts 1 - share^power
         self.mix = nn.Parameter(1 - share ** torch.tensor(powers)[:, None])
         linear = lambda: nn.Linear(d_model, self.keys, bias=False)
         self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
@@ -210,10 +255,13 @@ class TokenShift(MatrixMixer):
         return self.norm(rows).unflatten(0, y.shape[:2]).to(y.dtype) * F.silu(g)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-031
-def slow_to_fast(size: int) -> tuple: # -> places from 0 to 1 (size,) and logarithms of decay rates (size,)
+def slow_to_fast(
+    size: int,
+) -> tuple:  # -> places from 0 to 1 (size,) and logarithms of decay rates (size,)
     "Return places and rates whose logarithms run from -6 to -1."
     place = torch.arange(size) / max(1, size - 1)
     return place, -6 + 5 * place**1.35
+
 
 def start_slow_to_fast(layer: nn.Linear):
     "Start with such rates as biases."
@@ -224,8 +272,8 @@ def start_slow_to_fast(layer: nn.Linear):
 class RWKV5(TokenShift):
     "RWKV-5 with one learnt decay and bonus per head. Source: Peng et al., arXiv 2404.05892, as x051a of RWKV-LM."
 
-    def __init__(self, d_model: int, n_heads: int | None = None): # None: of a size near 64
-        super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25) # for k, v, r and g
+    def __init__(self, d_model: int, n_heads: int | None = None):  # None: of a size near 64
+        super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25)  # for k, v, r and g
         place, rate = slow_to_fast(self.n_heads)
         self.decay, self.bonus = nn.Parameter(rate), nn.Parameter(0.5 * (1 - place))
 
@@ -241,13 +289,17 @@ class RWKV5(TokenShift):
 class RWKV6(TokenShift):
     "RWKV-6: decays and mixtures depend on the token. Source: Peng et al., arXiv 2404.05892."
 
-    def __init__(self, d_model: int,
-        n_heads: int | None = None, # None: of a size near 64
-        mix_rank: int = 32,         # of what the token adds to its mixtures
-        decay_rank: int = 64,       # of what the token adds to its decay
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int | None = None,  # None: of a size near 64
+        mix_rank: int = 32,  # of what the token adds to its mixtures
+        decay_rank: int = 64,  # of what the token adds to its decay
     ):
         check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
-        super().__init__(d_model, n_heads, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25) # first look, then w, k, v, r, g
+        super().__init__(
+            d_model, n_heads, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25
+        )  # first look, then w, k, v, r, g
         self.mix_down = nn.Linear(d_model, 5 * mix_rank, bias=False)
         self.mix_up = nn.Parameter(torch.empty(5, mix_rank, d_model).uniform_(-0.01, 0.01))
         self.decay_down = nn.Linear(d_model, decay_rank, bias=False)
@@ -262,7 +314,9 @@ class RWKV6(TokenShift):
         delta, past = self.shift(x, cache.past, text)
         low_rank = torch.tanh(self.mix_down(x + delta * self.mix[0])).unflatten(-1, (5, -1))
         mix = torch.einsum("btir,ird->ibtd", low_rank, self.mix_up.to(low_rank.dtype))
-        w, *kvrg = ((x + delta * (start + more)).to(x.dtype) for start, more in zip(self.mix[1:], mix))
+        w, *kvrg = (
+            (x + delta * (start + more)).to(x.dtype) for start, more in zip(self.mix[1:], mix)
+        )
         decay = -wide(self.decay_up(torch.tanh(self.decay_down(w)))).exp()
         scan, g = self.project(*kvrg)
         return scan | dict(log_decay=self.heads(decay), bonus=self.bonus), g, past
@@ -271,8 +325,16 @@ class RWKV6(TokenShift):
 class ConvMixer(MatrixMixer):
     "A matrix mixer whose queries, keys and values pass a short causal convolution with SiLU."
 
-    def __init__(self, d_model: int, n_heads: int, d_key: int, d_value: int, d_conv: int, channels: int | None = None,
-                 bias: bool = False):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        d_key: int,
+        d_value: int,
+        d_conv: int,
+        channels: int | None = None,
+        bias: bool = False,
+    ):
         check_sizes(d_conv=d_conv)
         channels = n_heads * (2 * d_key + d_value) if channels is None else channels
         super().__init__(d_model, n_heads, d_key, d_value, (channels, d_conv - 1))
@@ -285,7 +347,7 @@ class ConvMixer(MatrixMixer):
         return unit(q) * self.d_key**-0.5, unit(k), x, past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-041
-def unit(t: Tensor) -> Tensor: # (...,N)
+def unit(t: Tensor) -> Tensor:  # (...,N)
     "Return vectors of length one."
     return F.normalize(wide(t), dim=-1, eps=1e-6).to(t.dtype)
 
@@ -294,11 +356,13 @@ def unit(t: Tensor) -> Tensor: # (...,N)
 class Mamba2(ConvMixer):
     "Mamba-2 (SSD): one decay per head, keys and queries shared by all. Source: Dao and Gu, arXiv 2405.21060."
 
-    def __init__(self, d_model: int,
-        d_state: int = 128,         # N, size of keys and queries
-        d_conv: int = 4,            # width of the convolution
-        expand: int = 2,            # width of the values / d_model
-        n_heads: int | None = None, # None: values of 64
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,  # N, size of keys and queries
+        d_conv: int = 4,  # width of the convolution
+        expand: int = 2,  # width of the values / d_model
+        n_heads: int | None = None,  # None: values of 64
     ):
         check_sizes(d_state=d_state, expand=expand)
         H, P, _ = head_sizes(d_model, n_heads, expand, expand, 64)
@@ -317,7 +381,9 @@ class Mamba2(ConvMixer):
         x, k, q = xkq.split([self.values, N, N], -1)
         q, k = (t[:, :, None].expand(-1, -1, self.n_heads, -1) for t in (q, k))
         x, dt = self.heads(x), F.softplus(wide(dt) + self.dt_bias)
-        scan = dict(q=q, k=k, x=(x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt)
+        scan = dict(
+            q=q, k=k, x=(x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt
+        )
         return scan, (x, z), past
 
     def read_out(self, y: Tensor, gate: Any) -> Tensor:
@@ -330,7 +396,9 @@ class Mamba2(ConvMixer):
 class DeltaNet(ConvMixer):
     "The delta rule with keys of length one. Sources: Schlag et al., 2102.11174; Yang et al., 2406.06484 (arXiv)."
 
-    def __init__(self, d_model: int, n_heads: int | None = None, d_conv: int = 4): # None: keys of about 128
+    def __init__(
+        self, d_model: int, n_heads: int | None = None, d_conv: int = 4
+    ):  # None: keys of about 128
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1, 1, 128), d_conv)
         self.in_proj = nn.Linear(d_model, 2 * self.keys + self.values, bias=False)
         self.beta_proj = nn.Linear(d_model, self.n_heads, bias=False)
@@ -345,9 +413,13 @@ class DeltaNet(ConvMixer):
 class GatedDeltaNet(ConvMixer):
     "The delta rule from a faded state, and an output gate. Source: Yang et al., arXiv 2412.06464."
 
-    def __init__(self, d_model: int,
-        n_heads: int = 6, d_conv: int = 4,
-        d_key: int | None = None, d_value: int | None = None, # per head, None: keys 3/4, values 3/2 of d_model in all
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int = 6,
+        d_conv: int = 4,
+        d_key: int | None = None,
+        d_value: int | None = None,  # per head, None: keys 3/4, values 3/2 of d_model in all
     ):
         H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
         N, P = N if d_key is None else d_key, P if d_value is None else d_value
@@ -369,18 +441,25 @@ class GatedDeltaNet(ConvMixer):
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-060
 def scan_backend(
     mixer: nn.Module,
-    dtype: torch.dtype | None = None, # of the activations; None: autocast's, or that of the weights
+    dtype: torch.dtype
+    | None = None,  # of the activations; None: autocast's, or that of the weights
 ) -> str:
     "Return the backend of a layer's recurrence on the device of its weights, in the words of a run record."
     weight = weight_of(mixer.out_proj)
     dtype = dtype or product_dtype(weight.device.type, weight.dtype)
     if isinstance(mixer, Attention):
         return "scaled_dot_product_attention"
-    if isinstance(mixer, ScanMixer) or not isinstance(mixer, Mixer): # the mixer of vision models has two scans
+    if isinstance(mixer, ScanMixer) or not isinstance(
+        mixer, Mixer
+    ):  # the mixer of vision models has two scans
         return pick_backend("auto", weight.new_empty(1, 1, mixer.d_state, dtype=dtype))
-    if not isinstance(mixer, MatrixMixer): # computed by the layer itself
+    if not isinstance(mixer, MatrixMixer):  # computed by the layer itself
         return f"{type(mixer).__name__}.run"
     q = weight.new_empty(1, 1, 1, mixer.d_key, dtype=dtype)
     beta = q[..., 0] if isinstance(mixer, (DeltaNet, GatedDeltaNet)) else None
     name = pick_matrix_backend("auto", q, q, beta)
-    return f"flash-linear-attention {importlib.import_module('fla').__version__}" if name == "fla" else name
+    return (
+        f"flash-linear-attention {importlib.import_module('fla').__version__}"
+        if name == "fla"
+        else name
+    )

@@ -26,7 +26,8 @@ def wide(t: Tensor) -> Tensor:
     "Return `t` in float32, or unchanged if it is float64."
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
-def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: device type
+
+def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype:  # kind: device type
     "Return the dtype in which matrix products run: autocast's, or `otherwise`."
     on = knows_autocast(kind) and torch.is_autocast_enabled(kind)
     return torch.get_autocast_dtype(kind) if on else otherwise
@@ -35,14 +36,31 @@ def product_dtype(kind: str, otherwise: torch.dtype) -> torch.dtype: # kind: dev
 def is_plain(layer: nn.Module) -> bool:
     "Check whether a layer is PyTorch's linear layer or convolution: not wrapped, offloaded, quantised or hooked."
     known = type(layer) in (nn.Linear, nn.Conv1d) and type(layer.weight) in (nn.Parameter, Tensor)
-    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-    return known and "forward" not in layer.__dict__ and not (any(hooks) or nn.modules.module._has_any_global_hook())
+    hooks = (
+        layer._forward_hooks,
+        layer._forward_pre_hooks,
+        layer._backward_hooks,
+        layer._backward_pre_hooks,
+    )
+    return (
+        known
+        and "forward" not in layer.__dict__
+        and not (any(hooks) or nn.modules.module._has_any_global_hook())
+    )
+
 
 def weight_of(layer: nn.Module) -> Tensor:
     "Return a layer's weight; an empty one for PyTorch's quantised layers, which take float32 on the CPU."
-    return layer.weight if isinstance(layer.weight, Tensor) else torch.empty(0, device="cpu", dtype=torch.float32)
+    return (
+        layer.weight
+        if isinstance(layer.weight, Tensor)
+        else torch.empty(0, device="cpu", dtype=torch.float32)
+    )
 
-def bias_apart(layer: nn.Module, x: Tensor) -> tuple: # x (..,in) -> (..,out), and the bias to add, or None
+
+def bias_apart(
+    layer: nn.Module, x: Tensor
+) -> tuple:  # x (..,in) -> (..,out), and the bias to add, or None
     "Apply a linear layer without its bias; a layer that is not plain, such as LoRA's, adds its own."
     return (F.linear(x, layer.weight), layer.bias) if is_plain(layer) else (layer(x), None)
 
@@ -54,33 +72,53 @@ def kernels_run(*tensors: Tensor) -> bool:
     return torch.compiler.is_compiling() or (in_eager(*tensors) and not transformed(*tensors))
 
 # %% ../../nbs/machine/memory.ipynb #memory-008-b
-def convolve(conv, x, past, width, keep=True, twice=False, text=None, **more): # (B,T,D), (B,D,width-1) or None -> same
+def convolve(
+    conv, x, past, width, keep=True, twice=False, text=None, **more
+):  # (B,T,D), (B,D,width-1) or None -> same
     "Run `causal_conv1d` with the weight of a convolution, or call one that is not plain; skip what is not `text`."
     if text is not None:
         x = text.together(x)
         y = text.apart(convolve(conv, x, past, width, keep=False, **more)[0])
         return (y, y) if twice else y, text.last(past, x) if keep else None
     if is_plain(conv):
-        out = causal_conv1d(x, conv.weight, conv.bias, initial_state=past, output_final_state=keep, twice=twice, **more)
+        out = causal_conv1d(
+            x,
+            conv.weight,
+            conv.bias,
+            initial_state=past,
+            output_final_state=keep,
+            twice=twice,
+            **more,
+        )
         return out if keep else (out, None)
     if more.get("cu_seqlens") is not None:
-        raise ValueError("cu_seqlens needs a plain conv1d; call the layer, which then runs documents one by one")
+        raise ValueError(
+            "cu_seqlens needs a plain conv1d; call the layer, which then runs documents one by one"
+        )
     steps, x = x.shape[1], x.transpose(1, 2)
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
-    y = (F.silu(conv(x)) if steps else x[..., width - 1:]).transpose(1, 2).contiguous()
+    y = (F.silu(conv(x)) if steps else x[..., width - 1 :]).transpose(1, 2).contiguous()
     return (y, y) if twice else y, x[..., steps:].clone()
 
-def convolve_step(conv, x, past, inplace=False, state_indices=None): # (B,D), (B,D,width-1) -> the same
+
+def convolve_step(
+    conv, x, past, inplace=False, state_indices=None
+):  # (B,D), (B,D,width-1) -> the same
     "Run `causal_conv1d_step` with the weight of a convolution, or call one that is not plain."
     if is_plain(conv):
-        return causal_conv1d_step(x, past, conv.weight, conv.bias, inplace=inplace, state_indices=state_indices)
+        return causal_conv1d_step(
+            x, past, conv.weight, conv.bias, inplace=inplace, state_indices=state_indices
+        )
     one = lambda cut, past: convolve(conv, cut[0][:, None], past, past.shape[-1] + 1)
-    y, after = one((x,), past) if state_indices is None else step_slots(one, (x,), past, state_indices)
+    y, after = (
+        one((x,), past) if state_indices is None else step_slots(one, (x,), past, state_indices)
+    )
     return y[:, 0], past.copy_(after) if inplace else after.to(past.dtype)
 
 # %% ../../nbs/machine/memory.ipynb #memory-011
 class Halves(torch.autograd.Function):
     "Both halves of `F.linear(h, weight)` as two tensors; the backward adds the two gradients of h in place."
+
     @staticmethod
     def forward(ctx, h, weight):
         ctx.save_for_backward(h, weight)
@@ -94,32 +132,38 @@ class Halves(torch.autograd.Function):
         dh = (dx @ upper).addmm_(dz, lower)
         return dh.view(h.shape), torch.cat([dx.T @ flat, dz.T @ flat]).to(weight.dtype)
 
-def halves(h: Tensor, weight: Tensor) -> Any: # (..,d), (2n,d) -> (..,n) twice
+
+def halves(h: Tensor, weight: Tensor) -> Any:  # (..,d), (2n,d) -> (..,n) twice
     "Return both halves of `F.linear(h, weight)` as separate tensors, or None if one tensor is better."
     if kernels_run(h, weight) and h.dtype == product_dtype(h.device.type, h.dtype):
         return Halves.apply(h, weight)
     if torch.compiler.is_compiling():
-        return tuple(F.linear(h, half) for half in weight.chunk(2)) # their gradients need not be joined
+        return tuple(
+            F.linear(h, half) for half in weight.chunk(2)
+        )  # their gradients need not be joined
 
 # %% ../../nbs/machine/memory.ipynb #memory-015
-def repeats(x: Tensor) -> bool: # also while a compiler traces
+def repeats(x: Tensor) -> bool:  # also while a compiler traces
     "Check whether the backward pass repeats cheap work instead of keeping its results: in training on a GPU."
     return x.is_cuda and torch.is_grad_enabled()
 
-def with_product(layer: nn.Module, x: Tensor, use: Callable) -> Any: # use: a function of product and bias
+
+def with_product(
+    layer: nn.Module, x: Tensor, use: Callable
+) -> Any:  # use: a function of product and bias
     "Return `use(*bias_apart(layer, x))`; in training on a GPU, the backward pass repeats the product for `use`."
     if not (repeats(x) and is_plain(layer)):
         return use(*bias_apart(layer, x))
     if torch.compiler.is_compiling():
         linear = lambda x: F.linear(x, layer.weight)
         return use(checkpoint(linear, x, use_reentrant=False, preserve_rng_state=False), layer.bias)
-    dtype = product_dtype(x.device.type, x.dtype) # the backward runs outside of autocast
+    dtype = product_dtype(x.device.type, x.dtype)  # the backward runs outside of autocast
     with recomputed(True) as note:
         product = note(lambda x, weight: F.linear(x.to(dtype), weight.to(dtype)), x, layer.weight)
         return use(product, layer.bias)
 
 # %% ../../nbs/machine/memory.ipynb #memory-017
-def cross_entropy_(logits, targets, losses, learns): # (m,V); (m,), negative: left out; (m,)
+def cross_entropy_(logits, targets, losses, learns):  # (m,V); (m,), negative: left out; (m,)
     "Write the losses in nats, and if `learns` their gradients p - onehot in place of the logits."
     log_p, known = torch.log_softmax(wide(logits), -1), (targets >= 0)[:, None]
     place = targets.clamp(min=0)[:, None]
@@ -138,13 +182,20 @@ def add_product(total, a, b):
     else:
         total += a.T @ b
 
-def loss_in_slices(h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype,
-                   learns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+
+def loss_in_slices(
+    h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype: torch.dtype, learns: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Return the mean loss; the gradients of the sum by h and weight; 1 / number of targets."
     write = cross_entropy_
     if kernels_run(h, weight):
         from longhorn_kit.scan.triton_pointwise import cross_entropy_ as write
-    table, (M, d), V, total = weight.to(dtype), h.shape, len(weight), torch.promote_types(dtype, torch.float32)
+    table, (M, d), V, total = (
+        weight.to(dtype),
+        h.shape,
+        len(weight),
+        torch.promote_types(dtype, torch.float32),
+    )
     losses, dh = h.new_empty(M, dtype=total), h.new_empty(M if learns else 0, d, dtype=dtype)
     dweight = h.new_zeros(V if learns else 0, d, dtype=total)
     # a product may read the padding of its rows and multiply it by zero (AMX does): it must be finite
@@ -152,14 +203,19 @@ def loss_in_slices(h: Tensor, weight: Tensor, targets: Tensor, chunk: int, dtype
     for first in range(0, M, chunk):
         rows = slice(first, first + chunk)
         x = h[rows].to(dtype)
-        logits = room[:len(x), :V]
+        logits = room[: len(x), :V]
         torch.mm(x, table.T, out=logits)
         write(logits, targets[rows], losses[rows], learns)
         if learns:
             torch.mm(logits, table, out=dh[rows])
             add_product(dweight, logits, x)
     count = (targets >= 0).sum(dtype=total)
-    return losses.sum() / count, dh, dweight, 1 / count.clamp(min=1) # no targets: NaN, and no gradient
+    return (
+        losses.sum() / count,
+        dh,
+        dweight,
+        1 / count.clamp(min=1),
+    )  # no targets: NaN, and no gradient
 
 # %% ../../nbs/machine/memory.ipynb #memory-020-c
 def keep_gradients(ctx, inputs, output):
@@ -168,35 +224,58 @@ def keep_gradients(ctx, inputs, output):
     ctx.save_for_backward(*output[1:])
     ctx.mark_non_differentiable(*output[1:])
 
+
 def scale_gradients(ctx, dloss, *_):
     "Return the gradients of h and weight."
     dh, dweight, share = ctx.saved_tensors
     scale = dloss * share
-    return *((t.to(dtype) * scale).to(dtype) for t, dtype in zip((dh, dweight), ctx.dtypes)), None, None, None, None
+    return (
+        *((t.to(dtype) * scale).to(dtype) for t, dtype in zip((dh, dweight), ctx.dtypes)),
+        None,
+        None,
+        None,
+        None,
+    )
+
 
 class ChunkedCrossEntropy(torch.autograd.Function):
     "`loss_in_slices`, with gradients of its loss."
+
     forward, setup_context = staticmethod(loss_in_slices), staticmethod(keep_gradients)
     backward = staticmethod(torch.autograd.function.once_differentiable(scale_gradients))
 
+
 _operation = custom_op("longhorn_kit::linear_cross_entropy", mutates_args=())(loss_in_slices)
 register_autograd(_operation, scale_gradients, setup_context=keep_gradients)
+
 
 @_operation.register_fake
 def _(h, weight, targets, chunk, dtype, learns):
     (M, d), total = h.shape, torch.promote_types(dtype, torch.float32)
     new = lambda *shape, dtype=total: h.new_empty(shape, dtype=dtype)
-    return new(), new(M if learns else 0, d, dtype=dtype), new(len(weight) if learns else 0, d), new()
+    return (
+        new(),
+        new(M if learns else 0, d, dtype=dtype),
+        new(len(weight) if learns else 0, d),
+        new(),
+    )
 
 # %% ../../nbs/machine/memory.ipynb #memory-021
 def chunked_cross_entropy(
-    h: Tensor, weight: Tensor, targets: Tensor, # (M,d) features, (V,d) output matrix, (M,) tokens; negative: ignored
-    chunk: int, # positions per slice
+    h: Tensor,
+    weight: Tensor,
+    targets: Tensor,  # (M,d) features, (V,d) output matrix, (M,) tokens; negative: ignored
+    chunk: int,  # positions per slice
 ) -> Tensor:
     "Return the mean cross entropy in nats; autocast sets the dtype of products, and sums are float32."
     if len(targets) != len(h) or chunk < 1:
-        raise ValueError(f"there are {len(targets)} targets for {len(h)} features, in slices of {chunk}")
+        raise ValueError(
+            f"there are {len(targets)} targets for {len(h)} features, in slices of {chunk}"
+        )
     dtype, targets = product_dtype(h.device.type, h.dtype), targets.contiguous()
-    compiled, operation = torch.compiler.is_compiling(), torch.ops.longhorn_kit.linear_cross_entropy.default
+    compiled, operation = (
+        torch.compiler.is_compiling(),
+        torch.ops.longhorn_kit.linear_cross_entropy.default,
+    )
     run = operation if compiled else ChunkedCrossEntropy.apply
     return run(h, weight, targets, chunk, dtype, torch.is_grad_enabled())[0]

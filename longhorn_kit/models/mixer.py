@@ -18,16 +18,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from .memory import (
-    bias_apart, convolve, convolve_step, halves, is_plain, kernels_run, product_dtype, weight_of, wide, with_product)
-from ..scan.arguments import check_choice, check_optional, check_tensor, documented, shown
-from ..scan.op import FORMS, check_cu_seqlens, longhorn_scan, longhorn_step, run_sequences
+from longhorn_kit.models.memory import (
+    bias_apart,
+    convolve,
+    convolve_step,
+    halves,
+    is_plain,
+    kernels_run,
+    product_dtype,
+    weight_of,
+    wide,
+    with_product,
+)
+from longhorn_kit.scan.arguments import (
+    check_choice,
+    check_optional,
+    check_tensor,
+    documented,
+    shown,
+)
+from longhorn_kit.scan.op import (
+    FORMS,
+    check_cu_seqlens,
+    longhorn_scan,
+    longhorn_step,
+    run_sequences,
+)
 from ..theory.closed_forms import effective_rate_from_logits
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-c
 Device = torch.device | str | None
 Dtype = torch.dtype | None
-WIDE = ("A_log", "D_skip", "key_scale") # ends of names
+WIDE = ("A_log", "D_skip", "key_scale")  # ends of names
+
 
 def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
     "Convert the parameters in place; those in `WIDE` stay at least float32."
@@ -35,16 +58,19 @@ def to_dtype(module: nn.Module, dtype: torch.dtype) -> None:
         least = torch.float32 if name.endswith(WIDE) else dtype
         parameter.data = parameter.data.to(torch.promote_types(dtype, least))
 
+
 def placed(cls: type) -> type:
     "Let a class take `device` and `dtype`, and note its other arguments; parameters in `WIDE` stay at least float32."
     build = cls.__init__
+
     @wraps(build)
     def init(self, *args, device=None, dtype=None, **options):
         with nullcontext() if device is None else torch.device(device):
             build(self, *args, **options)
         if dtype:
             to_dtype(self, dtype)
-        self._fresh = partial(cls, *args, **options) # the outermost class notes last
+        self._fresh = partial(cls, *args, **options)  # the outermost class notes last
+
     cls.__init__ = init
     return cls
 
@@ -57,6 +83,7 @@ def start_with(layer, draw: Callable, *values):
     if hasattr(type(layer), "reset_parameters"):
         layer.reset_parameters = partial(restart, layer)
 
+
 @torch.no_grad()
 def restart(layer):
     "Draw the parameters of one of PyTorch's layers: as PyTorch does, then as `start_with` asked."
@@ -65,33 +92,43 @@ def restart(layer):
         for draw, values in layer.starts:
             draw(layer, *values)
 
+
 def zero_bias(layer):
     "Start with a bias of zero."
     nn.init.zeros_(layer.bias)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-r3
 @torch.no_grad()
-def copy_values(module: nn.Module, fresh: nn.Module) -> None: # fresh: of the same kind, on the same device
+def copy_values(
+    module: nn.Module, fresh: nn.Module
+) -> None:  # fresh: of the same kind, on the same device
     "Copy the parameters of a fresh module; sharded parameters get their part."
     values = dict(fresh.named_parameters())
     for name, parameter in module.named_parameters():
         if name not in values:
-            raise ValueError(f"{type(module).__name__} has a parameter {name}, which its class does not make; "
-                             "call reset_parameters before the layer is wrapped")
+            raise ValueError(
+                f"{type(module).__name__} has a parameter {name}, which its class does not make; "
+                "call reset_parameters before the layer is wrapped"
+            )
         value = values[name].detach().to(parameter.dtype)
         if hasattr(parameter, "placements"):
             from torch.distributed.tensor import distribute_tensor
+
             value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
         parameter.copy_(value)
     for name, layer in module.named_modules():
         done = len(vars(fresh.get_submodule(name)).get("starts", ()))
-        for draw, arguments in vars(layer).get("starts", ())[done:]: # the model around it asked for these
+        for draw, arguments in vars(layer).get("starts", ())[
+            done:
+        ]:  # the model around it asked for these
             draw(layer, *arguments)
 
+
 def device_of(module: nn.Module) -> torch.device:
-    "Return the device of the first parameter that has memory; \"meta\" if none has."
+    'Return the device of the first parameter that has memory; "meta" if none has.'
     devices = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
     return next(devices, torch.device("meta"))
+
 
 def redraw(self) -> None:
     """Draw all parameters again; call it after `to_empty`. The same seed gives the same values as the constructor.
@@ -103,14 +140,19 @@ def redraw(self) -> None:
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-024
 MIXERS = {}
 
-def register_mixer(name: str, **fixed: Any) -> Callable: # fixed: options that belong to the name and cannot be changed
+
+def register_mixer(
+    name: str, **fixed: Any
+) -> Callable:  # fixed: options that belong to the name and cannot be changed
     "Return a class decorator that enters a mixer in `MIXERS`."
+
     def register(cls):
         known = MIXERS.get(name)
         if known is not None and getattr(known, "func", known).__qualname__ != cls.__qualname__:
             raise ValueError(f"mixer {name!r} is already registered, as {known}")
         MIXERS[name] = partial(placed(cls), **fixed) if fixed else placed(cls)
         return cls
+
     return register
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-027
@@ -127,7 +169,9 @@ def build_mixer(name: str, d_model: int, /, **options: Any) -> nn.Module:
     known = mixer_options(name)
     for option in options:
         if option not in known:
-            raise ValueError(f"mixer {name!r} has no option {option!r}; its options: {', '.join(known) or 'none'}")
+            raise ValueError(
+                f"mixer {name!r} has no option {option!r}; its options: {', '.join(known) or 'none'}"
+            )
     return MIXERS[name](d_model, **options)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-029
@@ -139,6 +183,7 @@ def check_sizes(least=1, /, **sizes):
         if value >= 2**31:
             raise ValueError(f"{name} is {value}; expected less than 2**31")
 
+
 def check_number(name: str, value, valid, expected: str):
     "Raise a `ValueError` unless `value` is a number with `valid(value)`; `expected` describes it."
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not valid(value):
@@ -147,43 +192,50 @@ def check_number(name: str, value, valid, expected: str):
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-030-b
 class CacheSlot:
     "Carry a cache into a mixer's `forward` (`before`) and out of it (`after`)."
-    def __init__(self, before: Any): self.before, self.after = before, before
 
-def pick_columns(x: Tensor, columns: Tensor) -> Tensor: # (B,T,C), (B,S) -> (B,S,C)
+    def __init__(self, before: Any):
+        self.before, self.after = before, before
+
+
+def pick_columns(x: Tensor, columns: Tensor) -> Tensor:  # (B,T,C), (B,S) -> (B,S,C)
     "Return x at these columns of each row."
     # `take_along_dim` would fix the sizes of an exported graph
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
+
 class TextMask(NamedTuple):
     "Which tokens of padded rows are text; a mixer skips the others."
-    mask: Tensor   # (B,T) bool
+
+    mask: Tensor  # (B,T) bool
     order: Tensor  # (B,T) columns of the text, then the others
-    back: Tensor   # (B,T) the inverse of `order`
-    length: Tensor # (B,) tokens of text
+    back: Tensor  # (B,T) the inverse of `order`
+    length: Tensor  # (B,) tokens of text
 
     @classmethod
-    def read(cls, mask: Tensor) -> "TextMask": # (B,T) bool
+    def read(cls, mask: Tensor) -> "TextMask":  # (B,T) bool
         columns = torch.arange(mask.shape[1], device=mask.device, dtype=torch.int32)
-        order = (columns - mask.int() * 2**30).argsort(dim=1) # all are different: ONNX has no stable sort
+        order = (columns - mask.int() * 2**30).argsort(
+            dim=1
+        )  # all are different: ONNX has no stable sort
         return cls(mask, order, order.argsort(1), mask.sum(1))
 
-    def together(self, x: Tensor) -> Tensor: # (B,T,C)
+    def together(self, x: Tensor) -> Tensor:  # (B,T,C)
         "Move the text of each row to its start."
         return pick_columns(x, self.order)
 
-    def apart(self, y: Tensor) -> Tensor: # (B,T,C)
+    def apart(self, y: Tensor) -> Tensor:  # (B,T,C)
         "Undo `together`."
         return pick_columns(y, self.back)
 
-    def fill(self, t: Tensor, value: float = 0.0) -> Tensor: # (B,T,..)
+    def fill(self, t: Tensor, value: float = 0.0) -> Tensor:  # (B,T,..)
         "Replace the values at tokens that are not text."
         return t.masked_fill(~self.mask.view(*self.mask.shape, *[1] * (t.dim() - 2)), value)
 
-    def positions(self) -> Tensor: # (B,T)
+    def positions(self) -> Tensor:  # (B,T)
         "Return the position of each token in its text."
         return self.mask.cumsum(1) - 1
 
-    def last(self, past: Tensor, x: Tensor) -> Tensor: # (B,C,W), (B,T,C) moved together -> (B,C,W)
+    def last(self, past: Tensor, x: Tensor) -> Tensor:  # (B,C,W), (B,T,C) moved together -> (B,C,W)
         "Return the last W inputs of each text, which may start in `past`."
         inputs = torch.cat([past.mT.to(x.dtype), x], 1)
         columns = self.length[:, None] + torch.arange(past.shape[-1], device=x.device)
@@ -192,12 +244,15 @@ class TextMask(NamedTuple):
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
     "Base of all mixers: `forward` trains, `prefill` and `step` decode."
-    reads_text = False # the methods of a subclass take a `TextMask`
+
+    reads_text = False  # the methods of a subclass take a `TextMask`
 
     def __init_subclass__(cls, **options: Any):
         super().__init_subclass__(**options)
         methods = [getattr(cls, name, None) for name in ("run", "scan", "inputs")]
-        cls.reads_text = all("text" in inspect.signature(method).parameters for method in methods if callable(method))
+        cls.reads_text = all(
+            "text" in inspect.signature(method).parameters for method in methods if callable(method)
+        )
 
     def __init__(self, d_model: int):
         check_sizes(d_model=d_model)
@@ -209,22 +264,35 @@ class Mixer(nn.Module, ABC):
         "Map (B,T,d_model) to (B,T,d_model) and the cache after the last token, None unless `keep_cache`."
 
     @abstractmethod
-    def empty_cache(self, batch_size: int, device: torch.device | str | None = None,
-                    dtype: torch.dtype | None = None) -> Any:
+    def empty_cache(
+        self,
+        batch_size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Any:
         "Return the cache before the first token."
 
     reset_parameters = redraw
 
     def __prepare_scriptable__(self):
-        raise RuntimeError(f"torch.jit.script cannot compile {type(self).__name__}; "
-                           "torch.export.export and torch.jit.trace can")
+        raise RuntimeError(
+            f"torch.jit.script cannot compile {type(self).__name__}; "
+            "torch.export.export and torch.jit.trace can"
+        )
 
-    def zeros(self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int) -> Tensor:
+    def zeros(
+        self, device: torch.device | str | None, dtype: torch.dtype | None, *shape: int
+    ) -> Tensor:
         weight = weight_of(self.out_proj)
         return torch.zeros(shape, device=device or weight.device, dtype=dtype or weight.dtype)
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, slot: CacheSlot | None = None,
-                text: TextMask | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        slot: CacheSlot | None = None,
+        text: TextMask | None = None,
+    ) -> Tensor:
         """Map (B,T,d_model) to (B,T,d_model), or decode with a slot.
 
         Bounds (n+1,) separate n documents in one row; `text` marks what padded rows contain."""
@@ -238,10 +306,14 @@ class Mixer(nn.Module, ABC):
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor) -> Any:
         "Run packed documents, one by one and uncompiled; override this if all can run at once."
-        return torch.compiler.disable(self.run_each)(x, cu_seqlens) # a decorator would import the compiler
+        return torch.compiler.disable(self.run_each)(
+            x, cu_seqlens
+        )  # a decorator would import the compiler
 
-    def run_each(self, x: Tensor, cu_seqlens: Tensor) -> Any: # lengths are sizes of tensors
-        lengths = [length for length in check_cu_seqlens(cu_seqlens, x, "x", "d_model") if length != 0] or [0]
+    def run_each(self, x: Tensor, cu_seqlens: Tensor) -> Any:  # lengths are sizes of tensors
+        lengths = [
+            length for length in check_cu_seqlens(cu_seqlens, x, "x", "d_model") if length != 0
+        ] or [0]
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
     def run_padded(self, x: Tensor, slot: CacheSlot | None, text: TextMask) -> Tensor:
@@ -279,31 +351,38 @@ class Mixer(nn.Module, ABC):
 
     def step(self, x_t: Tensor, cache: Any) -> tuple:
         "Map the next token (B,d_model) to its output (B,d_model) and the cache after it."
-        y, cache = self.run(check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None], cache, True)
+        y, cache = self.run(
+            check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None], cache, True
+        )
         return y[:, 0], cache
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-032
 def check_stream(x: Tensor, dims: int, d_model: int, weight: Tensor | None = None) -> Tensor:
     "Return `x`, or raise a `ValueError` with the right shape: 3 `dims` for a sequence, 2 for a token."
-    check_tensor("x", x, (*"BT"[:dims - 1], d_model))
+    check_tensor("x", x, (*"BT"[: dims - 1], d_model))
     other = weight is not None and weight.is_floating_point() and x.dtype != weight.dtype
-    if other and product_dtype(x.device.type, None) is None: # no autocast
-        raise ValueError(f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights")
+    if other and product_dtype(x.device.type, None) is None:  # no autocast
+        raise ValueError(
+            f"x has dtype {x.dtype}; expected {weight.dtype}, the dtype of the layer's weights"
+        )
     return x
 
 
-def replace_rows(rows: Tensor, old: Tensor, new: Tensor) -> Tensor: # (B,) bool, (B,..), (B,..)
+def replace_rows(rows: Tensor, old: Tensor, new: Tensor) -> Tensor:  # (B,) bool, (B,..), (B,..)
     "Return `old` with these rows of `new`."
     if old.shape != new.shape:
-        raise ValueError("texts that end in different places cannot share this mixer's growing cache; "
-                         "give texts of one length at a time, or keep no cache")
+        raise ValueError(
+            "texts that end in different places cannot share this mixer's growing cache; "
+            "give texts of one length at a time, or keep no cache"
+        )
     return torch.where(rows.view(-1, *[1] * (old.dim() - 1)), new, old)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-037
 class ScanCache(NamedTuple):
     "Memory of a scan layer between tokens."
-    conv: Tensor # (B,d_inner,d_conv-1) the convolution's last inputs
-    S: Tensor    # (B,d_inner,d_state) the state; float32 (float64 in a float64 layer) unless asked otherwise
+
+    conv: Tensor  # (B,d_inner,d_conv-1) the convolution's last inputs
+    S: Tensor  # (B,d_inner,d_state) the state; float32 (float64 in a float64 layer) unless asked otherwise
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-038
 class ScanProjections(Mixer):
@@ -331,7 +410,14 @@ class ScanProjections(Mixer):
         options = dict(twice=True, cu_seqlens=cu_seqlens, text=text)
         (x, again), past = convolve(self.conv1d, x, past, self.d_conv, keep, **options)
         q, k, dt_low_rank = self.split_x_proj(again)
-        return q.contiguous(), k.contiguous(), x, dt_low_rank, z, past # once, for scans in both directions
+        return (
+            q.contiguous(),
+            k.contiguous(),
+            x,
+            dt_low_rank,
+            z,
+            past,
+        )  # once, for scans in both directions
 
     def project_step(self, h_t, past, **options):
         "Project one token (B,d_model); see `project`."
@@ -349,27 +435,50 @@ class ScanProjections(Mixer):
         "Return the cache before the first token; `state_dtype` is the dtype of the state, float32 or wider if None."
         zeros = lambda size: self.zeros(device, dtype, batch_size, self.d_inner, size)
         S = zeros(self.d_state)
-        return ScanCache(zeros(self.d_conv - 1), wide(S) if state_dtype is None else S.to(state_dtype))
+        return ScanCache(
+            zeros(self.d_conv - 1), wide(S) if state_dtype is None else S.to(state_dtype)
+        )
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-040
 class ScanMixer(ScanProjections):
     "A gated scan layer without its scan: subclasses define `scan` and `scan_step`."
 
-    def run(self, x: Tensor, cache: Any = None, keep_cache: bool = False, cu_seqlens: Tensor | None = None,
-            text: TextMask | None = None) -> tuple:
+    def run(
+        self,
+        x: Tensor,
+        cache: Any = None,
+        keep_cache: bool = False,
+        cu_seqlens: Tensor | None = None,
+        text: TextMask | None = None,
+    ) -> tuple:
         check_optional("cache.S", getattr(cache, "S", cache), ("B", self.d_inner, "N"))
         *inputs, past = self.project(x, cache and cache.conv, keep_cache, cu_seqlens, text)
         options = {} if text is None else {"text": text}
-        out = self.scan(*inputs, initial_state=cache and cache.S, output_final_state=keep_cache, cu_seqlens=cu_seqlens,
-                        **options)
+        out = self.scan(
+            *inputs,
+            initial_state=cache and cache.S,
+            output_final_state=keep_cache,
+            cu_seqlens=cu_seqlens,
+            **options,
+        )
         y, S = out if keep_cache else (out, None)
-        return self.out_proj(y), ScanCache(past, S if cache is None else S.to(cache.S.dtype)) if keep_cache else None
+        return self.out_proj(y), ScanCache(
+            past, S if cache is None else S.to(cache.S.dtype)
+        ) if keep_cache else None
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
-        one_by_one = not is_plain(self.conv1d) or torch.compiler.is_compiling() and not x.is_cuda # it reads the bounds
-        return super().run_packed(x, cu_seqlens) if one_by_one else self.run(x, cu_seqlens=cu_seqlens)[0]
+        one_by_one = (
+            not is_plain(self.conv1d) or torch.compiler.is_compiling() and not x.is_cuda
+        )  # it reads the bounds
+        return (
+            super().run_packed(x, cu_seqlens)
+            if one_by_one
+            else self.run(x, cu_seqlens=cu_seqlens)[0]
+        )
 
-    def step(self, x_t: Tensor, cache: Any, inplace: bool = False, state_indices: Tensor | None = None) -> tuple:
+    def step(
+        self, x_t: Tensor, cache: Any, inplace: bool = False, state_indices: Tensor | None = None
+    ) -> tuple:
         "Step as `Mixer` does; `inplace` updates and returns `cache`, at slots (B,) of a pool if indices are given."
         options = dict(inplace=inplace, state_indices=state_indices)
         check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))
@@ -380,20 +489,23 @@ class ScanMixer(ScanProjections):
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-043-c
 def to_length(
-    k: Tensor, s: Tensor, # (..,N) keys, (1,) their new length
-    shortest: float = 1e-12, # a shorter key counts as zero
-) -> Tensor: # (..,N) contiguous
+    k: Tensor,
+    s: Tensor,  # (..,N) keys, (1,) their new length
+    shortest: float = 1e-12,  # a shorter key counts as zero
+) -> Tensor:  # (..,N) contiguous
     "Return `s k / |k|` of equation (7), in plain PyTorch."
     long = wide(k)
     length = torch.linalg.vector_norm(long, dim=-1, keepdim=True)
     inverse = (length > shortest) / length.clamp(min=shortest)
     return (long * (s * inverse)).to(k.dtype)
 
-def normalize_keys(k: Tensor, s: Tensor) -> Tensor: # (..,N), (1,) -> (..,N)
+
+def normalize_keys(k: Tensor, s: Tensor) -> Tensor:  # (..,N), (1,) -> (..,N)
     "Return `to_length(k, s)`, on a GPU from one kernel."
     if not kernels_run(k, s):
         return to_length(k, s)
     from longhorn_kit.scan import triton_pointwise
+
     return triton_pointwise.to_length(k, s)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-044
@@ -405,14 +517,18 @@ def normalize_keys(k: Tensor, s: Tensor) -> Tensor: # (..,N), (1,) -> (..,N)
 class Longhorn(ScanMixer):
     "The Longhorn layer, (B,T,d_model) -> (B,T,d_model)."
 
-    def __init__(self, d_model: int, # width of input and output
-        d_state: int = 16,      # N, size of keys and queries
-        d_conv: int = 4,        # width of the convolution
-        expand: int = 2,        # d_inner / d_model
-        form: str = "diagonal", # the paper's layer, "exact" or "decoupled"
-        rate: str = "vector",   # a step size per channel; "scalar": one for all
-        key_norm: bool = False, # k <- s k / |k|, with a learnt s; this kit's option, not the paper's
-        *, device: Device = None, dtype: Dtype = None, # of the parameters
+    def __init__(
+        self,
+        d_model: int,  # width of input and output
+        d_state: int = 16,  # N, size of keys and queries
+        d_conv: int = 4,  # width of the convolution
+        expand: int = 2,  # d_inner / d_model
+        form: str = "diagonal",  # the paper's layer, "exact" or "decoupled"
+        rate: str = "vector",  # a step size per channel; "scalar": one for all
+        key_norm: bool = False,  # k <- s k / |k|, with a learnt s; this kit's option, not the paper's
+        *,
+        device: Device = None,
+        dtype: Dtype = None,  # of the parameters
     ):
         super().__init__(d_model, d_state, d_conv, expand)
         if form not in FORMS:
@@ -431,18 +547,44 @@ class Longhorn(ScanMixer):
             k = normalize_keys(k, self.key_scale)
         return q, k, dt_low_rank
 
-    def scan(self, q: Tensor, k: Tensor, x: Tensor, dt_low_rank: Tensor, z: Tensor, text: TextMask | None = None,
-             **options: Any) -> Any:
+    def scan(
+        self,
+        q: Tensor,
+        k: Tensor,
+        x: Tensor,
+        dt_low_rank: Tensor,
+        z: Tensor,
+        text: TextMask | None = None,
+        **options: Any,
+    ) -> Any:
         if text is not None:
-            k = text.fill(k) # a key of zero writes nothing
-        run = lambda b, bias: longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
+            k = text.fill(k)  # a key of zero writes nothing
+        run = lambda b, bias: longhorn_scan(
+            q, k, x, b, bias, self.D_skip, z, form=self.form, **options
+        )
         vector = self.rate == "vector"
-        return with_product(self.b_proj, dt_low_rank, run) if vector else run(self.b_proj(dt_low_rank), None)
+        return (
+            with_product(self.b_proj, dt_low_rank, run)
+            if vector
+            else run(self.b_proj(dt_low_rank), None)
+        )
 
-    def scan_step(self, q_t: Tensor, k_t: Tensor, x_t: Tensor, dt_t: Tensor, z_t: Tensor, S: Tensor,
-                  **options: Any) -> tuple[Tensor, Tensor]:
-        b_t, b_bias = bias_apart(self.b_proj, dt_t) if self.rate == "vector" else (self.b_proj(dt_t), None)
-        return longhorn_step(q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options)
+    def scan_step(
+        self,
+        q_t: Tensor,
+        k_t: Tensor,
+        x_t: Tensor,
+        dt_t: Tensor,
+        z_t: Tensor,
+        S: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        b_t, b_bias = (
+            bias_apart(self.b_proj, dt_t) if self.rate == "vector" else (self.b_proj(dt_t), None)
+        )
+        return longhorn_step(
+            q_t, k_t, x_t, b_t, S, b_bias, self.D_skip, z_t, form=self.form, **options
+        )
 
     def rates(self, x: Tensor) -> tuple:
         "Return keys (B,T,N), step sizes and effective rates (B,T,d_inner)."

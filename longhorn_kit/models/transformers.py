@@ -13,7 +13,7 @@ from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from typing import Any, Literal # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
+from typing import Any, Literal  # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
 
 import torch
 from torch import Tensor, nn
@@ -33,25 +33,45 @@ from ..scan.launch import unwatched
 mend_torchvision()
 try:
     from transformers import (
-        AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationMixin,
-        PreTrainedConfig, PreTrainedModel)
+        AutoConfig,
+        AutoModel,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        GenerationMixin,
+        PreTrainedConfig,
+        PreTrainedModel,
+    )
     from transformers import initialization as init
     from transformers.cache_utils import Cache, CacheLayerMixin
-    from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+    from transformers.modeling_layers import (
+        GenericForSequenceClassification,
+        GradientCheckpointingLayer,
+    )
     from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
     from transformers.utils import cached_file, can_return_tuple
 except ImportError as error:
-    raise ImportError(f"this needs transformers 5 (pip install 'transformers>=5,<6'): {error}") from None
+    raise ImportError(
+        f"this needs transformers 5 (pip install 'transformers>=5,<6'): {error}"
+    ) from None
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-006
-AUTO_MAP = {"AutoConfig": "modeling_longhorn.LonghornConfig", "AutoModel": "modeling_longhorn.LonghornModel",
-            "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM",
-            "AutoModelForSequenceClassification": "modeling_longhorn.LonghornForSequenceClassification"}
+AUTO_MAP = {
+    "AutoConfig": "modeling_longhorn.LonghornConfig",
+    "AutoModel": "modeling_longhorn.LonghornModel",
+    "AutoModelForCausalLM": "modeling_longhorn.LonghornForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_longhorn.LonghornForSequenceClassification",
+}
+
 
 class LonghornConfig(PreTrainedConfig):
     "Hold the fields of `LMConfig` for transformers."
+
     model_type = "longhorn"
-    attribute_map = {"hidden_size": "d_model", "num_hidden_layers": "n_layer", "intermediate_size": "d_mlp"}
+    attribute_map = {
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layer",
+        "intermediate_size": "d_mlp",
+    }
     keys_to_ignore_at_inference = ["past_key_values"]
 
     vocab_size: int = 256
@@ -65,7 +85,7 @@ class LonghornConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     use_cache: bool = True
     tie_word_embeddings: bool = True
-    num_attention_heads: int = 1 # no layer reads it; peft's prompt tuning asks for a number
+    num_attention_heads: int = 1  # no layer reads it; peft's prompt tuning asks for a number
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
@@ -73,9 +93,16 @@ class LonghornConfig(PreTrainedConfig):
     def lm_config(self) -> LMConfig:
         "Return the kit's config; ValueError if it is wrong."
         own = {f.name: getattr(self, f.name) for f in fields(LMConfig) if hasattr(self, f.name)}
-        return LMConfig(**own | {"mixer_options": self.mixer_options or {}, "tie_embeddings": self.tie_word_embeddings})
+        return LMConfig(
+            **own
+            | {
+                "mixer_options": self.mixer_options or {},
+                "tie_embeddings": self.tie_word_embeddings,
+            }
+        )
 
-    def to_dict(self) -> dict: return super().to_dict() | {"auto_map": AUTO_MAP}
+    def to_dict(self) -> dict:
+        return super().to_dict() | {"auto_map": AUTO_MAP}
 
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         "Write config.json, and the code that trust_remote_code=True runs."
@@ -111,19 +138,33 @@ class MixerCacheLayer(CacheLayerMixin):
         if tokens_to_remove == -self.seen:
             self.reset()
         elif tokens_to_remove not in (0, self.seen):
-            raise ValueError(f"crop({tokens_to_remove}) would leave a part of {self.seen} tokens, but a recurrent "
-                             "state cannot forget single tokens; keep all with crop(0), or read the part again")
+            raise ValueError(
+                f"crop({tokens_to_remove}) would leave a part of {self.seen} tokens, but a recurrent "
+                "state cannot forget single tokens; keep all with crop(0), or read the part again"
+            )
 
-    def change(self, function): self.state = None if self.state is None else tree_map(function, self.state)
-    def reorder_cache(self, beam_idx): self.change(lambda part: part.index_select(0, beam_idx.to(part.device)))
-    def batch_repeat_interleave(self, repeats): self.change(lambda part: part.repeat_interleave(repeats, 0))
+    def change(self, function):
+        self.state = None if self.state is None else tree_map(function, self.state)
+
+    def reorder_cache(self, beam_idx):
+        self.change(lambda part: part.index_select(0, beam_idx.to(part.device)))
+
+    def batch_repeat_interleave(self, repeats):
+        self.change(lambda part: part.repeat_interleave(repeats, 0))
 
     batch_select_indices = reorder_cache
 
-    def reset(self): self.set(None, 0)
-    def get_seq_length(self): return self.seen
-    def get_max_length(self): return -1
-    def get_mask_sizes(self, query_length): return self.seen + query_length, 0
+    def reset(self):
+        self.set(None, 0)
+
+    def get_seq_length(self):
+        return self.seen
+
+    def get_max_length(self):
+        return -1
+
+    def get_mask_sizes(self, query_length):
+        return self.seen + query_length, 0
 
     def offload(self):
         raise ValueError("a recurrent state is small; it is not offloaded")
@@ -144,24 +185,30 @@ class LonghornCache(Cache):
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-013
 def read_mask(
-    mask: Any,        # (B,>=T) ones and zeros; the last T columns belong to the new tokens
-    B: int, T: int,
-) -> TextMask | None: # None: all new tokens are text
+    mask: Any,  # (B,>=T) ones and zeros; the last T columns belong to the new tokens
+    B: int,
+    T: int,
+) -> TextMask | None:  # None: all new tokens are text
     "Check a mask and return which new tokens are text."
     shape = tuple(mask.shape) if isinstance(mask, Tensor) else None
     if shape is None or len(shape) != 2 or shape[0] != B or shape[1] < T:
         received = f"has shape {shape}" if shape is not None else f"is {type(mask).__name__}"
-        raise ValueError(f"attention_mask {received}; expected a tensor (B, T) with {B} rows, and a column for each "
-                         f"of {T} tokens or more")
-    new = mask[:, mask.shape[1] - T:]
+        raise ValueError(
+            f"attention_mask {received}; expected a tensor (B, T) with {B} rows, and a column for each "
+            f"of {T} tokens or more"
+        )
+    new = mask[:, mask.shape[1] - T :]
     if unwatched():
         if bool((new == 1).all()):
             return None
         if not bool(((new == 0) | (new == 1)).all()):
-            raise ValueError("attention_mask has values other than 0 and 1; give packed texts as cu_seqlens or seq_idx")
+            raise ValueError(
+                "attention_mask has values other than 0 and 1; give packed texts as cu_seqlens or seq_idx"
+            )
     return TextMask.read(new.bool())
 
-def carried(y: Tensor, text: TextMask) -> Tensor: # (B,T,D)
+
+def carried(y: Tensor, text: TextMask) -> Tensor:  # (B,T,D)
     "Repeat the output of the last text token at the padding behind it; zeros in front of the text."
     last = text.positions()
     column = text.order.gather(1, last.clamp(min=0))
@@ -170,7 +217,10 @@ def carried(y: Tensor, text: TextMask) -> Tensor: # (B,T,D)
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-015
 PACKED = ("cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx", "position_ids")
 
-def text_starts(h: Tensor, text: TextMask | None, given: dict) -> Tensor: # h (B,T,d_model) -> (B,T) bool
+
+def text_starts(
+    h: Tensor, text: TextMask | None, given: dict
+) -> Tensor:  # h (B,T,d_model) -> (B,T) bool
     "Return where texts start; `given` has some of the arguments in `PACKED`."
     starts = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
     starts[:, :1] = True
@@ -183,11 +233,16 @@ def text_starts(h: Tensor, text: TextMask | None, given: dict) -> Tensor: # h (B
             starts |= text_changes(name, value, h, text)
     return starts
 
-def text_changes(name: str, value: Tensor, h: Tensor, text: TextMask | None) -> Tensor: # (B,T) or (1,T) -> (B,T) bool
+
+def text_changes(
+    name: str, value: Tensor, h: Tensor, text: TextMask | None
+) -> Tensor:  # (B,T) or (1,T) -> (B,T) bool
     "Return which text tokens do not continue the text token before."
     check_integers(name, value)
     if value.shape not in (h.shape[:2], (1, h.shape[1])):
-        raise ValueError(f"{name} has shape {tuple(value.shape)}; expected {tuple(h.shape[:2])}, one for each token")
+        raise ValueError(
+            f"{name} has shape {tuple(value.shape)}; expected {tuple(h.shape[:2])}, one for each token"
+        )
     value = value.to(h.device).expand(h.shape[:2])
     step = 1 if name == "position_ids" else 0
     changes = torch.zeros_like(value, dtype=torch.bool)
@@ -198,9 +253,12 @@ def text_changes(name: str, value: Tensor, h: Tensor, text: TextMask | None) -> 
     changed = (value.gather(1, text.order).diff() != step) & follows
     return changes.scatter(1, text.order[:, 1:], changed)
 
-def pack(h: Tensor, text: TextMask | None, given: dict) -> tuple | None: # -> (order (B*T,) or None, bounds (n+1,))
+
+def pack(
+    h: Tensor, text: TextMask | None, given: dict
+) -> tuple | None:  # -> (order (B*T,) or None, bounds (n+1,))
     "Return the order and the bounds of all texts in one row; None if every row is one text."
-    if h.shape[1] == 1: # a step starts nothing within its row
+    if h.shape[1] == 1:  # a step starts nothing within its row
         given = {name: value for name, value in given.items() if name.startswith("cu_seq")}
     if not given:
         return None
@@ -221,15 +279,20 @@ def pack(h: Tensor, text: TextMask | None, given: dict) -> tuple | None: # -> (o
     bounds = torch.cat([inner.new_zeros(1), inner, inner.new_tensor(ends)])
     return order, bounds.int()
 
+
 def pack_traced(h: Tensor, text: TextMask | None, given: dict) -> tuple | None:
     "Return `pack` while the call is traced: bounds as they are; nothing else may start a text within a row."
     bounds = [value for name, value in given.items() if name.startswith("cu_seq")]
     if bounds and text is not None:
-        raise ValueError("a traced call takes packed texts without attention_mask; leave the mask out")
+        raise ValueError(
+            "a traced call takes packed texts without attention_mask; leave the mask out"
+        )
     if bounds:
         return None, bounds[0]
     for name, value in given.items():
-        torch._assert_async(~text_changes(name, value, h, text).any(), f"{name} packs texts; give cu_seqlens")
+        torch._assert_async(
+            ~text_changes(name, value, h, text).any(), f"{name} packs texts; give cu_seqlens"
+        )
     return None
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-016
@@ -251,6 +314,7 @@ class LonghornBlock(Block, GradientCheckpointingLayer):
         slot = CacheSlot(past) if keep else None
         return Block.forward(self, h, cu_seqlens=bounds, slot=slot, text=text), slot and slot.after
 
+
 def checkpoint_unless_kept(save_memory, run, h, past, keep, *others):
     "Run a block by the checkpointing function `save_memory`, or directly if its cache is kept."
     return run(h, past, keep, *others) if keep else save_memory(run, h, past, keep, *others)
@@ -258,6 +322,7 @@ def checkpoint_unless_kept(save_memory, run, h, past, keep, *others):
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-022
 class LonghornPreTrainedModel(PreTrainedModel):
     "Base of all models."
+
     config_class = LonghornConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -269,16 +334,20 @@ class LonghornPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        return False # the model makes its own
+        return False  # the model makes its own
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str | Path | None, *more: Any, **options: Any) -> Any:
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | Path | None, *more: Any, **options: Any
+    ) -> Any:
         "Load a model as transformers does; warn if another version of the kit exported it."
         if pretrained_model_name_or_path is not None:
             warn_of_other_version(pretrained_model_name_or_path, options)
         return super().from_pretrained(pretrained_model_name_or_path, *more, **options)
 
-    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=checkpoint, **options):
+    def _set_gradient_checkpointing(
+        self, enable=True, gradient_checkpointing_func=checkpoint, **options
+    ):
         run = partial(checkpoint_unless_kept, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, run, **options)
 
@@ -287,7 +356,9 @@ class LonghornPreTrainedModel(PreTrainedModel):
         "Draw the weights that no file contains, as the kit does."
         lm = self.config.lm_config()
         for block in (module for module in self.modules() if isinstance(module, Block)):
-            if all(getattr(parameter, "_is_hf_initialized", False) for parameter in block.parameters()):
+            if all(
+                getattr(parameter, "_is_hf_initialized", False) for parameter in block.parameters()
+            ):
                 continue
             with drawn_wide():
                 fresh = dict(Block(lm).named_parameters())
@@ -304,6 +375,7 @@ class LonghornPreTrainedModel(PreTrainedModel):
         elif isinstance(module, RMSNorm):
             init.ones_(module.weight)
 
+
 @contextmanager
 def drawn_wide():
     "Context manager that draws weights in float32 at least; yields the dtype that transformers asked for."
@@ -315,7 +387,13 @@ def drawn_wide():
         torch.set_default_dtype(dtype)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-023-pack
-HARMLESS = ("max_length_q", "max_length_k", "cache_position", "num_items_in_batch") # they change no output here
+HARMLESS = (
+    "max_length_q",
+    "max_length_k",
+    "cache_position",
+    "num_items_in_batch",
+)  # they change no output here
+
 
 def check_options(options: dict):
     "Raise a ValueError for an argument that would be dropped although it asks for something."
@@ -323,11 +401,19 @@ def check_options(options: dict):
         if value is None or value is False or name in HARMLESS:
             continue
         if name == "output_attentions":
-            raise ValueError("output_attentions is given, but the mixers return no attention weights; leave it out")
-        if name == "token_type_ids" and isinstance(value, Tensor) and not (unwatched() and bool(value.any())):
-            continue # all of one type
-        raise ValueError(f"{name} is given, but Longhorn's models have no such argument and would ignore it; "
-                         "leave it out")
+            raise ValueError(
+                "output_attentions is given, but the mixers return no attention weights; leave it out"
+            )
+        if (
+            name == "token_type_ids"
+            and isinstance(value, Tensor)
+            and not (unwatched() and bool(value.any()))
+        ):
+            continue  # all of one type
+        raise ValueError(
+            f"{name} is given, but Longhorn's models have no such argument and would ignore it; "
+            "leave it out"
+        )
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-023
 class LonghornModel(LonghornPreTrainedModel):
@@ -342,7 +428,7 @@ class LonghornModel(LonghornPreTrainedModel):
             self.blocks = nn.ModuleList(LonghornBlock(lm, dtype=dtype) for _ in range(lm.n_layer))
         self.norm = RMSNorm(lm.d_model, lm.norm_eps)
         names = {name.rpartition(".")[2] for name, _ in self.blocks.named_parameters()}
-        self._keep_in_fp32_modules_strict = names & set(WIDE) # when weights are loaded in 16 bits
+        self._keep_in_fp32_modules_strict = names & set(WIDE)  # when weights are loaded in 16 bits
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -356,9 +442,16 @@ class LonghornModel(LonghornPreTrainedModel):
         return wide(inputs_embeds)
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = None,
-                output_hidden_states: bool | None = None, **options: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        **options: Any,
+    ) -> Any:
         """Return the stream, the cache and the hidden states.
 
         Tokens (B,T) or embeddings (B,T,d_model), with a mask (B,T) of ones and zeros. Packed texts: bounds (n+1,) in
@@ -379,29 +472,41 @@ class LonghornModel(LonghornPreTrainedModel):
         if text is not None:
             shown = [carried(part, text) for part in shown]
         kept = None if use_cache is False else cache
-        return BaseModelOutputWithPast(shown[-1], kept, tuple(shown) if output_hidden_states else None)
+        return BaseModelOutputWithPast(
+            shown[-1], kept, tuple(shown) if output_hidden_states else None
+        )
 
-    def pick_cache(self, cache: Any, use_cache: bool | None, packed: tuple | None, rows: int) -> LonghornCache | None:
+    def pick_cache(
+        self, cache: Any, use_cache: bool | None, packed: tuple | None, rows: int
+    ) -> LonghornCache | None:
         "Return the cache to read and write, a new one if none is given; None if none is wanted."
         if cache is not None and not isinstance(cache, LonghornCache):
-            raise ValueError(f"past_key_values is a {type(cache).__name__}; leave it out; the model makes a "
-                             "LonghornCache. peft's prefix tuning gives keys and values of attention, which a "
-                             "recurrent state does not have; its prompt tuning works")
+            raise ValueError(
+                f"past_key_values is a {type(cache).__name__}; leave it out; the model makes a "
+                "LonghornCache. peft's prefix tuning gives keys and values of attention, which a "
+                "recurrent state does not have; its prompt tuning works"
+            )
         if packed is not None and (use_cache or cache is not None):
-            raise ValueError("packed texts end in different states; read them without a cache (use_cache=False)")
+            raise ValueError(
+                "packed texts end in different states; read them without a cache (use_cache=False)"
+            )
         if use_cache is None:
-            use_cache = cache is not None or self.config.use_cache and not self.training and packed is None
+            use_cache = (
+                cache is not None or self.config.use_cache and not self.training and packed is None
+            )
         if cache is None and use_cache:
             return LonghornCache(len(self.blocks))
         if cache is not None and cache.rows() not in (None, rows):
-            raise ValueError(f"past_key_values has {cache.rows()} rows and the tokens have {rows}; repeat its rows, "
-                             "for example once per beam, with past_key_values.batch_repeat_interleave")
+            raise ValueError(
+                f"past_key_values has {cache.rows()} rows and the tokens have {rows}; repeat its rows, "
+                "for example once per beam, with past_key_values.batch_repeat_interleave"
+            )
         return cache
 
     def read(self, h: Tensor, text: TextMask | None, cache: LonghornCache | None) -> list:
         "Run the blocks, from `cache` and into it."
         if text is not None:
-            h = text.fill(h) # a value that is not finite would spread
+            h = text.fill(h)  # a value that is not finite would spread
         layers = [] if cache is None else cache.layers
         pasts = [layer.get() for layer in layers] or [None] * len(self.blocks)
         stream, caches = run_blocks(self.blocks, h, pasts, cache is not None, text)
@@ -413,15 +518,19 @@ class LonghornModel(LonghornPreTrainedModel):
         "Run the blocks on all rows (B,T,d_model) as one row with bounds."
         row = h.flatten(0, 1)
         row = row if order is None else row[order]
-        stream, _ = run_blocks(self.blocks, row[None], [None] * len(self.blocks), False, bounds=bounds)
+        stream, _ = run_blocks(
+            self.blocks, row[None], [None] * len(self.blocks), False, bounds=bounds
+        )
         stream = [part[0] if order is None else part[0][order.argsort()] for part in stream]
         return [part.unflatten(0, h.shape[:2]) for part in stream]
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-024
-LOSS = ("num_items_in_batch", "ignore_index", "shift_labels") # arguments of transformers' loss
+LOSS = ("num_items_in_batch", "ignore_index", "shift_labels")  # arguments of transformers' loss
+
 
 class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
     "Map tokens to logits, and `labels` to a loss in nats per token."
+
     _tied_weights_keys = {"lm_head.weight": "model.embedding.weight"}
 
     def __init__(self, config: LonghornConfig):
@@ -430,40 +539,67 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
 
-    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict) -> None:
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict
+    ) -> None:
         "Make no positions: after padding behind a prompt, those of transformers would start again."
 
     @can_return_tuple
-    def forward(self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
-                inputs_embeds: Tensor | None = None, past_key_values: Any = None, labels: Tensor | None = None,
-                use_cache: bool | None = None, output_hidden_states: bool | None = None,
-                logits_to_keep: int | Tensor = 0, position_ids: Tensor | None = None,
-                cu_seqlens: Tensor | None = None, seq_idx: Tensor | None = None, **options: Any) -> Any:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
         """Return logits, loss and cache; the other arguments are those of `LonghornModel`.
 
         Labels (B,T) are the tokens, shifted here; -100 is left out."""
         of_loss = {name: options.pop(name) for name in LOSS if name in options}
         options |= dict(position_ids=position_ids, cu_seqlens=cu_seqlens, seq_idx=seq_idx)
-        out = self.model(input_ids, attention_mask, inputs_embeds, past_key_values, use_cache,
-                         output_hidden_states, return_dict=True, **options)
+        out = self.model(
+            input_ids,
+            attention_mask,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            output_hidden_states,
+            return_dict=True,
+            **options,
+        )
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits, loss = self.lm_head(out.last_hidden_state[:, rows]), None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss
+            )
         return CausalLMOutputWithPast(loss, logits, out.past_key_values, out.hidden_states)
+
 
 class LonghornForSequenceClassification(GenericForSequenceClassification, LonghornPreTrainedModel):
     "Map a text to the scores of `num_labels` classes, read at its last token; `pad_token_id` tells where that is."
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-025
-PUBLIC = "longhorn" + "_kit" # in two parts: a copy in a folder has the package under another name, also in its texts
+PUBLIC = (
+    "longhorn" + "_kit"
+)  # in two parts: a copy in a folder has the package under another name, also in its texts
 PACKAGE = LMConfig.__module__.partition(".")[0]
 
 if PACKAGE == PUBLIC:
     AutoConfig.register("longhorn", LonghornConfig, exist_ok=True)
 AutoModel.register(LonghornConfig, LonghornModel, exist_ok=True)
 AutoModelForCausalLM.register(LonghornConfig, LonghornForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(LonghornConfig, LonghornForSequenceClassification, exist_ok=True)
+AutoModelForSequenceClassification.register(
+    LonghornConfig, LonghornForSequenceClassification, exist_ok=True
+)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-027
 def to_transformers(model: SequenceLM) -> LonghornForCausalLM:
@@ -471,8 +607,10 @@ def to_transformers(model: SequenceLM) -> LonghornForCausalLM:
     options = model.config.to_dict()
     tied = options.pop("tie_embeddings")
     ours = LonghornForCausalLM(LonghornConfig(**options, tie_word_embeddings=tied))
-    state = {name if name.startswith("lm_head") else f"model.{name}": tensor.clone()
-             for name, tensor in model.state_dict().items()}
+    state = {
+        name if name.startswith("lm_head") else f"model.{name}": tensor.clone()
+        for name, tensor in model.state_dict().items()
+    }
     if tied:
         state["lm_head.weight"] = state["model.embedding.weight"]
     ours.load_state_dict(state, assign=True)
@@ -484,33 +622,43 @@ def from_transformers(model: LonghornForCausalLM) -> SequenceLM:
     "Return the same model for the kit."
     lm = SequenceLM(model.config.lm_config())
     tied = model.config.tie_word_embeddings
-    state = {name.removeprefix("model."): tensor.clone() for name, tensor in model.state_dict().items()
-             if not (tied and name == "lm_head.weight")}
+    state = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if not (tied and name == "lm_head.weight")
+    }
     lm.load_state_dict(state, assign=True)
     return lm.train(model.training)
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-031-b
-def own_sources(name: str, found: dict) -> dict: # module of the kit; {module: its source}
+def own_sources(name: str, found: dict) -> dict:  # module of the kit; {module: its source}
     "Add a module of the kit, and all that it imports from the kit, to `found`."
     if name in found or not (spec := find_spec(name)):
         return found
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
     absolute = lambda line: f"{line[1]}{resolve_name(line[2], package)} import"
-    found[name] = re.sub(r"^(\s*from )(\.\S*) import", absolute, spec.loader.get_source(name), flags=re.M)
+    found[name] = re.sub(
+        r"^(\s*from )(\.\S*) import", absolute, spec.loader.get_source(name), flags=re.M
+    )
     for module, names in re.findall(r"^\s*from (longhorn_kit\S*) import (.*)", found[name], re.M):
         own_sources(module, found)
-        if find_spec(module).submodule_search_locations is not None: # a package: the names may be modules
+        if (
+            find_spec(module).submodule_search_locations is not None
+        ):  # a package: the names may be modules
             for part in re.findall(r"\w+", names):
                 own_sources(f"{module}.{part}", found)
     return own_sources(name.rpartition(".")[0], found) if "." in name else found
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-031-e
 CLASSES = "LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel"
-REMOTE = f"""try:
+REMOTE = (
+    f"""try:
     from longhorn_kit.models.transformers import {CLASSES}
 except ModuleNotFoundError as error: # the kit is not installed
     if error.name != "longhorn_kit": raise
-""" + f"    from .longhorn_source import {CLASSES}\n"
+"""
+    + f"    from .longhorn_source import {CLASSES}\n"
+)
 HEAD = f"""# longhorn-kit, Apache-2.0, for machines without it
 VERSION = "{__version__}"
 
@@ -540,32 +688,43 @@ for _class in "{CLASSES}".split(", "):
 def write_code(folder: str | Path):
     "Write the files that `AUTO_MAP` names; the kit's modules are in the second one."
     quotes, sources = "'" * 3, own_sources("longhorn_kit.models.transformers", {})
-    text = "".join(f"    {name!r}: r{quotes}{source}{quotes},\n" for name, source in sources.items())
+    text = "".join(
+        f"    {name!r}: r{quotes}{source}{quotes},\n" for name, source in sources.items()
+    )
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, code in (("modeling_longhorn", REMOTE), ("longhorn_source", f"{HEAD}\nSOURCES = {{\n{text}}}\n{FINDER}")):
+    for name, code in (
+        ("modeling_longhorn", REMOTE),
+        ("longhorn_source", f"{HEAD}\nSOURCES = {{\n{text}}}\n{FINDER}"),
+    ):
         code = re.sub(rf"\b{PACKAGE}\b", PUBLIC, code)
         Path(folder, f"{name}.py").write_text(code, encoding="utf-8")
 
-def warn_of_other_version(folder: str | Path, options: dict): # options: of `from_pretrained`
+
+def warn_of_other_version(folder: str | Path, options: dict):  # options: of `from_pretrained`
     "Warn if a folder, or a repository of the hub, contains the code of another version of the kit."
     names = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
     faults = ("gated_repo", "missing_entries", "connection_errors")
     silent = {f"_raise_exceptions_for_{fault}": False for fault in faults}
-    path = cached_file(folder, "longhorn_source.py", **{n: options[n] for n in names if n in options}, **silent)
+    path = cached_file(
+        folder, "longhorn_source.py", **{n: options[n] for n in names if n in options}, **silent
+    )
     if path is None:
         return
     with open(path, encoding="utf-8") as file:
         version = re.search(r'^VERSION = "([\w.+-]{1,40})"$', file.read(1000), re.M)
     if version and version[1] != __version__:
-        warnings.warn(f"{readable(str(folder))} was exported by longhorn-kit {version[1]}, and longhorn-kit "
-                      f"{__version__} runs it: its results may differ", stacklevel=3)
+        warnings.warn(
+            f"{readable(str(folder))} was exported by longhorn-kit {version[1]}, and longhorn-kit "
+            f"{__version__} runs it: its results may differ",
+            stacklevel=3,
+        )
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-032
 def export_folder(
-    model: nn.Module, # `SequenceLM` or `LonghornForCausalLM`
+    model: nn.Module,  # `SequenceLM` or `LonghornForCausalLM`
     folder: str | Path,
-    tokenizer: Any = None, # of transformers, saved beside it
-    facts: dict | None = None, # rows for the model card, from `run_facts`
+    tokenizer: Any = None,  # of transformers, saved beside it
+    facts: dict | None = None,  # rows for the model card, from `run_facts`
 ) -> Path:
     "Write a folder that transformers loads with trust_remote_code=True, with or without the kit."
     model, folder = to_transformers(model) if isinstance(model, SequenceLM) else model, Path(folder)
@@ -580,13 +739,18 @@ def export_folder(
     (folder / "README.md").write_text(card, encoding="utf-8")
     return folder
 
+
 def padding_note(tokenizer: Any) -> str:
     "Return what a model card says about padding; nothing without a padding token."
     if getattr(tokenizer, "pad_token", None) is None:
         return ""
     pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
     if pad == end:
-        return (f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves "
-                "out the end of a text, and fine-tuning does not teach the model to stop.\n")
-    return (f"\nPadding is token {pad}, which no text contains, and not the end mark (token {end}): a collator that "
-            "leaves padding out of the loss keeps the end of a text.\n")
+        return (
+            f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves "
+            "out the end of a text, and fine-tuning does not teach the model to stop.\n"
+        )
+    return (
+        f"\nPadding is token {pad}, which no text contains, and not the end mark (token {end}): a collator that "
+        "leaves padding out of the loss keeps the end of a text.\n"
+    )

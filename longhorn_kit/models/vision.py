@@ -15,8 +15,15 @@ from torch import Tensor, nn
 from .baselines import draw_time_steps
 from .lm import divide_weight
 from .memory import bias_apart, is_plain, wide
-from .mixer import (
-    Device, Dtype, normalize_keys, placed, start_with, to_length, zero_bias)
+from longhorn_kit.models.mixer import (
+    Device,
+    Dtype,
+    normalize_keys,
+    placed,
+    start_with,
+    to_length,
+    zero_bias,
+)
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
@@ -29,11 +36,15 @@ from timm.models import checkpoint_seq, register_notrace_function
 @register_notrace_function
 @torch.jit.ignore
 def vision_scan(
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) queries, keys; (B,T,D) values, logits of the step size
-    b_bias: Tensor | None, D_skip: Tensor, # (D,)
-    A_log: Tensor | None, # (D,N) for Mamba
-    scan: str,        # a name in `SCANS`
-) -> Tensor:          # (B,T,D)
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,  # (B,T,N) queries, keys; (B,T,D) values, logits of the step size
+    b_bias: Tensor | None,
+    D_skip: Tensor,  # (D,)
+    A_log: Tensor | None,  # (D,N) for Mamba
+    scan: str,  # a name in `SCANS`
+) -> Tensor:  # (B,T,D)
     "Run the scan called `scan`, with its skip."
     if torch.jit.is_tracing():
         return _opaque_scan(q, k, x, b, b_bias, D_skip, A_log, scan)
@@ -45,26 +56,32 @@ def vision_scan(
 # %% ../../nbs/models/23_vision.ipynb #23_vision-010
 @register_notrace_function
 @torch.jit.ignore
-def vision_conv(u: Tensor, weight: Tensor, bias: Tensor) -> Tensor: # (B,T,D), (D,1,W), (D,) -> (B,T,D) contiguous
+def vision_conv(
+    u: Tensor, weight: Tensor, bias: Tensor
+) -> Tensor:  # (B,T,D), (D,1,W), (D,) -> (B,T,D) contiguous
     "Convolve causally, with SiLU; in plain PyTorch for export and tracing."
     return causal_conv1d(u, weight, bias, backend="torch" if exporting() else "auto").contiguous()
 
+
 @register_notrace_function
 @torch.jit.ignore
-def vision_keys(k: Tensor, s: Tensor) -> Tensor: # (B,T,N), (1,) -> (B,T,N)
+def vision_keys(k: Tensor, s: Tensor) -> Tensor:  # (B,T,N), (1,) -> (B,T,N)
     "Give keys one length."
     return normalize_keys(k, s)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011
 _opaque_scan = torch.library.custom_op("longhorn_kit::vision_scan", vision_scan, mutates_args=())
 
+
 @_opaque_scan.register_fake
 def _(q, k, x, b, b_bias, D_skip, A_log, scan):
     return x.new_empty(x.shape)
 
+
 def _keep_inputs(ctx, inputs, output):
     *tensors, ctx.scan = inputs
     ctx.save_for_backward(*tensors)
+
 
 def _gradients(ctx, grad):
     if torch.is_grad_enabled():
@@ -75,6 +92,7 @@ def _gradients(ctx, grad):
     slopes = iter(torch.autograd.grad(y, [t for t in leaves if t is not None], grad))
     return (*[None if t is None else next(slopes) for t in leaves], None)
 
+
 _opaque_scan.register_autograd(_gradients, setup_context=_keep_inputs)
 
 SCANS = ("longhorn", "longhorn_exact", "mamba")
@@ -83,7 +101,9 @@ SCANS = ("longhorn", "longhorn_exact", "mamba")
 class Direction(nn.Module):
     "One direction of a block, equation (1): (B,T,D) -> (B,T,D)."
 
-    def __init__(self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str, key_norm: bool):
+    def __init__(
+        self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str, key_norm: bool
+    ):
         super().__init__()
         self.sizes, self.scan = [rank, d_state, d_state], scan
         self.conv1d = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1)
@@ -105,13 +125,16 @@ class Direction(nn.Module):
         if self.key_scale is not None:
             nn.init.constant_(self.key_scale, 2.0)
 
-    def call_conv(self, u: Tensor): return F.silu(self.conv1d(u.transpose(1, 2))[..., :u.shape[1]]).transpose(1, 2)
+    def call_conv(self, u: Tensor):
+        return F.silu(self.conv1d(u.transpose(1, 2))[..., : u.shape[1]]).transpose(1, 2)
 
     def forward(self, u: Tensor) -> Tensor:
         if torch.jit.is_scripting():
             x = self.call_conv(u)
         else:
-            plain = is_plain(self.conv1d) or not isinstance(self.conv1d.weight, Tensor) # torch.fx has proxies
+            plain = is_plain(self.conv1d) or not isinstance(
+                self.conv1d.weight, Tensor
+            )  # torch.fx has proxies
             x = vision_conv(u, self.conv1d.weight, self.conv1d.bias) if plain else self.call_conv(u)
         dt_low_rank, k, q = self.x_proj(x).split(self.sizes, -1)
         if self.key_scale is not None:
@@ -119,11 +142,13 @@ class Direction(nn.Module):
                 k = to_length(k, self.key_scale)
             else:
                 k = vision_keys(k, self.key_scale)
-        k, q = k.contiguous(), q.contiguous() # the scan reads whole rows
+        k, q = k.contiguous(), q.contiguous()  # the scan reads whole rows
         skip, A_log, scan = self.D_skip, self.A_log, self.scan
         if torch.jit.is_scripting():
             b = F.linear(dt_low_rank, self.b_proj.weight)
-            return torch.ops.longhorn_kit.vision_scan(q, k, x, b, self.b_proj.bias, skip, A_log, scan)
+            return torch.ops.longhorn_kit.vision_scan(
+                q, k, x, b, self.b_proj.bias, skip, A_log, scan
+            )
         else:
             return vision_scan(q, k, x, *bias_apart(self.b_proj, dt_low_rank), skip, A_log, scan)
 
@@ -131,8 +156,15 @@ class Direction(nn.Module):
 class TwoWayMixer(nn.Module):
     "Mixer of a block, equation (2): (B,T,d_model) -> (B,T,d_model)."
 
-    def __init__(self, d_model: int, scan: str = "longhorn", d_state: int = 16, d_conv: int = 4, expand: int = 2,
-                 key_norm: bool = False):
+    def __init__(
+        self,
+        d_model: int,
+        scan: str = "longhorn",
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        key_norm: bool = False,
+    ):
         super().__init__()
         if scan not in SCANS:
             raise ValueError(f"scan is {scan!r}; expected one of {', '.join(SCANS)}")
@@ -154,24 +186,26 @@ class TwoWayMixer(nn.Module):
 class VimBlock(nn.Module):
     "Pre-norm residual block (B,T,d_model) -> (B,T,d_model); `drop_path` is the chance that an image skips it."
 
-    def __init__(self, d_model: int, drop_path: float = 0.0, **options): # of `TwoWayMixer`
+    def __init__(self, d_model: int, drop_path: float = 0.0, **options):  # of `TwoWayMixer`
         super().__init__()
         self.norm = nn.RMSNorm(d_model, eps=1e-5)
         self.mixer = TwoWayMixer(d_model, **options)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, h: Tensor) -> Tensor: return h + self.drop_path(self.mixer(self.norm(h)))
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.drop_path(self.mixer(self.norm(h)))
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-022
-def put_middle(x: Tensor) -> Tensor: # (B,1+L,C), class token first
+def put_middle(x: Tensor) -> Tensor:  # (B,1+L,C), class token first
     "Return the sequence of equation (3)."
     middle = (x.shape[1] - 1) // 2
-    return torch.cat([x[:, 1:middle + 1], x[:, :1], x[:, middle + 1:]], 1)
+    return torch.cat([x[:, 1 : middle + 1], x[:, :1], x[:, middle + 1 :]], 1)
 
-def put_first(x: Tensor) -> Tensor: # (B,1+L,C), class token in the middle
+
+def put_first(x: Tensor) -> Tensor:  # (B,1+L,C), class token in the middle
     "Undo `put_middle`."
     middle = (x.shape[1] - 1) // 2
-    return torch.cat([x[:, middle:middle + 1], x[:, :middle], x[:, middle + 1:]], 1)
+    return torch.cat([x[:, middle : middle + 1], x[:, :middle], x[:, middle + 1 :]], 1)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-033
 class VisionBase(VisionTools):
@@ -179,7 +213,9 @@ class VisionBase(VisionTools):
 
     def _embed(self, img_size, patch_size, in_chans, dim, class_token, dynamic, pad):
         flexible = dict(strict_img_size=False, output_fmt="NHWC") if dynamic else {}
-        self.patch_embed = PatchEmbed(img_size, patch_size, in_chans, dim, dynamic_img_pad=pad, **flexible)
+        self.patch_embed = PatchEmbed(
+            img_size, patch_size, in_chans, dim, dynamic_img_pad=pad, **flexible
+        )
         self.num_prefix_tokens, self.num_reg_tokens = int(class_token), 0
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         length = self.patch_embed.num_patches + self.num_prefix_tokens
@@ -213,31 +249,47 @@ class VisionBase(VisionTools):
 @documented
 class VisionLonghorn(VisionBase):
     "A Vision Mamba with one of three scans: (B,in_chans,H,W) -> (B,num_classes)."
+
     dynamic_img_size: torch.jit.Final[bool]
 
-    def __init__(self,
-        img_size: int | tuple = 224, patch_size: int = 16, in_chans: int = 3, # pixels, or (H,W); pixels; C
-        num_classes: int = 1000,      # 0: no classifier
-        global_pool: str = "token",   # a name in `POOLS`
-        embed_dim: int = 192, depth: int = 24, # width, blocks
-        scan: str = "longhorn",       # a name in `SCANS`
-        d_state: int = 16,            # N
-        class_token: bool = True,     # needed by global_pool="token"
-        fc_norm: bool | None = None,  # norm after pooling, not before; None: unless pooling takes the token
-        final_norm: bool = True,      # False: no norm after the blocks
-        dynamic_img_size: bool = False, # take images of any size, interpolating positions
+    def __init__(
+        self,
+        img_size: int | tuple = 224,
+        patch_size: int = 16,
+        in_chans: int = 3,  # pixels, or (H,W); pixels; C
+        num_classes: int = 1000,  # 0: no classifier
+        global_pool: str = "token",  # a name in `POOLS`
+        embed_dim: int = 192,
+        depth: int = 24,  # width, blocks
+        scan: str = "longhorn",  # a name in `SCANS`
+        d_state: int = 16,  # N
+        class_token: bool = True,  # needed by global_pool="token"
+        fc_norm: bool
+        | None = None,  # norm after pooling, not before; None: unless pooling takes the token
+        final_norm: bool = True,  # False: no norm after the blocks
+        dynamic_img_size: bool = False,  # take images of any size, interpolating positions
         dynamic_img_pad: bool = False,  # and pad them to whole patches
-        drop_rate: float = 0.0,       # dropout before the classifier
-        pos_drop_rate: float = 0.0,   # dropout after the positions
+        drop_rate: float = 0.0,  # dropout before the classifier
+        pos_drop_rate: float = 0.0,  # dropout after the positions
         drop_path_rate: float = 0.0,  # stochastic depth of the last block; 0 for the first
-        key_norm: bool = False,       # as in `Longhorn`, with a length per direction; not for Mamba's scan
-        *, device: Device = None, dtype: Dtype = None, # of the parameters
+        key_norm: bool = False,  # as in `Longhorn`, with a length per direction; not for Mamba's scan
+        *,
+        device: Device = None,
+        dtype: Dtype = None,  # of the parameters
     ):
         super().__init__()
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.dynamic_img_size, self.grad_checkpointing = dynamic_img_size, False
-        self._embed(img_size, patch_size, in_chans, embed_dim, class_token, dynamic_img_size, dynamic_img_pad)
+        self._embed(
+            img_size,
+            patch_size,
+            in_chans,
+            embed_dim,
+            class_token,
+            dynamic_img_size,
+            dynamic_img_pad,
+        )
         self._check_pool(global_pool)
         rates = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
         options = dict(scan=scan, d_state=d_state, key_norm=key_norm)
@@ -250,10 +302,11 @@ class VisionLonghorn(VisionBase):
         self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
-        for block in self.blocks: # their updates add up
+        for block in self.blocks:  # their updates add up
             start_with(block.mixer.out_proj, divide_weight, math.sqrt(depth))
 
-    def forward(self, x: Tensor) -> Tensor: return self.forward_head(self.forward_features(x))
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-037
 default_cfgs = register_models(VisionLonghorn, SCANS)

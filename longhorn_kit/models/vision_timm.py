@@ -24,7 +24,7 @@ from timm.models.vision_transformer import global_pool_nlc
 
 try:
     from timm.models import _input as timm_input
-except ImportError: # an earlier timm, which saves the first arguments of a changed model
+except ImportError:  # an earlier timm, which saves the first arguments of a changed model
     timm_input = None
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-006
@@ -34,6 +34,7 @@ def reset_layers(module: nn.Module) -> None:
         reset_layers(child)
         if hasattr(child, "reset_parameters"):
             child.reset_parameters()
+
 
 class VisionWeights(nn.Module):
     "Starting values, positions and pooling of a Vim."
@@ -68,8 +69,12 @@ class VisionWeights(nn.Module):
         pos = self.pos_embed
         if self.dynamic_img_size:
             _, H, W, _ = x.shape
-            pos = resample_abs_pos_embed(pos, new_size=[H, W], old_size=self.patch_embed.grid_size,
-                                         num_prefix_tokens=self.num_prefix_tokens)
+            pos = resample_abs_pos_embed(
+                pos,
+                new_size=[H, W],
+                old_size=self.patch_embed.grid_size,
+                num_prefix_tokens=self.num_prefix_tokens,
+            )
             x = x.flatten(1, 2)
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], 1)
@@ -83,8 +88,10 @@ class VisionWeights(nn.Module):
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-008
 POOLS = ("", "token", "avg", "avgmax", "max")
 
+
 class UnknownPool(ValueError, AssertionError):
     "A ValueError, as everywhere in the kit, and an AssertionError, as in timm's models."
+
 
 class VisionTools(VisionWeights):
     "Methods that timm's tools call."
@@ -96,14 +103,18 @@ class VisionTools(VisionWeights):
 
     @torch.jit.ignore
     def group_matcher(self, coarse=False):
-        return dict(stem=r"^cls_token|pos_embed|patch_embed",
-                    blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+        return dict(
+            stem=r"^cls_token|pos_embed|patch_embed",
+            blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        )
 
     @torch.jit.ignore
-    def set_grad_checkpointing(self, enable=True): self.grad_checkpointing = enable
+    def set_grad_checkpointing(self, enable=True):
+        self.grad_checkpointing = enable
 
     @torch.jit.ignore
-    def get_classifier(self): return self.head
+    def get_classifier(self):
+        return self.head
 
     @torch.jit.ignore
     def reset_classifier(self, num_classes, global_pool=None):
@@ -114,7 +125,9 @@ class VisionTools(VisionWeights):
             self._note(global_pool=global_pool, fc_norm=not isinstance(self.fc_norm, nn.Identity))
         like = dict(device=self.pos_embed.device, dtype=self.pos_embed.dtype)
         self.num_classes = num_classes
-        self.head = nn.Linear(self.embed_dim, num_classes, **like) if num_classes > 0 else nn.Identity()
+        self.head = (
+            nn.Linear(self.embed_dim, num_classes, **like) if num_classes > 0 else nn.Identity()
+        )
         self.init_head()
         self.head.train(self.training)
 
@@ -126,7 +139,9 @@ class VisionTools(VisionWeights):
     def _check_pool(self, pool):
         known = [name for name in POOLS if name != "token" or self.cls_token is not None]
         if pool not in known:
-            raise UnknownPool(f"global_pool is {pool!r}; expected one of {', '.join(map(repr, known))}")
+            raise UnknownPool(
+                f"global_pool is {pool!r}; expected one of {', '.join(map(repr, known))}"
+            )
 
     @torch.jit.ignore
     def set_input_size(self, img_size=None, patch_size=None):
@@ -134,46 +149,71 @@ class VisionTools(VisionWeights):
         before = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
         if self.patch_embed.grid_size != before:
-            self.pos_embed = nn.Parameter(resample_abs_pos_embed(
-                self.pos_embed.detach(), new_size=list(self.patch_embed.grid_size), old_size=list(before),
-                num_prefix_tokens=self.num_prefix_tokens), requires_grad=self.pos_embed.requires_grad)
+            self.pos_embed = nn.Parameter(
+                resample_abs_pos_embed(
+                    self.pos_embed.detach(),
+                    new_size=list(self.patch_embed.grid_size),
+                    old_size=list(before),
+                    num_prefix_tokens=self.num_prefix_tokens,
+                ),
+                requires_grad=self.pos_embed.requires_grad,
+            )
         if timm_input is not None:
-            timm_input.update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+            timm_input.update_model_input_size(
+                self, self.patch_embed.img_size, patch_size=patch_size
+            )
 
     @torch.jit.ignore
     def prune_intermediate_layers(self, indices=1, prune_norm=False, prune_head=True):
         "Drop the blocks after the last in `indices`; return the indices that stay."
         keep, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[:last + 1]
+        self.blocks = self.blocks[: last + 1]
         self._note(depth=len(self.blocks))
         self.norm = nn.Identity() if prune_norm else self.norm
         if prune_head:
             self.fc_norm = nn.Identity()
             self.reset_classifier(0, "")
         if prune_norm or prune_head:
-            self._note(final_norm=isinstance(self.norm, nn.RMSNorm) or isinstance(self.fc_norm, nn.RMSNorm))
+            self._note(
+                final_norm=isinstance(self.norm, nn.RMSNorm) or isinstance(self.fc_norm, nn.RMSNorm)
+            )
         return keep
 
     @torch.jit.ignore
-    def forward_intermediates(self, x, indices=None, return_prefix_tokens=False, norm=False,
-                              stop_early=False, output_fmt="NCHW", intermediates_only=False, output_dict=False):
+    def forward_intermediates(
+        self,
+        x,
+        indices=None,
+        return_prefix_tokens=False,
+        norm=False,
+        stop_early=False,
+        output_fmt="NCHW",
+        intermediates_only=False,
+        output_dict=False,
+    ):
         "Return features after the blocks in `indices` (None: all, an int: the last ones), and the last features."
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; expected NCHW or NLC")
         take, last = feature_take_indices(len(self.blocks), indices)
         kept, grid = [], self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self._tokens(x)
-        for i, block in enumerate(self.blocks[:last + 1] if stop_early else self.blocks):
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = checkpoint_seq([block], x) if self.grad_checkpointing else block(x)
             if i in take:
                 kept.append(self._reading_order(self.norm(x) if norm else x))
-        n, final = self.num_prefix_tokens, None if intermediates_only else self._reading_order(self.norm(x))
+        n, final = (
+            self.num_prefix_tokens,
+            None if intermediates_only else self._reading_order(self.norm(x)),
+        )
         prefix, kept = [x[:, :n] for x in kept], [x[:, n:] for x in kept]
         if output_fmt == "NCHW":
             kept = [x.transpose(1, 2).unflatten(2, tuple(grid)).contiguous() for x in kept]
         if output_dict:
-            parts = dict(image_intermediates=kept, image_features=final,
-                         image_intermediates_prefix=prefix if return_prefix_tokens else None)
+            parts = dict(
+                image_intermediates=kept,
+                image_features=final,
+                image_intermediates_prefix=prefix if return_prefix_tokens else None,
+            )
             return {name: part for name, part in parts.items() if part is not None}
         if return_prefix_tokens and n:
             kept = list(zip(kept, prefix))
@@ -187,13 +227,31 @@ SIZES = {
     "tiny_patch4_32": dict(img_size=32, patch_size=4, embed_dim=192, depth=12),
     "nano_patch2_8": dict(img_size=8, patch_size=2, embed_dim=64, depth=3, d_state=8),
 }
-INPUTS = { # images as timm's data tools should prepare them
-    "224": dict(input_size=(3, 224, 224), num_classes=1000, crop_pct=0.875, interpolation="bicubic",
-                mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)),
-    "32": dict(input_size=(3, 32, 32), num_classes=10, crop_pct=1.0, interpolation="bicubic",
-               mean=(0.491, 0.482, 0.447), std=(0.247, 0.243, 0.262)),
-    "8": dict(input_size=(1, 8, 8), num_classes=10, crop_pct=1.0, interpolation="bilinear",
-              mean=(0.305,), std=(0.376,)),
+INPUTS = {  # images as timm's data tools should prepare them
+    "224": dict(
+        input_size=(3, 224, 224),
+        num_classes=1000,
+        crop_pct=0.875,
+        interpolation="bicubic",
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    ),
+    "32": dict(
+        input_size=(3, 32, 32),
+        num_classes=10,
+        crop_pct=1.0,
+        interpolation="bicubic",
+        mean=(0.491, 0.482, 0.447),
+        std=(0.247, 0.243, 0.262),
+    ),
+    "8": dict(
+        input_size=(1, 8, 8),
+        num_classes=10,
+        crop_pct=1.0,
+        interpolation="bilinear",
+        mean=(0.305,),
+        std=(0.376,),
+    ),
 }
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-012
@@ -203,10 +261,13 @@ def checkpoint_filter_fn(state_dict: dict, model: nn.Module) -> dict:
     pos, embed, name = state.get("pos_embed"), model.patch_embed, "patch_embed.proj.weight"
     if pos is not None and pos.shape[1] != model.pos_embed.shape[1]:
         if math.isqrt(count := pos.shape[1] - model.num_prefix_tokens) ** 2 != count:
-            raise ValueError(f"the weights have {count} positions, which are not a square grid; load them into a model "
-                             "with their img_size, then call set_input_size")
+            raise ValueError(
+                f"the weights have {count} positions, which are not a square grid; load them into a model "
+                "with their img_size, then call set_input_size"
+            )
         state["pos_embed"] = resample_abs_pos_embed(
-            pos, new_size=list(embed.grid_size), num_prefix_tokens=model.num_prefix_tokens)
+            pos, new_size=list(embed.grid_size), num_prefix_tokens=model.num_prefix_tokens
+        )
     if name in state and state[name].shape[-2:] != (size := embed.proj.weight.shape[-2:]):
         state[name] = resample_patch_embed(state[name], list(size))
     return state
@@ -220,30 +281,56 @@ def own_weights(state_dict: dict, model: nn.Module) -> dict:
         model.pretrained_cfg["num_classes"] = len(head)
     return state
 
+
 def register_vim(model_class, name: str):
     "Make `timm.create_model(name)` work."
-    def build(pretrained=False, **options): # of the model or of timm's builder
+
+    def build(pretrained=False, **options):  # of the model or of timm's builder
         scan, size = name.split("_vim_")
-        if pretrained and not (options.get("pretrained_cfg_overlay") or options.get("pretrained_cfg")):
-            raise ValueError(f"{name} has no published weights; train it, or load your own weights of N classes by "
-                             "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)")
+        if pretrained and not (
+            options.get("pretrained_cfg_overlay") or options.get("pretrained_cfg")
+        ):
+            raise ValueError(
+                f"{name} has no published weights; train it, or load your own weights of N classes by "
+                "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)"
+            )
         chans = INPUTS[size.split("_")[-1]]["input_size"][0]
         options = {**SIZES[size], "in_chans": chans, "scan": scan, **options}
         indices = options.pop("out_indices", min(3, options["depth"]))
         return build_model_with_cfg(
-            model_class, name, pretrained, pretrained_filter_fn=own_weights,
-            feature_cfg=dict(out_indices=indices, feature_cls="getter"), **options)
+            model_class,
+            name,
+            pretrained,
+            pretrained_filter_fn=own_weights,
+            feature_cfg=dict(out_indices=indices, feature_cls="getter"),
+            **options,
+        )
+
     build.__name__ = build.__qualname__ = name
     return register_model(build)
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-016
 default_cfgs = {}
 
-def register_models(model_class: type, scans: tuple) -> dict: # name -> timm's configuration
+
+def register_models(model_class: type, scans: tuple) -> dict:  # name -> timm's configuration
     "Make `timm.create_model` build `{scan}_vim_{size}` for every scan and size."
-    options = dict(url="", first_conv="patch_embed.proj", classifier="head", pool_size=None, fixed_input_size=True)
-    default_cfgs.update(generate_default_cfgs({
-        f"{scan}_vim_{size}.untrained": options | INPUTS[size.split("_")[-1]] for scan in scans for size in SIZES}))
+    options = dict(
+        url="",
+        first_conv="patch_embed.proj",
+        classifier="head",
+        pool_size=None,
+        fixed_input_size=True,
+    )
+    default_cfgs.update(
+        generate_default_cfgs(
+            {
+                f"{scan}_vim_{size}.untrained": options | INPUTS[size.split("_")[-1]]
+                for scan in scans
+                for size in SIZES
+            }
+        )
+    )
     for name in default_cfgs:
         globals()[name] = register_vim(model_class, name)
     return default_cfgs

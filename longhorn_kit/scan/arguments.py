@@ -23,17 +23,30 @@ from ..compat import NEEDS_TRITON
 # %% ../../nbs/machine/arguments.ipynb #arguments-n06
 def shown(value) -> str:
     "Return a value as an error message shows it: numbers and words as they are, other objects by their type."
-    return repr(value)[:80] if isinstance(value, (int, float, str, type(None))) else f"of type {type(value).__name__}"
+    return (
+        repr(value)[:80]
+        if isinstance(value, (int, float, str, type(None)))
+        else f"of type {type(value).__name__}"
+    )
+
 
 def check_choice(name: str, value, choices):
     "Raise ValueError, naming the choices, unless `value` is one of them."
     if type(value) not in (int, str, bool, type(None)) or value not in choices:
-        raise ValueError(f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}")
+        raise ValueError(
+            f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}"
+        )
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n07
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64) # 8 bits are for storage: PyTorch cannot add them
+FLOATS = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)  # 8 bits are for storage: PyTorch cannot add them
 
-def fits(shape: tuple, valid: tuple) -> bool: # valid: a letter stands for any size
+
+def fits(shape: tuple, valid: tuple) -> bool:  # valid: a letter stands for any size
     "Return whether a shape is a valid one."
     if len(shape) != len(valid):
         return False
@@ -41,6 +54,7 @@ def fits(shape: tuple, valid: tuple) -> bool: # valid: a letter stands for any s
         if type(wanted) is not str and not wanted == size:
             return False
     return True
+
 
 def fault(name: str, t, shapes: tuple, like: str, device) -> str | None:
     "Return what `check_tensor` has against `t`, or None."
@@ -62,9 +76,13 @@ def fault(name: str, t, shapes: tuple, like: str, device) -> str | None:
     if device is not None and t.device != device:
         return f"{name} is on device {t.device}; expected {device} to match {like}"
 
+
 def check_tensor(
-    name: str, t, *shapes, # the argument and its valid shapes; a letter stands for any size
-    like: str = "", device=None, # the argument that fixes the sizes, and its device if it must be the same
+    name: str,
+    t,
+    *shapes,  # the argument and its valid shapes; a letter stands for any size
+    like: str = "",
+    device=None,  # the argument that fixes the sizes, and its device if it must be the same
 ):
     "Raise ValueError unless `t` is a dense floating-point tensor of one of the shapes, on the device."
     plain = type(t) is Tensor or type(t) is Parameter
@@ -72,9 +90,10 @@ def check_tensor(
         if device is None or t.device == device:
             for valid in shapes:
                 if fits(t.shape, valid):
-                    return # the usual case, which eager calls pass many times
+                    return  # the usual case, which eager calls pass many times
     if (wrong := fault(name, t, shapes, like, device)) is not None:
         raise ValueError(wrong)
+
 
 def check_optional(name: str, t, *shapes, **fit):
     "Check a tensor; let None pass."
@@ -83,9 +102,18 @@ def check_optional(name: str, t, *shapes, **fit):
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n11
 def check_arguments(
-    lead: str, # axes in front: "BT" for a scan, "B" for a step
-    rate: str, # the caller's name for the logits: "b" or "dt"
-    q, k, x, b, A, bias, D_skip, z, state, rows: int | None = None, # of the state, if not one per row of q
+    lead: str,  # axes in front: "BT" for a scan, "B" for a step
+    rate: str,  # the caller's name for the logits: "b" or "dt"
+    q,
+    k,
+    x,
+    b,
+    A,
+    bias,
+    D_skip,
+    z,
+    state,
+    rows: int | None = None,  # of the state, if not one per row of q
 ):
     "Raise ValueError, naming the argument, unless all tensors fit together."
     end = "" if lead == "BT" else "_t"
@@ -100,12 +128,18 @@ def check_arguments(
     check_optional("D_skip", D_skip, (D,), **fit)
     check_optional("z" + end, z, (*axes, D), **fit)
     like = "cu_seqlens" if end == "" and rows is not None else f"{queries} and {values}"
-    check_optional("state" if end else "initial_state", state, (axes[0] if rows is None else rows, D, N), like=like,
-                   device=q.device)
+    check_optional(
+        "state" if end else "initial_state",
+        state,
+        (axes[0] if rows is None else rows, D, N),
+        like=like,
+        device=q.device,
+    )
     if rate == "dt":
         check_tensor("A", A, (D, N), (*(*axes, 1)[:2], N), like="x and q", device=q.device)
 
-def s6_form(A: Tensor, dt_softplus: bool) -> str: # (D,N), or rates of tokens with three axes
+
+def s6_form(A: Tensor, dt_softplus: bool) -> str:  # (D,N), or rates of tokens with three axes
     "Return the name of Mamba's rule: by the shape of its rates, and by whether the logits are already step sizes."
     if A.dim() == 3 and not dt_softplus:
         raise ValueError(f"A has shape {tuple(A.shape)}; with dt_softplus=False it must be (D, N)")
@@ -127,13 +161,20 @@ def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T
     if beta is not None and bonus is not None:
         raise ValueError("bonus is given together with beta; expected one of the two, or none")
 
-
 # %% ../../nbs/machine/arguments.ipynb #arguments-n17
 ACTIVATIONS = ("silu", "swish", None)
 
+
 def check_conv(
-    name: str, axes: tuple, # the caller's name for x, letters of its axes
-    x, weight, bias, activation, state_name, state, rows: int | None = None, # of the state, if not one per row of x
+    name: str,
+    axes: tuple,  # the caller's name for x, letters of its axes
+    x,
+    weight,
+    bias,
+    activation,
+    state_name,
+    state,
+    rows: int | None = None,  # of the state, if not one per row of x
 ):
     "Raise ValueError, naming the argument, unless all tensors of a convolution fit together."
     check_tensor(name, x, axes)
@@ -143,8 +184,12 @@ def check_conv(
     if weight.shape[-1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
     check_optional("bias", bias, (D,), **fit)
-    fit["like"] = "cu_seqlens and weight" if len(axes) == 3 and rows is not None else f"{name} and weight"
-    check_optional(state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[-1] - 1), **fit)
+    fit["like"] = (
+        "cu_seqlens and weight" if len(axes) == 3 and rows is not None else f"{name} and weight"
+    )
+    check_optional(
+        state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[-1] - 1), **fit
+    )
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n18c
 def check_integers(name: str, t):
@@ -153,17 +198,28 @@ def check_integers(name: str, t):
         kind = getattr(t, "dtype", type(t).__name__)
         raise ValueError(f"{name} is {kind}; expected an int32 or int64 tensor")
 
-def check_apart(state: Tensor): # (rows,D,N)
+
+def check_apart(state: Tensor):  # (rows,D,N)
     "Raise ValueError if rows share memory, by their strides: an update in place would change them all."
     row, *strides = state.stride()
-    if not state.is_contiguous() and len(state) > 1 and row <= sum(
-            (n - 1) * stride for n, stride in zip(state.shape[1:], strides) if stride <= row):
-        raise ValueError(f"state has strides {state.stride()}: its rows share memory and cannot be updated in place")
+    if (
+        not state.is_contiguous()
+        and len(state) > 1
+        and row
+        <= sum((n - 1) * stride for n, stride in zip(state.shape[1:], strides) if stride <= row)
+    ):
+        raise ValueError(
+            f"state has strides {state.stride()}: its rows share memory and cannot be updated in place"
+        )
+
 
 def check_slots(
-    slots, x, state, inplace: bool, # (B,) integers or None, (B,..), (slots,..)
+    slots,
+    x,
+    state,
+    inplace: bool,  # (B,) integers or None, (B,..), (slots,..)
     name: str = "state_indices",
-) -> int | None: # rows of the pool, None without slots
+) -> int | None:  # rows of the pool, None without slots
     "Raise ValueError unless `state_indices` fits a step."
     if slots is None:
         return None
@@ -171,17 +227,24 @@ def check_slots(
     check_tensor("x_t", x, ("B", "D"))
     check_tensor("state", state, ("slots", "D", "N"))
     if slots.shape != x.shape[:1] or slots.device != x.device:
-        raise ValueError(f"{name} has shape {tuple(slots.shape)} on {slots.device}; "
-                         f"expected {tuple(x.shape[:1])} on {x.device} to match x_t")
+        raise ValueError(
+            f"{name} has shape {tuple(slots.shape)} on {slots.device}; "
+            f"expected {tuple(x.shape[:1])} on {x.device} to match x_t"
+        )
     if not inplace:
-        raise ValueError(f"{name} needs inplace=True: the states of a pool are updated where they are")
+        raise ValueError(
+            f"{name} needs inplace=True: the states of a pool are updated where they are"
+        )
     check_apart(state)
     return len(state)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n20
 def traced() -> bool:
     "Return whether a compiler traces or a CUDA graph records: no tensor can be read then."
-    return torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return torch.compiler.is_compiling() or (
+        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    )
+
 
 def exporting() -> bool:
     """Return whether `torch.export` or `torch.jit.trace` records a program.
@@ -190,13 +253,16 @@ def exporting() -> bool:
     return torch.compiler._is_exporting_flag or torch.jit.is_tracing()
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n21
-_READ = WeakIdKeyDictionary() # bounds that were read: version and values
+_READ = WeakIdKeyDictionary()  # bounds that were read: version and values
 
-def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
+
+def read_bounds(cu_seqlens: Tensor) -> list:  # (n+1,) integers
     "Return the values; wait for the GPU only the first time and after a change in place."
-    if cu_seqlens.device.type == "cpu": # NumPy may have changed them unseen
+    if cu_seqlens.device.type == "cpu":  # NumPy may have changed them unseen
         return cu_seqlens.tolist()
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version # no changes are counted in inference mode
+    version = (
+        None if cu_seqlens.is_inference() else cu_seqlens._version
+    )  # no changes are counted in inference mode
     known = _READ.get(cu_seqlens)
     if version is None or known is None or known[0] != version:
         known = _READ[cu_seqlens] = version, cu_seqlens.tolist()
@@ -204,81 +270,104 @@ def read_bounds(cu_seqlens: Tensor) -> list: # (n+1,) integers
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n23
 def check_cu_seqlens(
-    cu_seqlens, # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    q: Tensor, name: str = "q", axis: str = "N", # (1,T,N); name, axis: the caller's names for it and its last axis
-) -> list | None: # the n lengths, each None while traced; None without packing
+    cu_seqlens,  # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
+    q: Tensor,
+    name: str = "q",
+    axis: str = "N",  # (1,T,N); name, axis: the caller's names for it and its last axis
+) -> list | None:  # the n lengths, each None while traced; None without packing
     "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:
         return None
     check_integers("cu_seqlens", cu_seqlens)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (n+1,) for n >= 1 sequences")
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)}; expected (n+1,) for n >= 1 sequences"
+        )
     check_tensor(name, q, ("B", "T", axis))
     if q.shape[0] != 1:
         shape = tuple(q.shape)
-        raise ValueError(f"{name} has shape {shape}; expected (1, T, {axis}): with cu_seqlens the batch size is 1")
+        raise ValueError(
+            f"{name} has shape {shape}; expected (1, T, {axis}): with cu_seqlens the batch size is 1"
+        )
     if traced():
-        return [None] * (len(cu_seqlens) - 1) # only the number of bounds is known
+        return [None] * (len(cu_seqlens) - 1)  # only the number of bounds is known
     ends, T = read_bounds(cu_seqlens), q.shape[1]
     lengths = [b - a for a, b in zip(ends, ends[1:])]
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens starts at {ends[0]}; expected 0")
     if min(lengths) < 0:
         i = next(i for i, n in enumerate(lengths) if n < 0)
-        raise ValueError(f"cu_seqlens decreases from {ends[i]} to {ends[i + 1]}; expected bounds that never decrease")
+        raise ValueError(
+            f"cu_seqlens decreases from {ends[i]} to {ends[i + 1]}; expected bounds that never decrease"
+        )
     if ends[-1] != T:
         raise ValueError(f"cu_seqlens ends at {ends[-1]}; expected {T}, the length of {name}")
     return lengths
 
-
 # %% ../../nbs/machine/arguments.ipynb #arguments-n24
-def bounds_for_kernels(cu_seqlens: Tensor | None, x: Tensor) -> Tensor | None: # (n+1,), (1,T,D) -> (n+1,)
+def bounds_for_kernels(
+    cu_seqlens: Tensor | None, x: Tensor
+) -> Tensor | None:  # (n+1,), (1,T,D) -> (n+1,)
     "Return checked bounds, contiguous; raise ValueError unless they are on x's device."
     if cu_seqlens is not None and cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, like x")
     return None if cu_seqlens is None else cu_seqlens.contiguous()
 
-def in_range(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,) integers, rows of the batch
+
+def in_range(cu_seqlens: Tensor, T: int) -> Tensor:  # (n+1,) integers, rows of the batch
     "Return the bounds, moved so that no sequence leaves the rows or runs backwards."
     return cu_seqlens.clamp(0, T).cummax(0).values
 
-def outside(cu_seqlens: Tensor, T: int) -> Tensor: # (n+1,), rows -> (T,1) bool
+
+def outside(cu_seqlens: Tensor, T: int) -> Tensor:  # (n+1,), rows -> (T,1) bool
     "Return which rows belong to no sequence, once the bounds are in range."
     cu_seqlens, rows = in_range(cu_seqlens, T), torch.arange(T, device=cu_seqlens.device)[:, None]
     return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n27
-HAS_TRITON = find_spec("triton") is not None # once: torch.compile cannot trace the look-up
+HAS_TRITON = find_spec("triton") is not None  # once: torch.compile cannot trace the look-up
+
 
 def in_functorch() -> bool:
     "Return whether a transform of torch.func runs."
     return torch._C._are_functorch_transforms_active()
 
-setattr(in_functorch, "_dynamo_marked_constant", True) # asked while tracing
+
+setattr(in_functorch, "_dynamo_marked_constant", True)  # asked while tracing
+
 
 def transformed(*tensors) -> bool:
     "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."
-    return in_functorch() or any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
+    return in_functorch() or any(
+        t is not None and unpack_dual(t).tangent is not None for t in tensors
+    )
+
 
 def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
     "Return why no Triton kernel can run these, the first called `name`; None if one can."
     if not HAS_TRITON:
         return f"it {NEEDS_TRITON}"
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        return (f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 before triton is imported; "
-                "without a GPU longhorn_kit sets it, so import longhorn_kit before triton")
+        return (
+            f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 before triton is imported; "
+            "without a GPU longhorn_kit sets it, so import longhorn_kit before triton"
+        )
     for t in (first, *others):
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
 
-def kernels_or(otherwise: str, kernels: str, backend: str, obstacle: str | None, avoid: bool) -> str:
+
+def kernels_or(
+    otherwise: str, kernels: str, backend: str, obstacle: str | None, avoid: bool
+) -> str:
     "Return `kernels`, or `otherwise` if they cannot run or should not; ValueError if they are named but cannot run."
     if backend == kernels and obstacle:
         raise ValueError(f"backend {kernels!r} cannot run this: {obstacle}")
     return otherwise if obstacle or (backend == "auto" and avoid) else kernels
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-known
-_PASSED = {} # forms of calls that passed every check and run Triton kernels on a GPU
+_PASSED = {}  # forms of calls that passed every check and run Triton kernels on a GPU
+
 
 def call_form(*options, tensors=()) -> tuple | None:
     "Return all that the checks of a call depend on, or None if they must be made again."
@@ -287,12 +376,18 @@ def call_form(*options, tensors=()) -> tuple | None:
     try:
         form = (*options, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
         return form if hash(form) else None
-    except (AttributeError, TypeError, RuntimeError): # not a tensor or without a shape, or an option that is a list
+    except (
+        AttributeError,
+        TypeError,
+        RuntimeError,
+    ):  # not a tensor or without a shape, or an option that is a list
         return None
+
 
 def passed(form: tuple | None) -> bool:
     "Return whether a call of this form passed its checks before."
     return form is not None and form in _PASSED
+
 
 def remember(form: tuple | None, backend: str, first: Tensor):
     "Note that a call passed its checks and that `backend` runs it."
@@ -303,7 +398,10 @@ def remember(form: tuple | None, backend: str, first: Tensor):
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n29
 def wants_gradient(
-    name: str, inplace: bool, backend: str, *tensors, # the step function's name and arguments
+    name: str,
+    inplace: bool,
+    backend: str,
+    *tensors,  # the step function's name and arguments
 ) -> bool:
     "Return whether a decode step must be differentiable; raise ValueError if this call cannot be."
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -315,7 +413,8 @@ def wants_gradient(
 # %% ../../nbs/machine/arguments.ipynb #arguments-n32
 S = TypeVar("S")
 
-def documented(thing: S) -> S: # a function or a class
+
+def documented(thing: S) -> S:  # a function or a class
     "Append the arguments, with the notes beside them, to the docstring."
     plain = inspect.isclass(thing) and not is_dataclass(thing)
     try:
@@ -327,7 +426,14 @@ def documented(thing: S) -> S: # a function or a class
         notes = [lines[part.lineno - 1] for part in node.body if isinstance(part, ast.AnnAssign)]
     else:
         first = next(part for part in node.args.args if part.arg != "self")
-        notes = [lines[first.lineno - 1][first.col_offset:], *lines[first.lineno:node.body[0].lineno - 1]]
-    notes = [note for line in notes if not (note := line.strip().replace("): #", " #")).startswith(")")]
-    thing.__doc__ = "\n    ".join([inspect.cleandoc(thing.__doc__ or "") + "\n\nArguments:", *notes])
+        notes = [
+            lines[first.lineno - 1][first.col_offset :],
+            *lines[first.lineno : node.body[0].lineno - 1],
+        ]
+    notes = [
+        note for line in notes if not (note := line.strip().replace("): #", " #")).startswith(")")
+    ]
+    thing.__doc__ = "\n    ".join(
+        [inspect.cleandoc(thing.__doc__ or "") + "\n\nArguments:", *notes]
+    )
     return thing

@@ -21,18 +21,22 @@ from .onnx import in_order, onnx_exporting
 from .reference import STEPS, no_autocast, s6_update, skip_and_gate, widened
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n07
-def time_major(t: Tensor) -> Tensor: # (B,T,F) -> (T,B,F)
+def time_major(t: Tensor) -> Tensor:  # (B,T,F) -> (T,B,F)
     "Return a contiguous copy with time first."
     return fresh(t.transpose(0, 1))
 
-def outer(a: Tensor, c: Tensor, out: Tensor) -> Tensor: # (L,B,N), (L,B,D), (L,B,N,D)
+
+def outer(a: Tensor, c: Tensor, out: Tensor) -> Tensor:  # (L,B,N), (L,B,D), (L,B,N,D)
     "Write `a_n c_d` of every step into `out`."
     return torch.mul(a[..., None], c[..., None, :], out=out)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n08
-SMALL_PRODUCT = 400 # products below which PyTorch's `bmm` runs a plain loop
+SMALL_PRODUCT = 400  # products below which PyTorch's `bmm` runs a plain loop
 
-def over_states(row: Tensor, M: Tensor, out: Tensor | None = None) -> Tensor: # (L,B,N), (L,B,N,D) -> (L,B,D)
+
+def over_states(
+    row: Tensor, M: Tensor, out: Tensor | None = None
+) -> Tensor:  # (L,B,N), (L,B,N,D) -> (L,B,D)
     "Sum over n of `row_n M_nd`, optionally into a contiguous `out`."
     L, B, N, D = M.shape
     out = M.new_empty(L, B, D) if out is None else out
@@ -41,7 +45,8 @@ def over_states(row: Tensor, M: Tensor, out: Tensor | None = None) -> Tensor: # 
     torch.bmm(row.reshape(L * B, 1, N), M.reshape(L * B, N, D), out=out.view(L * B, 1, D))
     return out
 
-def over_channels(row: Tensor, M: Tensor) -> Tensor: # (L,B,D), (L,B,N,D) -> (L,B,N)
+
+def over_channels(row: Tensor, M: Tensor) -> Tensor:  # (L,B,D), (L,B,N,D) -> (L,B,N)
     "Sum over d of `row_d M_nd`."
     L, B, N, D = M.shape
     return torch.bmm(row.reshape(L * B, 1, D), M.reshape(L * B, N, D).mT).view(L, B, N)
@@ -49,6 +54,7 @@ def over_channels(row: Tensor, M: Tensor) -> Tensor: # (L,B,D), (L,B,N,D) -> (L,
 # %% ../../nbs/machine/chunked.ipynb #chunked-n10
 class DiagonalRule:
     "Longhorn's diagonal form: gate `1 - eps k^2`, input `eps x k`; k, x, v with time first."
+
     dA = None
 
     def __init__(self, k, x, v, A=None):
@@ -65,7 +71,7 @@ class DiagonalRule:
     def pull(self, t, gate, S, G, dk, dx, dv):
         k, eps = self.k[t], self.eps[t]
         P, kG = torch.mul(G, S, out=gate), over_states(k, G)
-        fall = over_states(k.square(), P).addcmul_(self.x[t], kG, value=-1).mul_(eps) # -eps d eps
+        fall = over_states(k.square(), P).addcmul_(self.x[t], kG, value=-1).mul_(eps)  # -eps d eps
         shared = over_channels(eps, P).sub_((fall[..., None, :] @ eps[..., None])[..., 0])
         torch.sub(over_channels(self.u[t], G), shared.mul_(k), alpha=2, out=dk)
         torch.mul(kG, eps, out=dx)
@@ -74,6 +80,7 @@ class DiagonalRule:
 # %% ../../nbs/machine/chunked.ipynb #chunked-n12
 class DecoupledRule:
     "The decoupled form: gate `1 / (1 + beta k_n^2)`, input `gate beta x k`."
+
     dA = None
 
     def __init__(self, k, x, v, A=None):
@@ -89,7 +96,7 @@ class DecoupledRule:
         aG = gate * G
         du = over_states(k, aG)
         written = S + outer(k, u, out=torch.empty_like(G))
-        W = gate.mul_(aG).mul_(written).neg_() # gradient of beta k_n^2
+        W = gate.mul_(aG).mul_(written).neg_()  # gradient of beta k_n^2
         d_beta = torch.mul(self.x[t], du).add_(over_states(k.square(), W))
         torch.add(over_channels(u, aG), over_channels(beta, W).mul_(k), alpha=2, out=dk)
         torch.mul(du, beta, out=dx)
@@ -98,7 +105,8 @@ class DecoupledRule:
 # %% ../../nbs/machine/chunked.ipynb #chunked-n14
 class S6Rule:
     "Mamba's S6, `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
-    size, slope = staticmethod(F.softplus), staticmethod(torch.sigmoid) # Delta and its derivative
+
+    size, slope = staticmethod(F.softplus), staticmethod(torch.sigmoid)  # Delta and its derivative
 
     def __init__(self, k, x, v, A):
         self.k, self.x, self.v = k, x, v.contiguous()
@@ -110,7 +118,7 @@ class S6Rule:
         torch.mul(self.rates, self.delta[t][..., None, :], out=gate).exp_()
         outer(self.k[t], self.u[t], out=inp)
 
-    def exponent(self, t, P): # P: gradient of the exponent Delta A
+    def exponent(self, t, P):  # P: gradient of the exponent Delta A
         self.dA += (P * self.delta[t][..., None, :]).sum((0, 1)).mT
         return (P * self.rates).sum(2)
 
@@ -124,10 +132,13 @@ class S6Rule:
 # %% ../../nbs/machine/chunked.ipynb #chunked-n15
 class GivenS6Rule(S6Rule):
     "S6 with a given step size, `Delta = v`."
+
     size, slope = staticmethod(torch.clone), staticmethod(torch.ones_like)
+
 
 class TimedS6Rule(S6Rule):
     "S6 with an input-dependent `A` (B,T,N), shared by the channels."
+
     def __init__(self, k, x, v, A):
         super().__init__(k, x, v, A)
         self.rates = time_major(A)
@@ -142,8 +153,10 @@ class TimedS6Rule(S6Rule):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n17
 def advance(
-    gate: Tensor, inp: Tensor, S: Tensor, # (L,B,N,D), (L,B,N,D) inputs that become states, (B,N,D) first state
-) -> Tensor: # (B,N,D) state after the last step, a view of `inp`
+    gate: Tensor,
+    inp: Tensor,
+    S: Tensor,  # (L,B,N,D), (L,B,N,D) inputs that become states, (B,N,D) first state
+) -> Tensor:  # (B,N,D) state after the last step, a view of `inp`
     "Run `S <- gate S + inp` over the steps of a chunk, in place."
     for g, i in zip(gate.unbind(0), inp.unbind(0)):
         S = i.addcmul_(g, S)
@@ -151,9 +164,10 @@ def advance(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n19
 def retreat(
-    gate: Tensor, G: Tensor, # (L,B,N,D), (L,B,N,D) gradients of the read-outs, which become those of the states
-    carry: Tensor, # (B,N,D) gradient of the last state, from later chunks
-) -> Tensor: # (B,N,D) gradient of the state before the first step: `carry`, overwritten
+    gate: Tensor,
+    G: Tensor,  # (L,B,N,D), (L,B,N,D) gradients of the read-outs, which become those of the states
+    carry: Tensor,  # (B,N,D) gradient of the last state, from later chunks
+) -> Tensor:  # (B,N,D) gradient of the state before the first step: `carry`, overwritten
     "Run `G_t <- G_t + gate_{t+1} G_{t+1}` from the last step to the first, in place."
     gates, grads = gate.unbind(0), G.unbind(0)
     last = grads[-1].add_(carry)
@@ -163,8 +177,11 @@ def retreat(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n21
 def elementwise_forward(
-    rule, q: Tensor, S: Tensor, # gates and inputs, time-major; (T,B,N) queries, (B,N,D) initial state
-    chunk: int, keep: bool, # steps per chunk; keep the checkpoints
+    rule,
+    q: Tensor,
+    S: Tensor,  # gates and inputs, time-major; (T,B,N) queries, (B,N,D) initial state
+    chunk: int,
+    keep: bool,  # steps per chunk; keep the checkpoints
 ):
     "Return read-outs y (T,B,D), final state (B,N,D), and checkpoints (chunks,B,N,D)."
     T, (B, N, D) = q.shape[0], S.shape
@@ -182,9 +199,12 @@ def elementwise_forward(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n23
 def elementwise_backward(
-    rule, q: Tensor, dy: Tensor, # gates and inputs, time-major; (T,B,N) queries, (T,B,D) gradient of the read-outs
-    carry: Tensor, # (B,N,D) gradient of the final state; becomes that of the initial state
-    marks: Tensor, chunk: int, # (chunks,B,N,D) checkpoints, steps per chunk
+    rule,
+    q: Tensor,
+    dy: Tensor,  # gates and inputs, time-major; (T,B,N) queries, (T,B,D) gradient of the read-outs
+    carry: Tensor,  # (B,N,D) gradient of the final state; becomes that of the initial state
+    marks: Tensor,
+    chunk: int,  # (chunks,B,N,D) checkpoints, steps per chunk
 ):
     "Return the gradients of q, k, x, v, time-major."
     B, N, D = carry.shape
@@ -204,9 +224,10 @@ def elementwise_backward(
 # %% ../../nbs/machine/chunked.ipynb #chunked-n25
 class Machine(NamedTuple):
     "A form in chunks: forward, and backward along the tape that the forward kept."
-    run: Callable # (chunk, keep, q, k, x, v, A, S) -> read-outs (B,T,D), final state (B,D,N), tape: new tensors
-    pull: Callable # (chunk, tape, q, k, x, v, A, dy, dS) -> gradients of q, k, x, v, A and S
-    rereads: bool = True # whether `pull` needs x and v
+
+    run: Callable  # (chunk, keep, q, k, x, v, A, S) -> read-outs (B,T,D), final state (B,D,N), tape: new tensors
+    pull: Callable  # (chunk, tape, q, k, x, v, A, dy, dS) -> gradients of q, k, x, v, A and S
+    rereads: bool = True  # whether `pull` needs x and v
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n26
 def elementwise(Rule) -> Machine:
@@ -214,7 +235,9 @@ def elementwise(Rule) -> Machine:
     rule_of = lambda k, x, v, A: Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
 
     def run(chunk, keep, q, k, x, v, A, S):
-        y, S, marks = elementwise_forward(rule_of(k, x, v, A), time_major(q), fresh(S.mT), chunk, keep)
+        y, S, marks = elementwise_forward(
+            rule_of(k, x, v, A), time_major(q), fresh(S.mT), chunk, keep
+        )
         return y.transpose(0, 1).contiguous(), S.mT.contiguous(), [marks]
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
@@ -225,13 +248,19 @@ def elementwise(Rule) -> Machine:
     return Machine(run, pull)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n28
-MACHINES = {"exact": Machine(exact_run, exact_pull, rereads=False), "diagonal": elementwise(DiagonalRule),
-            "decoupled": elementwise(DecoupledRule), "s6": elementwise(S6Rule),
-            "s6_given": elementwise(GivenS6Rule), "s6_time_varying": elementwise(TimedS6Rule)}
+MACHINES = {
+    "exact": Machine(exact_run, exact_pull, rereads=False),
+    "diagonal": elementwise(DiagonalRule),
+    "decoupled": elementwise(DecoupledRule),
+    "s6": elementwise(S6Rule),
+    "s6_given": elementwise(GivenS6Rule),
+    "s6_time_varying": elementwise(TimedS6Rule),
+}
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n62
-def compiled(form: str, Rule: type | None = None) -> Machine: # form: of `native`; Rule: of S6
+def compiled(form: str, Rule: type | None = None) -> Machine:  # form: of `native`; Rule: of S6
     "Return the machine of a form in C++; its tape is the checkpoints."
+
     def prepared(q, k, x, v, A):
         rates = v if Rule is None else Rule.size(v)
         return *(t.contiguous() for t in (q, k, x, rates)), None if A is None else A.mT.contiguous()
@@ -250,31 +279,40 @@ def compiled(form: str, Rule: type | None = None) -> Machine: # form: of `native
     return Machine(run, pull)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n63
-IN_CPP = {"exact": compiled("exact"), "diagonal": compiled("diagonal"),
-          "s6": compiled("s6", S6Rule), "s6_given": compiled("s6", GivenS6Rule)}
+IN_CPP = {
+    "exact": compiled("exact"),
+    "diagonal": compiled("diagonal"),
+    "s6": compiled("s6", S6Rule),
+    "s6_given": compiled("s6", GivenS6Rule),
+}
 
-def in_cpp(form: str, x: Tensor) -> bool: # x: a tensor of the call
+
+def in_cpp(form: str, x: Tensor) -> bool:  # x: a tensor of the call
     "Return whether a scan runs in C++: in float32 on a CPU, if it can be compiled."
-    return form in IN_CPP and x.device.type == "cpu" and x.dtype == torch.float32 and native.compiles()
+    return (
+        form in IN_CPP and x.device.type == "cpu" and x.dtype == torch.float32 and native.compiles()
+    )
 
-def machine_of(form: str, x: Tensor) -> Machine: # as in `in_cpp`
+
+def machine_of(form: str, x: Tensor) -> Machine:  # as in `in_cpp`
     "Return the machine that runs, in C++ or in PyTorch."
     return IN_CPP[form] if in_cpp(form, x) else MACHINES[form]
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n37
-CACHED = 2**17 # numbers in a buffer that stays in the cache, half a megabyte of float32
-LARGEST_BUFFER = 3 * 2**18 # numbers in the buffer of a long sequence, 3 MiB of float32
+CACHED = 2**17  # numbers in a buffer that stays in the cache, half a megabyte of float32
+LARGEST_BUFFER = 3 * 2**18  # numbers in the buffer of a long sequence, 3 MiB of float32
+
 
 def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
     "Return the steps per chunk: 32 for the exact form, else 8 to 64 by the caches and by the number of checkpoints."
-    if exporting(): # the sizes may be symbols, and a comparison would fix them
+    if exporting():  # the sizes may be symbols, and a comparison would fix them
         return 32 if form == "exact" else 16
     if form == "exact":
         return max(1, min(32, T))
     numbers = max(1, B * D * N)
     steps = max(8, CACHED // numbers)
     largest = min(64, LARGEST_BUFFER // numbers)
-    while 4 * steps**2 < T and 2 * steps <= largest: # comparisons only: T may be a symbol
+    while 4 * steps**2 < T and 2 * steps <= largest:  # comparisons only: T may be a symbol
         steps *= 2
     return max(1, min(64, steps, T))
 
@@ -288,31 +326,49 @@ def _sequences(q, k, x, v, A, cu_seqlens):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n40
 @custom_op("longhorn_kit::chunked_scan", mutates_args=())
-def _operation(q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None, S: Tensor, cu_seqlens: Tensor | None,
-            form: str, chunk: int, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _operation(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    v: Tensor,
+    A: Tensor | None,
+    S: Tensor,
+    cu_seqlens: Tensor | None,
+    form: str,
+    chunk: int,
+    keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     with no_autocast(x.device.type):
         if cu_seqlens is None:
             y, last, tape = machine_of(form, x).run(chunk, keep, q, k, x, v, A, S)
             return y, last, tape if keep else []
         y, last = torch.zeros(x.shape, device=x.device, dtype=x.dtype), S.clone()
         for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
-            y[:, rows], last[i : i + 1], _ = machine_of(form, x).run(chunk, False, *cut, S[i : i + 1])
+            y[:, rows], last[i : i + 1], _ = machine_of(form, x).run(
+                chunk, False, *cut, S[i : i + 1]
+            )
         return y, last, []
+
 
 @_operation.register_fake
 def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
     (B, T, D), N, tape = x.shape, k.shape[-1], []
     if keep and cu_seqlens is None:
-        rates = [x.new_empty(T, B, D) for _ in range(3)] if machine_of(form, x) is MACHINES["exact"] else []
+        rates = (
+            [x.new_empty(T, B, D) for _ in range(3)]
+            if machine_of(form, x) is MACHINES["exact"]
+            else []
+        )
         tape = [*rates, x.new_empty(-(-T // chunk), B, N, D)]
     return x.new_empty(x.shape), S.new_empty(S.shape), tape
-
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n40-c
 def onnx_scan(q, k, x, v, A, S, cu_seqlens, form):
     "Return the read-outs (B,T,D) and the last state of the operation as ONNX's `Scan`."
     if cu_seqlens is not None:
-        raise ValueError("packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row")
+        raise ValueError(
+            "packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row"
+        )
     size = v if form == "s6_given" else torch.sigmoid(v) if form in STEPS else F.softplus(v)
     timed = [A] if form == "s6_time_varying" else []
     constants = (A,) if form in ("s6", "s6_given") else ()
@@ -342,8 +398,20 @@ def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n43
 @custom_op("longhorn_kit::chunked_scan_backward", mutates_args=())
-def _operation_backward(dy: Tensor, dS: Tensor, tape: list[Tensor], q: Tensor, k: Tensor, x: Tensor, v: Tensor,
-                        A: Tensor | None, S: Tensor, cu_seqlens: Tensor | None, form: str, chunk: int) -> list[Tensor]:
+def _operation_backward(
+    dy: Tensor,
+    dS: Tensor,
+    tape: list[Tensor],
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    v: Tensor,
+    A: Tensor | None,
+    S: Tensor,
+    cu_seqlens: Tensor | None,
+    form: str,
+    chunk: int,
+) -> list[Tensor]:
     with no_autocast(x.device.type):
         if cu_seqlens is not None:
             return _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk)
@@ -352,86 +420,116 @@ def _operation_backward(dy: Tensor, dS: Tensor, tape: list[Tensor], q: Tensor, k
         grads = machine.pull(chunk, tape, q, k, x, v, A, dy.contiguous(), dS)
         return [x.new_empty(0) if g is None else g.contiguous() for g in grads]
 
+
 @_operation_backward.register_fake
 def _(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, form, chunk):
     return [x.new_empty(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
 
-
 # %% ../../nbs/machine/chunked.ipynb #chunked-n45
-BY_REFERENCE = ("the reference scan can: longhorn_scan and selective_scan take backend='reference', "
-                "torch.func takes it by itself, and a layer by layer.scan = functools.partial(layer.scan, "
-                "backend='reference')")
+BY_REFERENCE = (
+    "the reference scan can: longhorn_scan and selective_scan take backend='reference', "
+    "torch.func takes it by itself, and a layer by layer.scan = functools.partial(layer.scan, "
+    "backend='reference')"
+)
+
 
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
     tape = output[2]
     x, v = (None, None) if tape and not machine_of(ctx.form, x).rereads else (x, v)
-    ctx.set_materialize_grads(False) # the tape has no gradient, and zeros in its size take time
+    ctx.set_materialize_grads(False)  # the tape has no gradient, and zeros in its size take time
     ctx.save_for_backward(q, k, x, v, A, S, cu_seqlens, *tape)
+
 
 def _gradients(ctx, dy, dS, _):
     q, k, x, v, A, S, cu_seqlens, *tape = ctx.saved_tensors
     dy = q.new_zeros(*q.shape[:2], S.shape[1]) if dy is None else dy
     dS = torch.zeros_like(S) if dS is None else dS
-    x, v = (dy, dy) if x is None else (x, v) # for their sizes
+    x, v = (dy, dy) if x is None else (x, v)  # for their sizes
     backward = torch.ops.longhorn_kit.chunked_scan_backward.default
     try:
         *grads, dA, dS = backward(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk)
     except RuntimeError as error:
         if "Batching rule" not in str(error):
             raise
-        raise RuntimeError("this scan has no batched gradients (is_grads_batched, vectorize=True); "
-                           f"{BY_REFERENCE}") from error
+        raise RuntimeError(
+            f"this scan has no batched gradients (is_grads_batched, vectorize=True); {BY_REFERENCE}"
+        ) from error
     return *grads, None if A is None else dA, dS, None, None, None, None
+
 
 def once_only(operation, why):
     "Make a backward operation raise RuntimeError on a second derivative."
+
     def refuse(ctx, *grads):
         raise RuntimeError(why)
+
     register_autograd(operation, refuse, setup_context=lambda ctx, inputs, output: None)
 
+
 register_autograd(_operation, _gradients, setup_context=_setup)
-once_only(_operation_backward,
-          f"this scan has no second derivative; {BY_REFERENCE}")
+once_only(_operation_backward, f"this scan has no second derivative; {BY_REFERENCE}")
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n47
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
     out_dtype = x.dtype
     q, k, x, b, A, bias, D_skip, z, S = widened(q, k, x, b, A, bias, D_skip, z, S)
     v = (b if bias is None else b + bias).expand(x.shape)
-    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, x, v, A, S))
+    learns = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (q, k, x, v, A, S)
+    )
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
-    keep = learns and not exporting() # a program may run with or without gradients
+    keep = learns and not exporting()  # a program may run with or without gradients
     if not chunk:
         chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     if onnx_exporting():
         y, S = onnx_scan(q, k, x, v, A, S, cu_seqlens, form)
     else:
-        scan = torch.ops.longhorn_kit.chunked_scan.default # by name: a notebook may define it again
+        scan = (
+            torch.ops.longhorn_kit.chunked_scan.default
+        )  # by name: a notebook may define it again
         y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)
-    if cu_seqlens is not None: # rows of no sequence stay zero and pass no gradient
+    if cu_seqlens is not None:  # rows of no sequence stay zero and pass no gradient
         out = out.masked_fill(outside(cu_seqlens, x.shape[1]), 0)
     return out, S
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n48
 def chunked_scan(
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None = None, D_skip: Tensor | None = None,
-    z: Tensor | None = None, *, form: str = "diagonal", initial_state: Tensor | None = None, # as for `reference_scan`
-    chunk: int | None = None, # steps per chunk; None: by the sizes
-    cu_seqlens: Tensor | None = None, # (n+1,) bounds of packed sequences, only while a compiler traces
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    b_bias: Tensor | None = None,
+    D_skip: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    form: str = "diagonal",
+    initial_state: Tensor | None = None,  # as for `reference_scan`
+    chunk: int | None = None,  # steps per chunk; None: by the sizes
+    cu_seqlens: Tensor
+    | None = None,  # (n+1,) bounds of packed sequences, only while a compiler traces
 ) -> tuple[Tensor, Tensor]:
     "Run `reference_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     return _run(form, chunk, q, k, x, b, None, b_bias, D_skip, z, initial_state, cu_seqlens)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n50
 def chunked_selective_scan(
-    q: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor, dt_bias: Tensor | None = None, D_skip: Tensor | None = None,
-    z: Tensor | None = None, *, initial_state: Tensor | None = None, # as for `reference_selective_scan`
-    chunk: int | None = None, # steps per chunk; None: by the sizes
-    cu_seqlens: Tensor | None = None, # (n+1,) bounds of packed sequences, only while a compiler traces
-    dt_softplus: bool = True, # False: `Delta = dt + dt_bias`, and A is (D,N)
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    dt_bias: Tensor | None = None,
+    D_skip: Tensor | None = None,
+    z: Tensor | None = None,
+    *,
+    initial_state: Tensor | None = None,  # as for `reference_selective_scan`
+    chunk: int | None = None,  # steps per chunk; None: by the sizes
+    cu_seqlens: Tensor
+    | None = None,  # (n+1,) bounds of packed sequences, only while a compiler traces
+    dt_softplus: bool = True,  # False: `Delta = dt + dt_bias`, and A is (D,N)
 ) -> tuple[Tensor, Tensor]:
     "Run `reference_selective_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     form = s6_form(A, dt_softplus)

@@ -12,7 +12,7 @@ from torch import Tensor
 from .launch import unwatched
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-012
-def rate_and_slope(k: Tensor, v: Tensor): # (T,B,N) keys, (T,B,D) step-size logits
+def rate_and_slope(k: Tensor, v: Tensor):  # (T,B,N) keys, (T,B,D) step-size logits
     "Return `eps = 1 / (1 + |k|^2 + exp(-v))` and `eps exp(-v)`, contiguous; logits below -80 act as -80."
     decay = torch.neg(v, out=v.new_empty(v.shape)).clamp_(max=80).exp_()
     eps = torch.add(decay, k.square().sum(-1, keepdim=True) + 1).reciprocal_()
@@ -20,9 +20,11 @@ def rate_and_slope(k: Tensor, v: Tensor): # (T,B,N) keys, (T,B,D) step-size logi
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-039
 def substitute(
-    gram: Tensor, eps: Tensor, # (L,L,B,1) products of keys, (L,B,D) rates
-    r: Tensor, u: Tensor, # (L,B,D) x - S0 k, which becomes x - S k of each step; (L,B,D) output: eps r
-    back: bool = False, # from the last row: the sum is over i > t
+    gram: Tensor,
+    eps: Tensor,  # (L,L,B,1) products of keys, (L,B,D) rates
+    r: Tensor,
+    u: Tensor,  # (L,B,D) x - S0 k, which becomes x - S k of each step; (L,B,D) output: eps r
+    back: bool = False,  # from the last row: the sum is over i > t
 ):
     "Solve `u_t = eps_t (r_t - sum_{i<t} gram_ti u_i)` for all rows, in place."
     rows = list(enumerate(zip(eps.unbind(0), r.unbind(0), u.unbind(0), gram.unbind(1))))
@@ -32,13 +34,16 @@ def substitute(
         r[left].addcmul_(column[left], u_t, value=-1)
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-042
-def gram_matrix(K: Tensor) -> Tensor: # (B,L,N) keys of a chunk -> (L,L,B,1)
+def gram_matrix(K: Tensor) -> Tensor:  # (B,L,N) keys of a chunk -> (L,L,B,1)
     "Return all products of two keys, laid out for time-major rows."
     return (K @ K.mT).permute(1, 2, 0).contiguous()[..., None]
 
-def causal_read(start: Tensor, M: Tensor, U: Tensor) -> Tensor: # (B,L,D) Q S, (B,L,L) lower(Q K^T), (B,L,D)
+
+def causal_read(
+    start: Tensor, M: Tensor, U: Tensor
+) -> Tensor:  # (B,L,D) Q S, (B,L,L) lower(Q K^T), (B,L,D)
     "Return `start + M U`; rows of U that are not finite reach no earlier row."
-    if U.is_cpu and unwatched() and U.sum().isfinite(): # on a GPU this check would stall
+    if U.is_cpu and unwatched() and U.sum().isfinite():  # on a GPU this check would stall
         return torch.baddbmm(start, M, U)
     return torch.baddbmm(start, M, U.nan_to_num(0, 0, 0)) + (0 * U.detach()).cumsum(1)
 
@@ -46,6 +51,7 @@ def causal_read(start: Tensor, M: Tensor, U: Tensor) -> Tensor: # (B,L,D) Q S, (
 def fresh(t: Tensor) -> Tensor:
     "Return a contiguous copy, whatever the strides of `t`."
     return t.clone(memory_format=torch.contiguous_format)
+
 
 def exact_run(chunk, keep, q, k, x, v, A, S):
     "Return read-outs (B,T,D), final state (B,D,N); rates, slopes, residuals r (T,B,D), checkpoints (chunks,B,N,D)."
@@ -66,9 +72,14 @@ def exact_run(chunk, keep, q, k, x, v, A, S):
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-045
 def exact_chunk_backward(
-    Q: Tensor, K: Tensor, eps: Tensor, U: Tensor, # (B,L,N) queries and keys, (L,B,D) rates, (B,L,D)
-    S: Tensor, G: Tensor, # (B,N,D) state before the chunk; gradient of the state after it
-    dY: Tensor, w: Tensor, # (B,L,D) gradient of the read-outs, (L,B,D) output: gradient of x
+    Q: Tensor,
+    K: Tensor,
+    eps: Tensor,
+    U: Tensor,  # (B,L,N) queries and keys, (L,B,D) rates, (B,L,D)
+    S: Tensor,
+    G: Tensor,  # (B,N,D) state before the chunk; gradient of the state after it
+    dY: Tensor,
+    w: Tensor,  # (B,L,D) gradient of the read-outs, (L,B,D) output: gradient of x
 ):
     "Return the gradients of Q, K (B,L,N) and of the state before the chunk (B,N,D), by (5) and (6)."
     W, h = w.transpose(0, 1), torch.baddbmm(K @ G, (Q @ K.mT).tril_().mT, dY)
@@ -93,4 +104,3 @@ def exact_pull(chunk, tape, q, k, x, v, A, dy, dS):
         dq[:, t], dk[:, t], G = exact_chunk_backward(Q, K, eps[t], U, marks[i], G, dY, w[t])
     dv = torch.mul(slope, w).mul_(r)
     return dq, dk, w.transpose(0, 1), dv.transpose(0, 1), None, G.mT
-

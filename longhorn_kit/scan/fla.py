@@ -22,19 +22,25 @@ def _fla_trouble():
         return "flash-linear-attention is not installed (install the extra fla)"
     try:
         importlib.import_module("fla.ops")
-    except Exception as error: # it imports many libraries, any of which may be broken
+    except Exception as error:  # it imports many libraries, any of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
     global _run
-    _run = torch.compiler.disable(_run) # as fla's functions are; only here, since it imports the compiler
+    _run = torch.compiler.disable(
+        _run
+    )  # as fla's functions are; only here, since it imports the compiler
+
 
 def fla_trouble() -> str | None:
     "Say why flash-linear-attention cannot be imported; return None if it can."
     return _fla_trouble()
 
-setattr(fla_trouble, "_dynamo_marked_constant", True) # the import itself cannot be compiled
+
+setattr(fla_trouble, "_dynamo_marked_constant", True)  # the import itself cannot be compiled
 
 # %% ../../nbs/machine/fla.ipynb #fla-n08
-def fla_obstacle(q: Tensor, x: Tensor, beta: Tensor | None) -> str | None: # (B,T,H,N), (B,T,H,P), (B,T,H)
+def fla_obstacle(
+    q: Tensor, x: Tensor, beta: Tensor | None
+) -> str | None:  # (B,T,H,N), (B,T,H,P), (B,T,H)
     "Say why fla's kernels cannot run these tensors; return None if they can."
     if not q.is_cuda:
         return f"q is on {q.device}, and the kernels need a GPU"
@@ -47,15 +53,19 @@ def fla_obstacle(q: Tensor, x: Tensor, beta: Tensor | None) -> str | None: # (B,
 # %% ../../nbs/machine/fla.ipynb #fla-n11
 try:
     TRITON = tuple(map(int, re.findall(r"\d+", metadata.version("triton"))[:3]))
-except metadata.PackageNotFoundError: # it has no builds for macOS and Windows
+except metadata.PackageNotFoundError:  # it has no builds for macOS and Windows
     TRITON = ()
+
 
 def one_a_head_fails(device: torch.device) -> bool:
     "Return whether gradients with one decay per head are wrong (flash-linear-attention's issue 640)."
     return (3, 4, 0) <= TRITON < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9
 
+
 def fla_function(
-    log_decay: Tensor | None, beta: Tensor | None, bonus: Tensor | None, # (B,T,H,1) or (B,T,H,N); (B,T,H); (H,N)
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    bonus: Tensor | None,  # (B,T,H,1) or (B,T,H,N); (B,T,H); (H,N)
 ) -> str:
     "Return the name of the function for these arguments."
     if bonus is not None:
@@ -64,15 +74,20 @@ def fla_function(
         return "chunk_simple_gla" if beta is None else "chunk_delta_rule"
     if log_decay.shape[-1] == 1 and not one_a_head_fails(log_decay.device):
         return "chunk_simple_gla" if beta is None else "chunk_gated_delta_rule"
-    return "chunk_gla" if beta is None else "chunk_kda" # these kernels lack the issue
+    return "chunk_gla" if beta is None else "chunk_kda"  # these kernels lack the issue
 
 # %% ../../nbs/machine/fla.ipynb #fla-n14
 _log = logging.getLogger(__name__)
 
-@functools.cache # once per function
+
+@functools.cache  # once per function
 def _tunes_first(name):
-    _log.warning("longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, "
-                 "which can take minutes", name)
+    _log.warning(
+        "longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, "
+        "which can take minutes",
+        name,
+    )
+
 
 def fla_kernel(k, log_decay, beta, bonus):
     "Return the function for these arguments, and the rates that it takes after q, k, x."
@@ -88,12 +103,22 @@ def fla_kernel(k, log_decay, beta, bonus):
 
 # %% ../../nbs/machine/fla.ipynb #fla-n15
 def _run(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
-    q, k, x, log_decay, beta, bonus, initial_state = resolved(q, k, x, log_decay, beta, bonus, initial_state)
+    q, k, x, log_decay, beta, bonus, initial_state = resolved(
+        q, k, x, log_decay, beta, bonus, initial_state
+    )
     kernel, rates = fla_kernel(k, log_decay, beta, bonus)
     state = None if initial_state is None else initial_state.mT.contiguous()
-    y, S = kernel(q.contiguous(), k.contiguous(), x.contiguous(), *rates,
-                  scale=1.0, initial_state=state, output_final_state=True)
+    y, S = kernel(
+        q.contiguous(),
+        k.contiguous(),
+        x.contiguous(),
+        *rates,
+        scale=1.0,
+        initial_state=state,
+        output_final_state=True,
+    )
     return y, S.mT
+
 
 def fla_matrix_scan(*args, **options):
     "Run `chunked_matrix_scan` on fla's kernels; read-outs in x.dtype, state in float32."

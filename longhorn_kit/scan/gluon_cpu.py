@@ -17,20 +17,29 @@ from triton.experimental.gluon._runtime import GluonJITFunction
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n08
 class Block(torch.Tensor):
     "A block of values, without an assignment to lanes."
+
     type = property(lambda self: types.SimpleNamespace(layout=None))
 
-    def to(self, dtype, bitcast=False): return self.view(dtype) if bitcast else super().to(dtype)
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
 
 
-def _block(v): return torch.as_tensor(v).as_subclass(Block)
+def _block(v):
+    return torch.as_tensor(v).as_subclass(Block)
 
 
 class Pointer:
     "A memory and a block of places in it."
-    def __init__(self, memory, at):
-        self.memory, self.at, self.dtype = memory, at, types.SimpleNamespace(element_ty=memory.dtype)
 
-    def __add__(self, offsets): return Pointer(self.memory, self.at + offsets)
+    def __init__(self, memory, at):
+        self.memory, self.at, self.dtype = (
+            memory,
+            at,
+            types.SimpleNamespace(element_ty=memory.dtype),
+        )
+
+    def __add__(self, offsets):
+        return Pointer(self.memory, self.at + offsets)
 
     @classmethod
     def to_first(cls, t):
@@ -38,39 +47,54 @@ class Pointer:
         return cls(t.as_strided((size,), (1,), 0), _block(t.storage_offset()))
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n10
-def _places(shape, layout): # of all elements: in order, or by a SharedLinearLayout
+def _places(shape, layout):  # of all elements: in order, or by a SharedLinearLayout
     in_order = torch.arange(math.prod(shape)).view(*shape)
     vectors = getattr(layout, "offset_bases", None)
     if vectors is None:
         return in_order
-    element, tile = torch.zeros(1, len(vectors[0]), dtype=torch.long), shape[-len(vectors[0]):]
+    element, tile = torch.zeros(1, len(vectors[0]), dtype=torch.long), shape[-len(vectors[0]) :]
     for vector in vectors:
         element = torch.cat((element, element ^ torch.tensor(vector)))
     place = torch.full(tile, -1)
     place[tuple(element.T)] = torch.arange(len(element))
     if len(element) != place.numel() or (place < 0).any():
-        raise ValueError(f"gluon_on_cpu: layout {vectors} does not give every element of {list(tile)} a separate place")
+        raise ValueError(
+            f"gluon_on_cpu: layout {vectors} does not give every element of {list(tile)} a separate place"
+        )
     return in_order // place.numel() * place.numel() + place
 
 
 class Shared:
     "A buffer in shared memory, or a part of it: a memory and the place of every element."
+
     def __init__(self, memory, places):
         self.memory, self.places, self.shape = memory, places, places.shape
 
-    def load(self, layout): return _block(self.memory[self.places])
-    def store(self, values): self.memory[self.places] = values.to(self.memory.dtype).as_subclass(torch.Tensor)
-    def index(self, i): return Shared(self.memory, self.places[int(i)])
-    def slice(self, start, length, dim): return Shared(self.memory, self.places.narrow(dim, int(start), length))
-    def permute(self, dims): return Shared(self.memory, self.places.permute(dims))
+    def load(self, layout):
+        return _block(self.memory[self.places])
 
-    def _reinterpret(self, dtype, shape, layout): # the same bytes, another type or other places
+    def store(self, values):
+        self.memory[self.places] = values.to(self.memory.dtype).as_subclass(torch.Tensor)
+
+    def index(self, i):
+        return Shared(self.memory, self.places[int(i)])
+
+    def slice(self, start, length, dim):
+        return Shared(self.memory, self.places.narrow(dim, int(start), length))
+
+    def permute(self, dims):
+        return Shared(self.memory, self.places.permute(dims))
+
+    def _reinterpret(self, dtype, shape, layout):  # the same bytes, another type or other places
         first = int(self.places.min())
-        return Shared(self.memory[first : first + self.places.numel()].view(dtype), _places(shape, layout))
+        return Shared(
+            self.memory[first : first + self.places.numel()].view(dtype), _places(shape, layout)
+        )
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n13
 class Interpreter:
     "Stand in for `gl`, `async_copy` and `mma_v2` in one program of a Gluon kernel, in PyTorch."
+
     int16, int32, int64 = torch.int16, torch.int32, torch.int64
     float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
     static_range = range
@@ -84,43 +108,69 @@ class Interpreter:
             return lambda *args, **kwargs: None
         raise AttributeError(f"gluon_on_cpu: gl.{name} is not supported")
 
-    def SharedLinearLayout(self, bases): return types.SimpleNamespace(offset_bases=bases)
-    def program_id(self, axis): return _block(self.program)
-    def arange(self, first, end, layout): return _block(torch.arange(first, end))
-    def full(self, shape, value, dtype, layout): return _block(torch.full(shape, value, dtype=dtype))
-    def zeros(self, shape, dtype, layout): return self.full(shape, 0, dtype, layout)
-    def minimum(self, a, b, propagate_nan=None): # drops NaN, as the hardware does
+    def SharedLinearLayout(self, bases):
+        return types.SimpleNamespace(offset_bases=bases)
+
+    def program_id(self, axis):
+        return _block(self.program)
+
+    def arange(self, first, end, layout):
+        return _block(torch.arange(first, end))
+
+    def full(self, shape, value, dtype, layout):
+        return _block(torch.full(shape, value, dtype=dtype))
+
+    def zeros(self, shape, dtype, layout):
+        return self.full(shape, 0, dtype, layout)
+
+    def minimum(self, a, b, propagate_nan=None):  # drops NaN, as the hardware does
         return (torch.fmin if propagate_nan is None else torch.minimum)(_block(a), _block(b))
 
     def maximum(self, a, b, propagate_nan=None):
         return (torch.fmax if propagate_nan is None else torch.maximum)(_block(a), _block(b))
 
-    def fma(self, a, b, c): # rounded once
+    def fma(self, a, b, c):  # rounded once
         a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (a, b))
         return _block((a * b + c).float())
 
-    def sum(self, v, axis): return v.sum(axis)
-    def reshape(self, v, shape): return v.reshape(shape)
-    def permute(self, v, dims): return v.permute(dims)
-    def join(self, a, b): return torch.stack((a, b), -1)
-    def split(self, v): return v[..., 0], v[..., 1]
-    def convert_layout(self, v, layout, assert_trivial=False): return v
-    def mma_v2(self, a, b, total): return total + a.float() @ b.float()
+    def sum(self, v, axis):
+        return v.sum(axis)
+
+    def reshape(self, v, shape):
+        return v.reshape(shape)
+
+    def permute(self, v, dims):
+        return v.permute(dims)
+
+    def join(self, a, b):
+        return torch.stack((a, b), -1)
+
+    def split(self, v):
+        return v[..., 0], v[..., 1]
+
+    def convert_layout(self, v, layout, assert_trivial=False):
+        return v
+
+    def mma_v2(self, a, b, total):
+        return total + a.float() @ b.float()
+
     def allocate_shared_memory(self, dtype, shape, layout, value=None):
-        shared = Shared(torch.full((math.prod(shape),), float("nan"), dtype=dtype), _places(shape, layout))
+        shared = Shared(
+            torch.full((math.prod(shape),), float("nan"), dtype=dtype), _places(shape, layout)
+        )
         if value is not None:
             shared.store(value)
         return shared
 
     def inline_asm_elementwise(self, asm, constraints, args, dtype, is_pure, pack):
-        if "shfl" in asm: # lanes that differ in the first dimension exchange and add
+        if "shfl" in asm:  # lanes that differ in the first dimension exchange and add
             return torch.stack([v.sum(0) for v in args])
         if "shl" in asm:
             return args[0].float()
         if "and" in asm:
             return (args[0].view(args[1].dtype) & args[1]).view(dtype)
         v = args[0].float()
-        if "min." in asm: # of magnitudes: both ends are bounded, and NaN too
+        if "min." in asm:  # of magnitudes: both ends are bounded, and NaN too
             most = torch.finfo(torch.bfloat16).max
             return v.nan_to_num(most, most, -most).bfloat16()
         if "rcp" in asm:
@@ -133,7 +183,9 @@ class Interpreter:
         at, inside = torch.broadcast_tensors(p.at, _block(True if mask is None else mask))
         places = at[inside].as_subclass(torch.Tensor)
         if ((places < 0) | (places >= len(p.memory))).any():
-            raise IndexError(f"gluon_on_cpu: program {self.program} accesses memory outside a tensor")
+            raise IndexError(
+                f"gluon_on_cpu: program {self.program} accesses memory outside a tensor"
+            )
         return inside, places
 
     def load(self, p, mask=None, other=0.0):
@@ -144,13 +196,18 @@ class Interpreter:
 
     def store(self, p, value, mask=None):
         inside, places = self._places(p, mask)
-        p.memory[places] = torch.broadcast_to(value, inside.shape)[inside].to(p.memory.dtype).as_subclass(torch.Tensor)
+        p.memory[places] = (
+            torch.broadcast_to(value, inside.shape)[inside]
+            .to(p.memory.dtype)
+            .as_subclass(torch.Tensor)
+        )
 
     def async_copy_global_to_shared(self, shared, p, mask=None):
         self.copies.append((shared, self.load(p, mask)))
         shared.store(torch.tensor(float("nan")))
 
-    def commit_group(self): self.groups, self.copies = [*self.groups, self.copies], []
+    def commit_group(self):
+        self.groups, self.copies = [*self.groups, self.copies], []
 
     def wait_group(self, pending):
         while len(self.groups) > pending:
@@ -158,7 +215,7 @@ class Interpreter:
                 shared.store(values)
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n15
-def _known(v, gl): # at compile time: functions and constants
+def _known(v, gl):  # at compile time: functions and constants
     if isinstance(v, GluonJITFunction):
         return lambda *args: _in_python(v, gl)(*args)
     if isinstance(v, tuple) and hasattr(v, "_fields"):
@@ -168,18 +225,31 @@ def _known(v, gl): # at compile time: functions and constants
 
 def _in_python(kernel, gl):
     names = {name: _known(v, gl) for name, v in kernel.fn.__globals__.items()}
-    names |= dict(gl=gl, async_copy=gl, mma_v2=gl.mma_v2, _async_load=gl.async_copy_global_to_shared,
-                  range=lambda *ends: map(_block, range(*map(int, ends))))
+    names |= dict(
+        gl=gl,
+        async_copy=gl,
+        mma_v2=gl.mma_v2,
+        _async_load=gl.async_copy_global_to_shared,
+        range=lambda *ends: map(_block, range(*map(int, ends))),
+    )
     return types.FunctionType(kernel.fn.__code__, names, kernel.__name__, kernel.fn.__defaults__)
 
 
 def _run(kernel, *args, grid, warmup=False, **kwargs):
-    given = dict(zip(kernel.arg_names, args)) | {n: v for n, v in kwargs.items() if n in kernel.arg_names}
+    given = dict(zip(kernel.arg_names, args)) | {
+        n: v for n, v in kwargs.items() if n in kernel.arg_names
+    }
     constant = {p.name for p in kernel.params if p.is_constexpr}
     for program in range(grid[0]):
         gl = Interpreter(program)
-        call = {n: _known(v, gl) if n in constant or v is None
-                else Pointer.to_first(v) if isinstance(v, torch.Tensor) else _block(v) for n, v in given.items()}
+        call = {
+            n: _known(v, gl)
+            if n in constant or v is None
+            else Pointer.to_first(v)
+            if isinstance(v, torch.Tensor)
+            else _block(v)
+            for n, v in given.items()
+        }
         _in_python(kernel, gl)(**call)
 
 

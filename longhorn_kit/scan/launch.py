@@ -16,15 +16,19 @@ from torch.nn import Parameter
 # %% ../../nbs/machine/launch.ipynb #launch-005
 def unwatched() -> bool:
     "Return whether nothing traces, compiles, transforms or intercepts PyTorch's operations now."
-    return not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-                or torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state())
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+    )
 
 
 def in_eager(*tensors: Tensor | None) -> bool:
     "Return whether a call on these may go straight to its kernels."
     if not unwatched():
         return False
-    for t in tensors: # a loop costs half of a generator
+    for t in tensors:  # a loop costs half of a generator
         if t is not None and (type(t) is not Tensor and type(t) is not Parameter or t.is_neg()):
             return False
     return True
@@ -37,6 +41,7 @@ def resolved(*tensors: Tensor | None) -> list[Tensor | None]:
 # %% ../../nbs/machine/launch.ipynb #launch-008
 def differentiable(run: Callable, setup: Callable, gradients: Callable) -> Callable:
     "Return `run` with its backward as a function of eager PyTorch; `setup` gets (ctx, inputs, output)."
+
     class Direct(torch.autograd.Function):
         @staticmethod
         def forward(ctx, *inputs):
@@ -45,6 +50,7 @@ def differentiable(run: Callable, setup: Callable, gradients: Callable) -> Calla
             return output
 
         backward = staticmethod(gradients)
+
     return Direct.apply
 
 
@@ -55,7 +61,7 @@ def changed(state: Tensor) -> Tensor:
     return state
 
 # %% ../../nbs/machine/launch.ipynb #launch-011
-_COMPILED = {} # by kernel, GPU and assumptions: the compiled kernel, its options in order, and what the key names by id
+_COMPILED = {}  # by kernel, GPU and assumptions: the compiled kernel, its options in order, and what the key names by id
 
 
 def _assumed(args):
@@ -69,18 +75,29 @@ def _named(options):
 
 def launch(kernel: Any, programs: int, *args: Tensor | int | None, **options: Any) -> Any:
     "Start a Triton kernel on the current GPU, which has the tensors; return it as compiled. The first is a tensor."
-    if args[0].is_meta: # build and load it for a later call
+    if args[0].is_meta:  # build and load it for a later call
         compiled = kernel.warmup(*args, grid=(programs,), **options)
         return compiled and compiled[(programs, 1, 1)] and compiled
     if not args[0].is_cuda or torch.version.hip is not None:
         return kernel[(programs,)](*args, **options)
-    key = id(kernel), torch.cuda.current_device(), *options, *_named(options.values()), *_assumed(args)
+    key = (
+        id(kernel),
+        torch.cuda.current_device(),
+        *options,
+        *_named(options.values()),
+        *_assumed(args),
+    )
     known = _COMPILED.get(key)
     if known is None:
-        if len(_COMPILED) > 4096: # many lengths: Triton still has the kernels
+        if len(_COMPILED) > 4096:  # many lengths: Triton still has the kernels
             _COMPILED.clear()
         compiled = kernel[(programs,)](*args, **options)
-        _COMPILED[key] = compiled, [options[name] for name in kernel.arg_names[len(args):]], kernel, options
+        _COMPILED[key] = (
+            compiled,
+            [options[name] for name in kernel.arg_names[len(args) :]],
+            kernel,
+            options,
+        )
     else:
         compiled, rest, *_ = known
         compiled[(programs, 1, 1)](*args, *rest)

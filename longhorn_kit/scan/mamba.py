@@ -19,30 +19,55 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .arguments import (
-    ACTIVATIONS, HAS_TRITON, call_form, check_choice, check_cu_seqlens, check_optional, check_slots, check_tensor,
-    documented, passed, remember, shown)
+from longhorn_kit.scan.arguments import (
+    ACTIVATIONS,
+    HAS_TRITON,
+    call_form,
+    check_choice,
+    check_cu_seqlens,
+    check_optional,
+    check_slots,
+    check_tensor,
+    documented,
+    passed,
+    remember,
+    shown,
+)
 from .launch import resolved, unwatched
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
 from .short_conv import causal_conv1d, causal_conv1d_step
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-004b
-def rows_of(t: Tensor | None) -> Tensor | None: # (B,D,L) -> (B,L,D)
+def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)
     "Return a view with time before channels; the gradient of t gets the layout of t."
     if t is None:
         return None
     rows = t.mT
-    if rows.requires_grad and t.is_cuda and t.stride(-1) == 1 != t.stride(-2) and HAS_TRITON and unwatched():
+    if (
+        rows.requires_grad
+        and t.is_cuda
+        and t.stride(-1) == 1 != t.stride(-2)
+        and HAS_TRITON
+        and unwatched()
+    ):
         from longhorn_kit.scan.triton_portable import _last_contiguous
-        rows.register_hook(lambda grad: grad if torch.is_grad_enabled() else _last_contiguous(resolved(grad)[0].mT).mT)
+
+        rows.register_hook(
+            lambda grad: (
+                grad if torch.is_grad_enabled() else _last_contiguous(resolved(grad)[0].mT).mT
+            )
+        )
     return rows
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-005
 def check_rates(A: Tensor) -> None:
     "Raise ValueError if the rates are complex."
     if isinstance(A, Tensor) and A.is_complex():
-        raise ValueError(f"A is {A.dtype}; only real rates are supported, so keep mamba-ssm for complex ones")
+        raise ValueError(
+            f"A is {A.dtype}; only real rates are supported, so keep mamba-ssm for complex ones"
+        )
+
 
 def check_scan(u, delta, A, B, C, D, z, delta_bias):
     "Raise ValueError, naming the argument, unless the arguments of `selective_scan_fn` fit together."
@@ -58,22 +83,39 @@ def check_scan(u, delta, A, B, C, D, z, delta_bias):
     for name, M in dict(B=B, C=C).items():
         check_tensor(name, M, (width, N), (batch, N, steps), (batch, "G", N, steps), **fit)
         if M.dim() == 4 and (M.shape[1] < 1 or width % M.shape[1]):
-            raise ValueError(f"{name} has {M.shape[1]} groups; expected a divisor of the {width} channels of u")
+            raise ValueError(
+                f"{name} has {M.shape[1]} groups; expected a divisor of the {width} channels of u"
+            )
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-007
-def coordinate(M: Tensor, n: int, width: int) -> Tensor: # (D,N), (B,N,L) or (B,G,N,L) -> (D,), (B,L,1) or (B,L,D)
+def coordinate(
+    M: Tensor, n: int, width: int
+) -> Tensor:  # (D,N), (B,N,L) or (B,G,N,L) -> (D,), (B,L,1) or (B,L,D)
     "Return coordinate n of Mamba's B or C as a factor of the channels."
     if M.dim() == 2:
         return M[:, n]
-    return M[:, n, :, None] if M.dim() == 3 else M[:, :, n].mT.repeat_interleave(width // M.shape[1], -1)
+    return (
+        M[:, n, :, None]
+        if M.dim() == 3
+        else M[:, :, n].mT.repeat_interleave(width // M.shape[1], -1)
+    )
+
 
 def scan_by_coordinate(x, dt, A, B, C, bias, softplus):
     "Run one scan per state coordinate: read-outs (B,L,D) and last state (B,D,N)."
     x, dt, A, B, C = widened(x, dt, A, B, C)
     y, states, one = 0, [], x.new_ones(1).expand(*x.shape[:2], 1)
     for n in range(A.shape[1]):
-        S, last = selective_scan(one, one, x * coordinate(B, n, x.shape[2]), dt, A[:, n : n + 1], bias,
-                                 output_final_state=True, dt_softplus=softplus)
+        S, last = selective_scan(
+            one,
+            one,
+            x * coordinate(B, n, x.shape[2]),
+            dt,
+            A[:, n : n + 1],
+            bias,
+            output_final_state=True,
+            dt_softplus=softplus,
+        )
         y = y + S * coordinate(C, n, x.shape[2])
         states.append(last)
     return y, torch.cat(states, -1)
@@ -81,11 +123,16 @@ def scan_by_coordinate(x, dt, A, B, C, bias, softplus):
 # %% ../../nbs/machine/mamba.ipynb #mamba-009
 @documented
 def selective_scan_fn(
-    u: Tensor, delta: Tensor, # (B,D,L) inputs; (B,D,L) step sizes, or their logits with delta_softplus
-    A: Tensor, B: Tensor, C: Tensor, # (D,N) real rates; (B,N,L), (B,G,N,L) for G groups of channels, or (D,N), each
-    D: Tensor | None = None, z: Tensor | None = None, # (D,) weight of the skip connection, (B,D,L) gate
-    delta_bias: Tensor | None = None, delta_softplus: bool = False, # (D,); Delta = softplus(delta + delta_bias)
-    return_last_state: bool = False, # return `(out, last_state)`
+    u: Tensor,
+    delta: Tensor,  # (B,D,L) inputs; (B,D,L) step sizes, or their logits with delta_softplus
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,  # (D,N) real rates; (B,N,L), (B,G,N,L) for G groups of channels, or (D,N), each
+    D: Tensor | None = None,
+    z: Tensor | None = None,  # (D,) weight of the skip connection, (B,D,L) gate
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,  # (D,); Delta = softplus(delta + delta_bias)
+    return_last_state: bool = False,  # return `(out, last_state)`
 ) -> Tensor | Any:
     """Run mamba-ssm's `selective_scan_fn`: return out (B,D,L) in u.dtype, or (out, last_state (B,D,N)).
 
@@ -105,34 +152,50 @@ def selective_scan_fn(
         out, last = selective_scan(queries, keys, x, dt, A, delta_bias, D, gate, **options)
     else:
         cut = lambda t, axis: [None] * B.shape[1] if t is None else t.tensor_split(B.shape[1], axis)
-        channels = zip(cut(x, -1), cut(dt, -1), cut(A, 0), cut(delta_bias, 0), cut(D, 0), cut(gate, -1))
-        parts = [selective_scan(q.mT, k.mT, *part, **options) for q, k, part in zip(C.unbind(1), B.unbind(1), channels)]
+        channels = zip(
+            cut(x, -1), cut(dt, -1), cut(A, 0), cut(delta_bias, 0), cut(D, 0), cut(gate, -1)
+        )
+        parts = [
+            selective_scan(q.mT, k.mT, *part, **options)
+            for q, k, part in zip(C.unbind(1), B.unbind(1), channels)
+        ]
         out, last = (torch.cat(all_groups, axis) for all_groups, axis in zip(zip(*parts), (-1, 1)))
     return (out.mT, last) if return_last_state else out.mT
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-013
-def check_filter(weight, x: Tensor): # (D,W) or (D,1,W), (B,D,..)
+def check_filter(weight, x: Tensor):  # (D,W) or (D,1,W), (B,D,..)
     "Raise ValueError unless the taps fit the channels of x."
-    check_tensor("weight", weight, (x.shape[1], "W"), (x.shape[1], 1, "W"), like="x", device=x.device)
+    check_tensor(
+        "weight", weight, (x.shape[1], "W"), (x.shape[1], 1, "W"), like="x", device=x.device
+    )
 
-def bounds_of(seq_idx: Tensor, width: int) -> Tensor: # (B,L) integers, taps of the filters -> (n+1,)
+
+def bounds_of(
+    seq_idx: Tensor, width: int
+) -> Tensor:  # (B,L) integers, taps of the filters -> (n+1,)
     "Return the bounds of the runs of equal numbers in all rows, one row after the other."
     starts = torch.ones_like(seq_idx, dtype=torch.bool)
     starts[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     run = starts.long().cumsum(1)
     for lag in range(2, width):
         if ((seq_idx[:, lag:] == seq_idx[:, :-lag]) & (run[:, lag:] != run[:, :-lag])).any():
-            raise ValueError(f"seq_idx returns to a sequence within {lag} tokens; expected one run per sequence")
+            raise ValueError(
+                f"seq_idx returns to a sequence within {lag} tokens; expected one run per sequence"
+            )
     return F.pad(starts.flatten().nonzero()[:, 0], (0, 1), value=seq_idx.numel())
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-015
 @documented
 def causal_conv1d_fn(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, # (B,D,L), (D,W) taps, (D,)
-    seq_idx: Tensor | None = None, # (B,L) numbers of sequences, which taps do not cross; below 0 the output is 0
-    initial_states: Tensor | None = None, return_final_states: bool = False, # (B,D,W-1) the inputs just before
-    final_states_out: Tensor | None = None, # (B,D,W-1), to be written to
-    activation: str | None = None, # None, "silu" or "swish"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,  # (B,D,L), (D,W) taps, (D,)
+    seq_idx: Tensor
+    | None = None,  # (B,L) numbers of sequences, which taps do not cross; below 0 the output is 0
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,  # (B,D,W-1) the inputs just before
+    final_states_out: Tensor | None = None,  # (B,D,W-1), to be written to
+    activation: str | None = None,  # None, "silu" or "swish"
 ) -> Tensor | Any:
     """Run causal-conv1d's `causal_conv1d_fn`: return out (B,D,L), or (out, final states (B,D,W-1)).
 
@@ -140,8 +203,14 @@ def causal_conv1d_fn(
     `out` is a view of (B,L,D) memory. Raises ValueError, naming the argument that does not fit."""
     check_tensor("x", x, ("B", "D", "L"))
     if seq_idx is None or not x.numel():
-        result = causal_conv1d(rows_of(x), weight, bias, activation=activation, initial_state=initial_states,
-                               output_final_state=return_final_states)
+        result = causal_conv1d(
+            rows_of(x),
+            weight,
+            bias,
+            activation=activation,
+            initial_state=initial_states,
+            output_final_state=return_final_states,
+        )
         if not return_final_states:
             return result.mT
         y, last = result
@@ -151,17 +220,31 @@ def causal_conv1d_fn(
         kind = getattr(seq_idx, "dtype", shown(seq_idx))
         raise ValueError(f"seq_idx is {kind} {shape}; expected integers {wanted}")
     check_filter(weight, x)
-    check_optional("initial_states", initial_states, (x.shape[0], x.shape[1], weight.shape[-1] - 1),
-                   like="x and weight", device=x.device)
+    check_optional(
+        "initial_states",
+        initial_states,
+        (x.shape[0], x.shape[1], weight.shape[-1] - 1),
+        like="x and weight",
+        device=x.device,
+    )
     bounds = bounds_of(seq_idx, weight.shape[-1])
-    starts = torch.arange(0, seq_idx.numel() + 1, x.shape[2], device=x.device) # of rows
-    runs = torch.searchsorted(bounds, starts.to(bounds.dtype)) # the first run of each row, and their number
+    starts = torch.arange(0, seq_idx.numel() + 1, x.shape[2], device=x.device)  # of rows
+    runs = torch.searchsorted(
+        bounds, starts.to(bounds.dtype)
+    )  # the first run of each row, and their number
     states = None
-    if initial_states is not None: # runs inside a row start from zeros
+    if initial_states is not None:  # runs inside a row start from zeros
         states = initial_states.new_zeros(len(bounds) - 1, *initial_states.shape[1:])
         states = states.index_copy(0, runs[:-1], initial_states)
-    packed, last = causal_conv1d(x.mT.reshape(1, -1, x.shape[1]), weight, bias, activation=activation,
-                                 initial_state=states, output_final_state=True, cu_seqlens=bounds)
+    packed, last = causal_conv1d(
+        x.mT.reshape(1, -1, x.shape[1]),
+        weight,
+        bias,
+        activation=activation,
+        initial_state=states,
+        output_final_state=True,
+        cu_seqlens=bounds,
+    )
     out = packed.view(x.mT.shape).masked_fill(seq_idx[..., None] < 0, 0).mT
     if not return_final_states:
         return out
@@ -171,8 +254,9 @@ def causal_conv1d_fn(
 # %% ../../nbs/machine/mamba.ipynb #mamba-016c
 @documented
 def causal_conv1d_varlen_states(
-    x: Tensor, cu_seqlens: Tensor, # (T,D) inputs of packed sequences, (n+1,) integer bounds
-    state_len: int, # M, at least 0
+    x: Tensor,
+    cu_seqlens: Tensor,  # (T,D) inputs of packed sequences, (n+1,) integer bounds
+    state_len: int,  # M, at least 0
 ) -> Tensor:
     """Run causal-conv1d's `causal_conv1d_varlen_states`: return the last M inputs of each sequence, (n,D,M).
 
@@ -182,22 +266,28 @@ def causal_conv1d_varlen_states(
     if type(state_len) is not int or state_len < 0:
         raise ValueError(f"state_len is {shown(state_len)}; expected an integer of at least 0")
     cu_seqlens = cu_seqlens.to(x.device)
-    at = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=x.device) # (n,M)
+    at = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=x.device)  # (n,M)
     inside = at >= cu_seqlens[:-1, None]
-    padded = F.pad(x, (0, 0, 0, 1)) # the last row is zero
+    padded = F.pad(x, (0, 0, 0, 1))  # the last row is zero
     return padded[torch.where(inside, at, len(x))].mT
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-018
 @documented
 @torch.no_grad()
 def causal_conv1d_update(
-    x: Tensor, conv_state: Tensor, # (B,D) or (B,D,S) next inputs; (B,D,M) inputs before, M >= W-1, changed in place
-    weight: Tensor, bias: Tensor | None = None, activation: str | None = None, # (D,W), (D,), as in `causal_conv1d_fn`
-    cache_seqlens: Tensor | None = None, conv_state_indices: Tensor | None = None, # None; (B,) rows of a pool, or -1
+    x: Tensor,
+    conv_state: Tensor,  # (B,D) or (B,D,S) next inputs; (B,D,M) inputs before, M >= W-1, changed in place
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,  # (D,W), (D,), as in `causal_conv1d_fn`
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,  # None; (B,) rows of a pool, or -1
 ) -> Tensor:
     "Run causal-conv1d's `causal_conv1d_update`: return the outputs, shaped as x, 0 for a row of -1. Raises ValueError."
     if cache_seqlens is not None:
-        raise ValueError("cache_seqlens is given; a ring of inputs is not supported, so keep conv_state in order")
+        raise ValueError(
+            "cache_seqlens is given; a ring of inputs is not supported, so keep conv_state in order"
+        )
     check_tensor("x", x, ("B", "D"), ("B", "D", "S"))
     check_tensor("conv_state", conv_state, ("B", x.shape[1], "M"), like="x", device=x.device)
     check_filter(weight, x)
@@ -206,10 +296,17 @@ def causal_conv1d_update(
     if M < W - 1:
         raise ValueError(f"conv_state keeps {M} inputs; filters of {W} taps need at least {W - 1}")
     if new.shape[2] == 1 and M == W - 1:
-        return causal_conv1d_step(new[..., 0], conv_state, weight, bias, activation=activation, inplace=True,
-                                  state_indices=conv_state_indices)[0].view(x.shape)
+        return causal_conv1d_step(
+            new[..., 0],
+            conv_state,
+            weight,
+            bias,
+            activation=activation,
+            inplace=True,
+            state_indices=conv_state_indices,
+        )[0].view(x.shape)
 
-    def slide(cut, kept): # outputs (n,D,S), next states (n,D,M)
+    def slide(cut, kept):  # outputs (n,D,S), next states (n,D,M)
         past = kept[..., M + 1 - W :].contiguous()
         y = causal_conv1d(cut[0].mT, weight, bias, activation=activation, initial_state=past).mT
         return y, torch.cat([kept, cut[0].to(kept.dtype)], -1)[..., cut[0].shape[2] :]
@@ -224,12 +321,18 @@ def causal_conv1d_update(
 @documented
 @torch.no_grad()
 def selective_state_update(
-    state: Tensor, # (B,D,N) or, with heads, (B,H,P,N); changed in place
-    x: Tensor, dt: Tensor, # (B,D) or (B,H,P) inputs and step sizes
-    A: Tensor, B: Tensor, C: Tensor, # (D,N) or (H,P,N) real rates; (B,N) or (B,G,N) for G groups of channels
-    D: Tensor | None = None, z: Tensor | None = None, # (D,) or (H,P) weight of the skip connection; gate, as x
-    dt_bias: Tensor | None = None, dt_softplus: bool = False, # as D; Delta = softplus(dt + dt_bias)
-    state_batch_indices: Tensor | None = None, # (B,) rows of a pool `state`; -1 for padding, whose output is 0
+    state: Tensor,  # (B,D,N) or, with heads, (B,H,P,N); changed in place
+    x: Tensor,
+    dt: Tensor,  # (B,D) or (B,H,P) inputs and step sizes
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,  # (D,N) or (H,P,N) real rates; (B,N) or (B,G,N) for G groups of channels
+    D: Tensor | None = None,
+    z: Tensor | None = None,  # (D,) or (H,P) weight of the skip connection; gate, as x
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,  # as D; Delta = softplus(dt + dt_bias)
+    state_batch_indices: Tensor
+    | None = None,  # (B,) rows of a pool `state`; -1 for padding, whose output is 0
 ) -> Tensor:
     "Run mamba-ssm's `selective_state_update`: return out, shaped as x, in x.dtype. Raises ValueError."
     check_rates(A)
@@ -242,43 +345,72 @@ def selective_state_update(
     for name, t in dict(B=B, C=C).items():
         check_tensor(name, t, (len(x), N), (len(x), "G", N), **fit)
     if B.shape != C.shape or B.dim() == 3 and (not B.shape[1] or lead[0] % B.shape[1]):
-        raise ValueError(f"B has shape {tuple(B.shape)} and C {tuple(C.shape)}; expected equal numbers of groups "
-                         f"that divide {lead[0]}")
+        raise ValueError(
+            f"B has shape {tuple(B.shape)} and C {tuple(C.shape)}; expected equal numbers of groups "
+            f"that divide {lead[0]}"
+        )
     groups, pool = B.shape[1] if B.dim() == 3 else 1, state.flatten(1, -2)
     if len(lead) == 2 and min(lead) > 1 and state.stride(1) != lead[1] * state.stride(2):
-        raise ValueError(f"state has strides {state.stride()}; its heads must be adjacent in memory")
+        raise ValueError(
+            f"state has strides {state.stride()}; its heads must be adjacent in memory"
+        )
     keys, queries = (M.reshape(len(x), groups, N).unbind(1) for M in (B, C))
 
-    def cut(t, axis): # heads and channels in a row, in groups
-        return [None] * groups if t is None else t.flatten(axis, axis + len(lead) - 1).tensor_split(groups, axis)
+    def cut(t, axis):  # heads and channels in a row, in groups
+        return (
+            [None] * groups
+            if t is None
+            else t.flatten(axis, axis + len(lead) - 1).tensor_split(groups, axis)
+        )
 
-    outs = [selective_step(*part, inplace=True, state_indices=state_batch_indices, dt_softplus=dt_softplus)[0]
-            for part in zip(queries, keys, cut(x, 1), cut(dt, 1), cut(A, 0), pool.tensor_split(groups, 1),
-                            cut(dt_bias, 0), cut(D, 0), cut(z, 1))]
+    outs = [
+        selective_step(
+            *part, inplace=True, state_indices=state_batch_indices, dt_softplus=dt_softplus
+        )[0]
+        for part in zip(
+            queries,
+            keys,
+            cut(x, 1),
+            cut(dt, 1),
+            cut(A, 0),
+            pool.tensor_split(groups, 1),
+            cut(dt_bias, 0),
+            cut(D, 0),
+            cut(z, 1),
+        )
+    ]
     return (outs[0] if groups == 1 else torch.cat(outs, 1)).view(x.shape)
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-024
-def _noted(t: Tensor | None) -> tuple: # a tensor for later, and the version that it has now
+def _noted(t: Tensor | None) -> tuple:  # a tensor for later, and the version that it has now
     return t, None if t is None or t.is_inference() else t._version
+
 
 def _as_noted(t: Tensor | None, version: int | None) -> Tensor | None:
     if version is not None and t._version != version:
-        raise RuntimeError("a tensor that the backward pass needs was changed in place: it is at version "
-                           f"{t._version}, expected {version}")
+        raise RuntimeError(
+            "a tensor that the backward pass needs was changed in place: it is at version "
+            f"{t._version}, expected {version}"
+        )
     return t
+
 
 @contextmanager
 def recomputed(on: bool) -> Iterator[Callable]:
     "Context manager that gives `note`: the backward runs `make` again instead of keeping `note(make, *tensors)`."
     hooks = torch._C._autograd
     on = on and unwatched() and torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()
-    on = on and not hooks._top_saved_tensors_default_hooks(False) # a checkpoint's must see every tensor
+    on = on and not hooks._top_saved_tensors_default_hooks(
+        False
+    )  # a checkpoint's must see every tensor
     makers, again = {}, {}
 
     def note(make, *tensors):
         t = make(*tensors)
         if on and t.data_ptr():
-            kept = [_noted(None if i is None else i.detach()) for i in tensors] # with a graph they would keep this one
+            kept = [
+                _noted(None if i is None else i.detach()) for i in tensors
+            ]  # with a graph they would keep this one
             makers[t.data_ptr()] = t.numel(), make, kept
         return t
 
@@ -302,15 +434,26 @@ def recomputed(on: bool) -> Iterator[Callable]:
 # %% ../../nbs/machine/mamba.ipynb #mamba-026
 @documented
 def mamba_inner_fn(
-    xz: Tensor, conv1d_weight: Tensor, conv1d_bias: Tensor | None, # (B,2D,L), (D,1,W), (D,)
-    x_proj_weight: Tensor, delta_proj_weight: Tensor, # (R + N for B + N for C, D), (D,R)
-    out_proj_weight: Tensor, out_proj_bias: Tensor | None, # (E,D), (E,)
-    A: Tensor, B: Tensor | None = None, C: Tensor | None = None, # (D,N) rates; None: from x, or as in the scan
-    D: Tensor | None = None, delta_bias: Tensor | None = None, # (D,), (D,)
-    B_proj_bias: Tensor | None = None, C_proj_bias: Tensor | None = None, # (N,), (N,)
-    delta_softplus: bool = True, checkpoint_lvl: int = 1, # 1: compute convolution and step sizes again; 0: keep them
-    b_rms_weight: Tensor | None = None, c_rms_weight: Tensor | None = None, # (N,), (N,) normalize B, C
-    dt_rms_weight: Tensor | None = None, b_c_dt_rms_eps: float = 1e-6, # (D,) normalize the step sizes
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,  # (B,2D,L), (D,1,W), (D,)
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,  # (R + N for B + N for C, D), (D,R)
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,  # (E,D), (E,)
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,  # (D,N) rates; None: from x, or as in the scan
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,  # (D,), (D,)
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,  # (N,), (N,)
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,  # 1: compute convolution and step sizes again; 0: keep them
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,  # (N,), (N,) normalize B, C
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,  # (D,) normalize the step sizes
 ) -> Tensor:
     "Run mamba-ssm's `mamba_inner_fn`, a Mamba layer after its first projection: return (B,L,E). Raises ValueError."
     check_rates(A)
@@ -320,15 +463,29 @@ def mamba_inner_fn(
     (x, z), (width, N), fit = xz.chunk(2, 1), A.shape, dict(like="A", device=xz.device)
     check_tensor("delta_proj_weight", delta_proj_weight, (width, "R"), **fit)
     R, fit["like"] = delta_proj_weight.shape[1], "A and delta_proj_weight"
-    check_tensor("x_proj_weight", x_proj_weight, (R + N * (B is None) + N * (C is None), width), **fit)
+    check_tensor(
+        "x_proj_weight", x_proj_weight, (R + N * (B is None) + N * (C is None), width), **fit
+    )
     fit["like"] = "A"
     check_tensor("conv1d_weight", conv1d_weight, (width, "W"), (width, 1, "W"), **fit)
     check_tensor("out_proj_weight", out_proj_weight, ("E", width), **fit)
-    check_optional("out_proj_bias", out_proj_bias, (len(out_proj_weight),), like="out_proj_weight", device=xz.device)
-    for name, t in dict(conv1d_bias=conv1d_bias, delta_bias=delta_bias, D=D, dt_rms_weight=dt_rms_weight).items():
+    check_optional(
+        "out_proj_bias",
+        out_proj_bias,
+        (len(out_proj_weight),),
+        like="out_proj_weight",
+        device=xz.device,
+    )
+    for name, t in dict(
+        conv1d_bias=conv1d_bias, delta_bias=delta_bias, D=D, dt_rms_weight=dt_rms_weight
+    ).items():
         check_optional(name, t, (width,), **fit)
-    for name, t in dict(B_proj_bias=B_proj_bias, C_proj_bias=C_proj_bias, b_rms_weight=b_rms_weight,
-                        c_rms_weight=c_rms_weight).items():
+    for name, t in dict(
+        B_proj_bias=B_proj_bias,
+        C_proj_bias=C_proj_bias,
+        b_rms_weight=b_rms_weight,
+        c_rms_weight=c_rms_weight,
+    ).items():
         check_optional(name, t, (N,), **fit)
 
     def normed(t, weight):
@@ -337,17 +494,23 @@ def mamba_inner_fn(
         whole, scale = widened(t, weight)
         return F.rms_norm(whole, scale.shape, scale, b_c_dt_rms_eps).to(t.dtype)
 
-    def from_x(given, columns, bias, weight): # (B,L,N) of the projection, as (B,N,L)
+    def from_x(given, columns, bias, weight):  # (B,L,N) of the projection, as (B,N,L)
         if given is not None:
             return given
         t = rest[..., columns]
         return normed(t if bias is None else t + bias.to(t.dtype), weight).mT
 
     with recomputed(checkpoint_lvl == 1) as note:
-        u = note(lambda *t: causal_conv1d_fn(*t, activation="silu").mT, x, conv1d_weight, conv1d_bias)
+        u = note(
+            lambda *t: causal_conv1d_fn(*t, activation="silu").mT, x, conv1d_weight, conv1d_bias
+        )
         rest = F.linear(u, x_proj_weight)
-        delta = note(lambda t, weight, norm: normed(F.linear(t, weight.to(t.dtype)), norm),
-                     rest[..., :R], delta_proj_weight, dt_rms_weight)
+        delta = note(
+            lambda t, weight, norm: normed(F.linear(t, weight.to(t.dtype)), norm),
+            rest[..., :R],
+            delta_proj_weight,
+            dt_rms_weight,
+        )
         B = from_x(B, slice(R, R + N), B_proj_bias, b_rms_weight)
         C = from_x(C, slice(-N, None), C_proj_bias, c_rms_weight)
         y = selective_scan_fn(u.mT, delta.mT, A, B, C, D, z, delta_bias, delta_softplus).mT
@@ -357,45 +520,63 @@ def mamba_inner_fn(
 # %% ../../nbs/machine/mamba.ipynb #mamba-028b
 def with_any_filter(function: Callable, modeling: ModuleType) -> Callable:
     "Return a convolution that takes every activation of transformers: those of the kernels inside, others after it."
+
     @wraps(function)
     def run(*args, activation=None, **options):
         if activation in ACTIVATIONS:
             return function(*args, activation=activation, **options)
         return modeling.ACT2FN[activation](function(*args, **options))
+
     return run
+
 
 def without_shortcut(forward: Callable) -> Callable:
     "Return the forward of a layer that leaves out `mamba_inner_fn`, which knows SiLU only, where it is wrong."
+
     @wraps(forward)
     def run(self, *args, **options):
         if self.activation in ACTIVATIONS or not self.training:
             return forward(self, *args, **options)
-        self.training = False # the shortcut is for training; layers inside keep their mode
+        self.training = False  # the shortcut is for training; layers inside keep their mode
         try:
             return forward(self, *args, **options)
         finally:
             self.training = True
+
     return run
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-029
 def patch_mamba(
-    modeling: ModuleType, # a file of transformers: modeling_mamba, modeling_falcon_mamba or modeling_jamba
+    modeling: ModuleType,  # a file of transformers: modeling_mamba, modeling_falcon_mamba or modeling_jamba
 ) -> None:
     "Make a Mamba model of transformers run on the functions of this module. Raises ValueError for another module."
+
     def mamba_selective_scan(*args, use_mambapy=False, use_associative_scan=False, **options):
         return selective_scan_fn(*args, **options)
 
-    def fused(*args, dt_rms_weight=None, **options): # mamba-ssm normalizes after the projection, transformers before
+    def fused(
+        *args, dt_rms_weight=None, **options
+    ):  # mamba-ssm normalizes after the projection, transformers before
         return None if dt_rms_weight is not None else mamba_inner_fn(*args, **options)
 
-    convolutions = [with_any_filter(function, modeling) for function in (causal_conv1d_fn, causal_conv1d_update)]
+    convolutions = [
+        with_any_filter(function, modeling) for function in (causal_conv1d_fn, causal_conv1d_update)
+    ]
     ours = (*convolutions, selective_scan_fn, selective_state_update, mamba_selective_scan)
     names = {function.__name__: function for function in ours} | {
-        "mamba_inner_fn": fused, "mamba_selective_state_update": selective_state_update}
+        "mamba_inner_fn": fused,
+        "mamba_selective_state_update": selective_state_update,
+    }
     if not isinstance(modeling, ModuleType) or not names.keys() & vars(modeling).keys():
-        found = f"module {modeling.__name__}" if isinstance(modeling, ModuleType) else type(modeling).__name__
-        raise ValueError(f"modeling is {found}; expected an imported module with Mamba's functions, such as "
-                         "transformers.models.mamba.modeling_mamba")
+        found = (
+            f"module {modeling.__name__}"
+            if isinstance(modeling, ModuleType)
+            else type(modeling).__name__
+        )
+        raise ValueError(
+            f"modeling is {found}; expected an imported module with Mamba's functions, such as "
+            "transformers.models.mamba.modeling_mamba"
+        )
     for name in names.keys() & vars(modeling).keys():
         setattr(modeling, name, names[name])
     for layer in list(vars(modeling).values()):

@@ -13,7 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import check_choice, check_matrix_arguments, check_tensor, kernels_or
+from longhorn_kit.scan.arguments import (
+    check_choice,
+    check_matrix_arguments,
+    check_tensor,
+    kernels_or,
+)
 from .exact_chunks import causal_read
 from .fla import fla_matrix_scan, fla_obstacle
 from .onnx import in_order, onnx_exporting
@@ -21,10 +26,12 @@ from .reference import compute_dtype, no_autocast, tied, widened
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-006
 def matrix_update(
-    S: Tensor, k: Tensor, x: Tensor, # (B,H,P,N) state, (B,H,N) key, (B,H,P) value
-    log_decay: Tensor | None, # (B,H,1) or (B,H,N), at most 0; None: nothing fades
-    beta: Tensor | None, # (B,H) rate of the delta rule; None: the value is written as it is
-) -> Tensor: # (B,H,P,N) next state
+    S: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,H,P,N) state, (B,H,N) key, (B,H,P) value
+    log_decay: Tensor | None,  # (B,H,1) or (B,H,N), at most 0; None: nothing fades
+    beta: Tensor | None,  # (B,H) rate of the delta rule; None: the value is written as it is
+) -> Tensor:  # (B,H,P,N) next state
     "Apply one step of (1): fade, subtract what the key already finds (with `beta`), write."
     if log_decay is not None:
         S = S * log_decay.exp()[..., None, :]
@@ -34,10 +41,13 @@ def matrix_update(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-010
 def matrix_read(
-    before: Tensor, after: Tensor, # (B,H,P,N) state before this token faded and wrote, and after
-    q: Tensor, k: Tensor, x: Tensor, # (B,H,N) query, (B,H,N) key, (B,H,P) value
-    bonus: Tensor | None, # (H,N) weights of the current token; None: read the state after writing
-) -> Tensor: # (B,H,P)
+    before: Tensor,
+    after: Tensor,  # (B,H,P,N) state before this token faded and wrote, and after
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,H,N) query, (B,H,N) key, (B,H,P) value
+    bonus: Tensor | None,  # (H,N) weights of the current token; None: read the state after writing
+) -> Tensor:  # (B,H,P)
     "Return `S_t q`, or with a bonus equation (2)."
     if bonus is None:
         return (after @ q[..., None])[..., 0]
@@ -45,10 +55,13 @@ def matrix_read(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-012
 def reference_matrix_scan(
-    q: Tensor, k: Tensor, x: Tensor, # (B,T,H,N) queries, (B,T,H,N) keys, (B,T,H,P) values
-    log_decay: Tensor | None = None, # (B,T,H,1) or (B,T,H,N)
-    beta: Tensor | None = None, bonus: Tensor | None = None, # (B,T,H), (H,N)
-    initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,T,H,N) queries, (B,T,H,N) keys, (B,T,H,P) values
+    log_decay: Tensor | None = None,  # (B,T,H,1) or (B,T,H,N)
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,  # (B,T,H), (H,N)
+    initial_state: Tensor | None = None,  # (B,H,P,N); zeros if None
 ) -> tuple[Tensor, Tensor]:
     "Run one token at a time: read-outs (B,T,H,P), last state (B,H,P,N)."
     (B, T, H, P), N = x.shape, k.shape[-1]
@@ -63,22 +76,30 @@ def reference_matrix_scan(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-016
 def decayed_products(
-    a: Tensor, b: Tensor, # (...,C,N) rows, (...,C,N) columns
-    g_a: Tensor, g_b: Tensor, # float64 (...,C,1) or (...,C,N) summed log decay up to the row, and to the column
-    diagonal: int, # 0: columns up to the row itself; -1: only earlier ones
-) -> Tensor: # (...,C,C)
+    a: Tensor,
+    b: Tensor,  # (...,C,N) rows, (...,C,N) columns
+    g_a: Tensor,
+    g_b: Tensor,  # float64 (...,C,1) or (...,C,N) summed log decay up to the row, and to the column
+    diagonal: int,  # 0: columns up to the row itself; -1: only earlier ones
+) -> Tensor:  # (...,C,C)
     "Return `sum_n a_tn b_sn exp(g_tn - g_sn)` for s <= t + diagonal, else 0; no exponent is above 0."
-    ahead = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool, device=a.device).triu(1 + diagonal)
+    ahead = torch.ones(a.shape[-2], a.shape[-2], dtype=torch.bool, device=a.device).triu(
+        1 + diagonal
+    )
     if g_a.shape[-1] == 1:
-        return (a @ b.mT).tril(diagonal) * (g_a - g_b.mT).to(a.dtype).masked_fill(ahead, -torch.inf).exp()
+        return (a @ b.mT).tril(diagonal) * (g_a - g_b.mT).to(a.dtype).masked_fill(
+            ahead, -torch.inf
+        ).exp()
     fade = (g_a[..., :, None, :] - g_b[..., None, :, :]).to(a.dtype)
     fade = fade.masked_fill(ahead[..., None], -torch.inf).exp()
     return ((a[..., :, None, :] * fade) * b[..., None, :, :]).sum(-1).tril(diagonal)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-019
 def corrections(
-    k: Tensor, x: Tensor, # (...,C,N) keys, (...,C,P) values
-    g: Tensor, beta: Tensor, # (...,C,1) or (...,C,N) summed log decays, float64; (...,C,1) rates
+    k: Tensor,
+    x: Tensor,  # (...,C,N) keys, (...,C,P) values
+    g: Tensor,
+    beta: Tensor,  # (...,C,1) or (...,C,N) summed log decays, float64; (...,C,1) rates
 ):
     "Return u (...,C,P) and w (...,C,N): a chunk writes `u - w S_0^T` under the delta rule."
     triangle = beta * decayed_products(k, k, g, g, -1)
@@ -87,17 +108,21 @@ def corrections(
     return solved.split([x.shape[-1], k.shape[-1]], -1)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-021
-def into_chunks(t: Tensor, length: int) -> Tensor: # (B,T,H,F), steps C per chunk -> (B,H,chunks,C,F)
+def into_chunks(
+    t: Tensor, length: int
+) -> Tensor:  # (B,T,H,F), steps C per chunk -> (B,H,chunks,C,F)
     "Cut time into chunks, the last one padded with zeros."
     t = F.pad(t, (0, 0, 0, 0, 0, -t.shape[1] % length))
     return t.unflatten(1, (-1, length)).permute(0, 3, 1, 2, 4)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-023
 def inside_chunks(
-    q: Tensor, k: Tensor, # (...,C,N)
-    g_read: Tensor, g: Tensor, # (...,C,1) or (...,C,N) log decay up to where the state is read, and to the token
-    bonus: Tensor | None, # (H,1,1,N)
-) -> Tensor: # (...,C,C)
+    q: Tensor,
+    k: Tensor,  # (...,C,N)
+    g_read: Tensor,
+    g: Tensor,  # (...,C,1) or (...,C,N) log decay up to where the state is read, and to the token
+    bonus: Tensor | None,  # (H,1,1,N)
+) -> Tensor:  # (...,C,C)
     "Return how much each token of a chunk reads of each earlier one, M of (4)."
     if bonus is None:
         return decayed_products(q, k, g_read, g, 0)
@@ -107,7 +132,9 @@ def inside_chunks(
 def between_chunks(q, k, u, w, inside, fade, S):
     "Return read-outs (B,H,chunks,C,P) and the last state; q and k carry their decays."
     heads, reads = S.shape[:2], []
-    q, k, u, w, inside, fade, S = (t if t is None else t.flatten(0, 1) for t in (q, k, u, w, inside, fade, S))
+    q, k, u, w, inside, fade, S = (
+        t if t is None else t.flatten(0, 1) for t in (q, k, u, w, inside, fade, S)
+    )
     for c in range(q.shape[1]):
         written = u[:, c] if w is None else u[:, c] - w[:, c] @ S.mT
         reads.append(causal_read(q[:, c] @ S.mT, inside[:, c], written))
@@ -115,13 +142,21 @@ def between_chunks(q, k, u, w, inside, fade, S):
     return torch.stack(reads, 1).unflatten(0, heads), S.unflatten(0, heads)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-026
-STRONGEST = -800 # bound of log decays: exp gives 0, even in float64; -inf would turn sums into -inf
-NO_FLOAT64 = ("mps",) # kinds of devices without float64: Apple's GPUs
+STRONGEST = (
+    -800
+)  # bound of log decays: exp gives 0, even in float64; -inf would turn sums into -inf
+NO_FLOAT64 = ("mps",)  # kinds of devices without float64: Apple's GPUs
+
 
 def chunked_matrix_scan(
-    q: Tensor, k: Tensor, x: Tensor, log_decay: Tensor | None = None, beta: Tensor | None = None,
-    bonus: Tensor | None = None, initial_state: Tensor | None = None, # as for `reference_matrix_scan`
-    chunk: int | None = None, # steps per chunk; None: 64, or 16 for a decay per coordinate
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    bonus: Tensor | None = None,
+    initial_state: Tensor | None = None,  # as for `reference_matrix_scan`
+    chunk: int | None = None,  # steps per chunk; None: 64, or 16 for a decay per coordinate
 ) -> tuple[Tensor, Tensor]:
     "Run `reference_matrix_scan` by matrix products: read-outs (B,T,H,P), last state (B,H,P,N)."
     (B, T, H, P), N = x.shape, k.shape[-1]
@@ -143,13 +178,16 @@ def chunked_matrix_scan(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-037
 def pick_matrix_backend(
-    backend: str, q: Tensor, x: Tensor, beta: Tensor | None = None, # (B,T,H,N), (B,T,H,P), (B,T,H)
-) -> str: # "fla", "chunked" or "reference"
+    backend: str,
+    q: Tensor,
+    x: Tensor,
+    beta: Tensor | None = None,  # (B,T,H,N), (B,T,H,P), (B,T,H)
+) -> str:  # "fla", "chunked" or "reference"
     "Return the backend that runs; raise ValueError if it is unknown, or is `fla` but cannot run."
     check_choice("backend", backend, ("auto", "fla", "chunked", "reference"))
     if backend in ("chunked", "reference"):
         return backend
-    rounds = x.dtype == torch.float32 # to ten bits, in every product
+    rounds = x.dtype == torch.float32  # to ten bits, in every product
     return kernels_or("chunked", "fla", backend, fla_obstacle(q, x, beta), rounds)
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-037-c
@@ -160,7 +198,7 @@ def onnx_matrix_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_sta
     names = [name for name, t in (("log_decay", log_decay), ("beta", beta)) if t is not None]
 
     def step(S, q, k, x, *more):
-        rates, weight = dict(zip(names, more)), more[len(names):]
+        rates, weight = dict(zip(names, more)), more[len(names) :]
         after = matrix_update(S, k, x, rates.get("log_decay"), rates.get("beta"))
         return [after, matrix_read(S, after, q, k, x, weight[0] if weight else None)]
 
@@ -168,18 +206,25 @@ def onnx_matrix_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_sta
     return in_order(step, S, sequences, () if bonus is None else (bonus,))
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-044
-MATRIX_SCANS = {"fla": fla_matrix_scan, "chunked": chunked_matrix_scan, "reference": reference_matrix_scan,
-                "onnx": onnx_matrix_scan}
+MATRIX_SCANS = {
+    "fla": fla_matrix_scan,
+    "chunked": chunked_matrix_scan,
+    "reference": reference_matrix_scan,
+    "onnx": onnx_matrix_scan,
+}
+
 
 def matrix_scan(
-    q: Tensor, k: Tensor, x: Tensor, # (B,T,H,N) queries, (B,T,H,N) keys, (B,T,H,P) values
-    log_decay: Tensor | None = None, # (B,T,H) or (B,T,H,N), at most 0; None: nothing fades
-    beta: Tensor | None = None, # (B,T,H) rates of the delta rule; None: values are added
-    bonus: Tensor | None = None, # (H,N) weights of this token; reads before writing
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,T,H,N) queries, (B,T,H,N) keys, (B,T,H,P) values
+    log_decay: Tensor | None = None,  # (B,T,H) or (B,T,H,N), at most 0; None: nothing fades
+    beta: Tensor | None = None,  # (B,T,H) rates of the delta rule; None: values are added
+    bonus: Tensor | None = None,  # (H,N) weights of this token; reads before writing
     *,
-    initial_state: Tensor | None = None, # (B,H,P,N); zeros if None
-    output_final_state: bool = False, # return `(out, final_state)`
-    backend: str = "auto", # "auto", "fla", "chunked" or "reference"
+    initial_state: Tensor | None = None,  # (B,H,P,N); zeros if None
+    output_final_state: bool = False,  # return `(out, final_state)`
+    backend: str = "auto",  # "auto", "fla", "chunked" or "reference"
 ) -> Tensor | Any:
     "Return out (B,T,H,P) in x.dtype, or (out, final_state (B,H,P,N)); the state is float32, or float64."
     check_matrix_arguments(q, k, x, log_decay, beta, bonus, initial_state)
@@ -197,9 +242,13 @@ def matrix_scan(
 
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-046
 def matrix_step(
-    q_t: Tensor, k_t: Tensor, x_t: Tensor, state: Tensor, # (B,H,N) query and key, (B,H,P) value, (B,H,P,N)
-    log_decay_t: Tensor | None = None, # (B,H) or (B,H,N)
-    beta_t: Tensor | None = None, bonus: Tensor | None = None, # (B,H), (H,N)
+    q_t: Tensor,
+    k_t: Tensor,
+    x_t: Tensor,
+    state: Tensor,  # (B,H,N) query and key, (B,H,P) value, (B,H,P,N)
+    log_decay_t: Tensor | None = None,  # (B,H) or (B,H,N)
+    beta_t: Tensor | None = None,
+    bonus: Tensor | None = None,  # (B,H), (H,N)
 ) -> tuple[Tensor, Tensor]:
     "Run one decode step: `(out_t (B,H,P) in x_t.dtype, next state)`."
     check_tensor("state", state, ("B", "H", "P", "N"))

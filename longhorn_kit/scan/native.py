@@ -234,12 +234,23 @@ extern "C" void scan_backward(Form form, Sizes s, long start, long stop, const f
 """
 
 # %% ../../nbs/machine/native.ipynb #native-017
-FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno",
-         "-fno-trapping-math", "-Wno-psabi") # the last: lanes are passed to no other library
-INSTRUCTIONS = { # those that PyTorch uses -> flags
-    "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"), "AVX2": ("-march=x86-64-v3",)}
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wno-psabi",
+)  # the last: lanes are passed to no other library
+INSTRUCTIONS = {  # those that PyTorch uses -> flags
+    "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
+    "AVX2": ("-march=x86-64-v3",),
+}
 
-def build(source: str) -> Path: # C++
+
+def build(source: str) -> Path:  # C++
     """Compile a shared library, unless it is in the cache, and return its path.
 
     Raises OSError or SubprocessError if that fails."""
@@ -256,31 +267,39 @@ def build(source: str) -> Path: # C++
         subprocess.run(command, input=source.encode(), check=True, capture_output=True)
     return path
 
+
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     "Return the compiled scans, or None if this machine cannot compile them."
     try:
         return ctypes.CDLL(str(build(LANES + STEP + FORWARD + BACKWARD + ENTRIES)))
-    except (OSError, subprocess.SubprocessError, RuntimeError): # the last: no home folder
+    except (OSError, subprocess.SubprocessError, RuntimeError):  # the last: no home folder
         return None
+
 
 def compiles() -> bool:
     "Return whether this machine has the library."
     return library() is not None
 
-setattr(compiles, "_dynamo_marked_constant", True) # asked while tracing
+
+setattr(compiles, "_dynamo_marked_constant", True)  # asked while tracing
 
 # %% ../../nbs/machine/native.ipynb #native-019
-FORMS = ("diagonal", "exact", "s6") # in the order of `Form`
-STEPS = 32 # per checkpoint, unless the caller chooses
+FORMS = ("diagonal", "exact", "s6")  # in the order of `Form`
+STEPS = 32  # per checkpoint, unless the caller chooses
+
 
 class Sizes(ctypes.Structure):
     "The struct of the same name."
+
     _fields_ = [(name, ctypes.c_long) for name in ("B", "T", "D", "N", "chunk")]
 
+
 def call(
-    name: str, form: str, chunk: int, # function of the library; of `FORMS`; steps per checkpoint
-    *tensors: Tensor | None, # the function's arguments: q, k (B,T,N), x (B,T,D), ...
+    name: str,
+    form: str,
+    chunk: int,  # function of the library; of `FORMS`; steps per checkpoint
+    *tensors: Tensor | None,  # the function's arguments: q, k (B,T,N), x (B,T,D), ...
 ) -> None:
     "Run a function of the library on all rows of a batch, in as many threads as PyTorch uses."
     (B, T, D), N = tensors[2].shape, tensors[0].shape[-1]
@@ -296,12 +315,19 @@ def call(
         return run(0, B)
     bounds = [B * i // parts for i in range(parts + 1)]
     with ThreadPoolExecutor(parts) as pool:
-        list(pool.map(run, bounds[:-1], bounds[1:])) # the list raises their errors
+        list(pool.map(run, bounds[:-1], bounds[1:]))  # the list raises their errors
+
 
 def forward(
-    form: str, chunk: int, keep: bool, # keep the checkpoints
-    q: Tensor, k: Tensor, x: Tensor, v: Tensor, # v: logits; in S6 step sizes
-    A: Tensor | None, S: Tensor, # (N,D) of S6; (B,N,D), which becomes the final state
+    form: str,
+    chunk: int,
+    keep: bool,  # keep the checkpoints
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    v: Tensor,  # v: logits; in S6 step sizes
+    A: Tensor | None,
+    S: Tensor,  # (N,D) of S6; (B,N,D), which becomes the final state
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Return read-outs (B,T,D), final state (B,N,D), checkpoints (chunks,B,N,D), none unless kept."
     y = torch.empty_like(x)
@@ -309,10 +335,18 @@ def forward(
     call("scan_forward", form, chunk, q, k, x, v, A, S, y, marks if keep else None)
     return y, S, marks
 
+
 def backward(
-    form: str, chunk: int, marks: Tensor, # checkpoints of the forward
-    q: Tensor, k: Tensor, x: Tensor, v: Tensor, A: Tensor | None, # as in `forward`
-    dy: Tensor, dS: Tensor, # (B,N,D), which becomes the gradient of the initial state
+    form: str,
+    chunk: int,
+    marks: Tensor,  # checkpoints of the forward
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    v: Tensor,
+    A: Tensor | None,  # as in `forward`
+    dy: Tensor,
+    dS: Tensor,  # (B,N,D), which becomes the gradient of the initial state
 ) -> tuple:
     "Return the gradients of q, k, x, v, A (N,D) or None, and the initial state."
     dq, dk = torch.zeros_like(q), torch.zeros_like(k)

@@ -19,12 +19,13 @@ def onnx_exporting() -> bool:
     "Return whether `torch.onnx.export` traces."
     return exporting() and torch.onnx.is_in_onnx_export()
 
+
 def in_order(
-    step: Callable,         # (state, one row of each sequence, *constants) -> [next state, read-out]
-    state: Tensor,          # (B,...)
-    sequences: list,        # tensors (B,T,...)
+    step: Callable,  # (state, one row of each sequence, *constants) -> [next state, read-out]
+    state: Tensor,  # (B,...)
+    sequences: list,  # tensors (B,T,...)
     constants: tuple = (),  # tensors that every step gets
-) -> tuple[Tensor, Tensor]: # read-outs (B,T,...), last state
+) -> tuple[Tensor, Tensor]:  # read-outs (B,T,...), last state
     "Run a recurrence as ONNX's `Scan`."
     rows = [t.detach().transpose(0, 1) for t in sequences]
     last, reads = scan_op(step, [state.detach()], rows, tuple(t.detach() for t in constants))

@@ -14,22 +14,44 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import (
-    bounds_for_kernels, call_form, check_arguments, check_choice, check_cu_seqlens, check_slots, check_tensor,
-    documented, kernel_obstacle, kernels_or, passed, remember, s6_form, transformed, wants_gradient)
+from longhorn_kit.scan.arguments import (
+    bounds_for_kernels,
+    call_form,
+    check_arguments,
+    check_choice,
+    check_cu_seqlens,
+    check_slots,
+    check_tensor,
+    documented,
+    kernel_obstacle,
+    kernels_or,
+    passed,
+    remember,
+    s6_form,
+    transformed,
+    wants_gradient,
+)
 from .chunked import chunked_scan, chunked_selective_scan
-from .reference import (
-    STEPS, reference_scan, reference_selective_scan, s6_update, skip_and_gate, widened)
+from longhorn_kit.scan.reference import (
+    STEPS,
+    reference_scan,
+    reference_selective_scan,
+    s6_update,
+    skip_and_gate,
+    widened,
+)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-005
 FORMS = tuple(STEPS)
 BACKENDS = ("auto", "triton", "chunked", "reference")
 CHECKPOINTS = ("fast", "small", 4, 8, 16, 32, 64, 128, 256, 512)
-TORCH_SCANS = {"chunked": (chunked_scan, chunked_selective_scan),
-               "reference": (reference_scan, reference_selective_scan)}
+TORCH_SCANS = {
+    "chunked": (chunked_scan, chunked_selective_scan),
+    "reference": (reference_scan, reference_selective_scan),
+}
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-n09
-def triton_obstacle(q: Tensor, *others) -> str | None: # (B,T,N)
+def triton_obstacle(q: Tensor, *others) -> str | None:  # (B,T,N)
     "Return why the Triton kernels cannot run these, or None if they can."
     if obstacle := kernel_obstacle("q", q, *others):
         return obstacle
@@ -37,23 +59,29 @@ def triton_obstacle(q: Tensor, *others) -> str | None: # (B,T,N)
         return f"a state may have 1 to 128 coordinates; q has {q.shape[-1]}"
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-019
-def pick_backend(backend: str, *tensors) -> str: # tensors: q and the others of the call, or None
+def pick_backend(backend: str, *tensors) -> str:  # tensors: q and the others of the call, or None
     "Return the backend that runs; raise ValueError if it is unknown, or named but cannot run."
     check_choice("backend", backend, BACKENDS)
     if backend != "reference" and transformed(*tensors):
         if backend != "auto":
-            raise ValueError(f"backend {backend!r} cannot run under torch.func or forward-mode differentiation; "
-                             "backend='reference' can")
+            raise ValueError(
+                f"backend {backend!r} cannot run under torch.func or forward-mode differentiation; "
+                "backend='reference' can"
+            )
         return "reference"
     if backend in TORCH_SCANS:
         return backend
-    return kernels_or("chunked", "triton", backend, triton_obstacle(*tensors), not tensors[0].is_cuda)
+    return kernels_or(
+        "chunked", "triton", backend, triton_obstacle(*tensors), not tensors[0].is_cuda
+    )
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-015
 def run_sequences(
-    scan, # (tensors, state or None) -> (out (B,T,D), final state (B,D,N))
-    tensors, lengths, state, # (B,T,F) tensors or None; of the packed sequences; (B,D,N), (n,D,N) when packed
-    output_final_state: bool, # return the final states too
+    scan,  # (tensors, state or None) -> (out (B,T,D), final state (B,D,N))
+    tensors,
+    lengths,
+    state,  # (B,T,F) tensors or None; of the packed sequences; (B,D,N), (n,D,N) when packed
+    output_final_state: bool,  # return the final states too
 ):
     "Run the batch at once, or packed sequences one by one; return out or (out, final state)."
     fresh = lambda cut: [t if t is None else t.contiguous() for t in cut]
@@ -61,8 +89,10 @@ def run_sequences(
         out, final = scan(fresh(tensors), state)
         return (out, final) if output_final_state else out
     if None in lengths:
-        raise ValueError("cu_seqlens has no values while a compiler traces or a graph records; "
-                         "this backend needs the values")
+        raise ValueError(
+            "cu_seqlens has no values while a compiler traces or a graph records; "
+            "this backend needs the values"
+        )
     n = len(lengths)
     pieces = [[None] * n if t is None else t.split(lengths, 1) for t in tensors]
     states = [None] * n if state is None else state.split(1)
@@ -71,10 +101,31 @@ def run_sequences(
     return (out, torch.cat([r[1] for r in runs])) if output_final_state else out
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-020b
-def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, backend, checkpoint, dt_softplus=True):
+def _scan(
+    rate,
+    form,
+    q,
+    k,
+    x,
+    b,
+    A,
+    bias,
+    D_skip,
+    z,
+    state,
+    final,
+    cu_seqlens,
+    backend,
+    checkpoint,
+    dt_softplus=True,
+):
     # `longhorn_scan`, or `selective_scan` given A; `rate` names b in errors.
     tensors = (q, k, x, b, A, bias, D_skip, z, state)
-    call = None if cu_seqlens is not None else call_form(rate, form, backend, checkpoint, tensors=tensors)
+    call = (
+        None
+        if cu_seqlens is not None
+        else call_form(rate, form, backend, checkpoint, tensors=tensors)
+    )
     if not (known := passed(call)):
         check_choice("checkpoint", checkpoint, CHECKPOINTS)
         lengths = check_cu_seqlens(cu_seqlens, q)
@@ -83,14 +134,31 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
         remember(call, backend, q)
     if known or backend == "triton":
         from longhorn_kit.scan.triton_op import triton_scan
-        out = triton_scan(q, k, x, b, bias, D_skip, z, A, form=form, initial_state=state, dt_softplus=dt_softplus,
-                          cu_seqlens=bounds_for_kernels(cu_seqlens, x), checkpoint=checkpoint,
-                          first=bool(call) and not known)
+
+        out = triton_scan(
+            q,
+            k,
+            x,
+            b,
+            bias,
+            D_skip,
+            z,
+            A,
+            form=form,
+            initial_state=state,
+            dt_softplus=dt_softplus,
+            cu_seqlens=bounds_for_kernels(cu_seqlens, x),
+            checkpoint=checkpoint,
+            first=bool(call) and not known,
+        )
         return out if final else out[0]
     longhorn, mamba = TORCH_SCANS[backend]
     one = partial(mamba, dt_softplus=dt_softplus) if form is None else partial(longhorn, form=form)
     if lengths is not None and backend == "chunked" and torch.compiler.is_compiling():
-        one, lengths = partial(one, cu_seqlens=cu_seqlens), None # chunks take a packed batch as a whole
+        one, lengths = (
+            partial(one, cu_seqlens=cu_seqlens),
+            None,
+        )  # chunks take a packed batch as a whole
     timed = A if A is not None and A.dim() == 3 else None
     rates = lambda cut: () if A is None else (A,) if cut is None else (cut,)
     scan = lambda cut, S: one(*cut[:4], *rates(cut[5]), bias, D_skip, cut[4], initial_state=S)
@@ -99,16 +167,21 @@ def _scan(rate, form, q, k, x, b, A, bias, D_skip, z, state, final, cu_seqlens, 
 # %% ../../nbs/scan/15_op.ipynb #15_op-021
 @documented
 def longhorn_scan(
-    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
-    b: Tensor, b_bias: Tensor | None = None, # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
-    D_skip: Tensor | None = None, z: Tensor | None = None, # (D,) weight of the skip connection, (B,T,D) gate
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
+    b: Tensor,
+    b_bias: Tensor | None = None,  # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
+    D_skip: Tensor | None = None,
+    z: Tensor | None = None,  # (D,) weight of the skip connection, (B,T,D) gate
     *,
-    form: str = "diagonal", # "diagonal", "exact" or "decoupled"
-    initial_state: Tensor | None = None, # (B,D,N), or (n,D,N) with cu_seqlens; zeros if None
-    output_final_state: bool = False, # return `(out, final_state)`
-    cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
-    backend: str = "auto", # "auto", "triton", "chunked" or "reference"
-    checkpoint: str | int = "fast", # kept for the backward by Triton: "fast", "small" or the least steps between states
+    form: str = "diagonal",  # "diagonal", "exact" or "decoupled"
+    initial_state: Tensor | None = None,  # (B,D,N), or (n,D,N) with cu_seqlens; zeros if None
+    output_final_state: bool = False,  # return `(out, final_state)`
+    cu_seqlens: Tensor | None = None,  # (n+1,) integer bounds of packed sequences; B must be 1
+    backend: str = "auto",  # "auto", "triton", "chunked" or "reference"
+    checkpoint: str
+    | int = "fast",  # kept for the backward by Triton: "fast", "small" or the least steps between states
 ) -> Tensor | Any:
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
@@ -116,13 +189,30 @@ def longhorn_scan(
     only the reference can be differentiated twice, and "auto" uses it under torch.func or in forward mode.
     Raises ValueError, naming the argument that does not fit."""
     check_choice("form", form, FORMS)
-    return _scan("b", form, q, k, x, b, None, b_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
-                 checkpoint)
+    return _scan(
+        "b",
+        form,
+        q,
+        k,
+        x,
+        b,
+        None,
+        b_bias,
+        D_skip,
+        z,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        backend,
+        checkpoint,
+    )
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-n19a
 def step_slots(
-    step, # (tensors, states (n,..)) -> (outputs (n,..), next states)
-    tensors, state: Tensor, slots: Tensor, # (B,..) or None; pool of states (slots,..), changed in place; (B,)
+    step,  # (tensors, states (n,..)) -> (outputs (n,..), next states)
+    tensors,
+    state: Tensor,
+    slots: Tensor,  # (B,..) or None; pool of states (slots,..), changed in place; (B,)
 ):
     "Run a step in PyTorch on the rows that name a slot of the pool; the outputs of other rows are zero."
     rows = ((slots >= 0) & (slots < len(state))).nonzero()[:, 0]
@@ -131,7 +221,24 @@ def step_slots(
     return out.new_zeros(len(slots), *out.shape[1:]).index_copy(0, rows, out), state
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-023b
-def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots, backend, dt_softplus=True):
+def _step(
+    name,
+    rate,
+    form,
+    q_t,
+    k_t,
+    x_t,
+    b_t,
+    A,
+    state,
+    bias,
+    D_skip,
+    z_t,
+    inplace,
+    slots,
+    backend,
+    dt_softplus=True,
+):
     # `longhorn_step`, or `selective_step` given A.
     tensors = (q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t)
     call = call_form(name, form, inplace, backend, tensors=(*tensors, slots))
@@ -146,12 +253,15 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
         remember(call, backend, q_t)
     if backend == "triton" or (known and backend == "auto"):
         from longhorn_kit.scan.triton_step import triton_step
+
         rule = form or s6_form(A, dt_softplus)
         return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots)
 
     def one(cut, S):
         *cut, A_t = cut
-        q, k, x, b, z, A_t, S, v_bias, skip = widened(*cut, A if A_t is None else A_t, S, bias, D_skip)
+        q, k, x, b, z, A_t, S, v_bias, skip = widened(
+            *cut, A if A_t is None else A_t, S, bias, D_skip
+        )
         v = b if v_bias is None else b + v_bias
         w = torch.sigmoid(v) if form else F.softplus(v) if dt_softplus else v
         S = STEPS[form](S, k, x, w) if form else s6_update(S, k, x, w, A_t)
@@ -166,15 +276,20 @@ def _step(name, rate, form, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inp
 # %% ../../nbs/scan/15_op.ipynb #15_op-024
 @documented
 def longhorn_step(
-    q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
-    b_t: Tensor, state: Tensor, # (B,D) or (B,1) step-size logits, (B,D,N)
-    b_bias: Tensor | None = None, # (D,) added to the logits
-    D_skip: Tensor | None = None, z_t: Tensor | None = None, # (D,) weight of the skip connection, (B,D) gate
+    q_t: Tensor,
+    k_t: Tensor,
+    x_t: Tensor,  # (B,N) query, (B,N) key, (B,D) value
+    b_t: Tensor,
+    state: Tensor,  # (B,D) or (B,1) step-size logits, (B,D,N)
+    b_bias: Tensor | None = None,  # (D,) added to the logits
+    D_skip: Tensor | None = None,
+    z_t: Tensor | None = None,  # (D,) weight of the skip connection, (B,D) gate
     *,
-    form: str = "diagonal", # "diagonal", "exact" or "decoupled"
-    inplace: bool = False, # write the next state into `state`, for inference
-    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,N), in place only; -1 for padding
-    backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
+    form: str = "diagonal",  # "diagonal", "exact" or "decoupled"
+    inplace: bool = False,  # write the next state into `state`, for inference
+    state_indices: Tensor
+    | None = None,  # (B,) slots of a pool `state` (slots,D,N), in place only; -1 for padding
+    backend: str = "auto",  # "auto", "triton", or one of PyTorch's: "reference"
 ) -> tuple[Tensor, Tensor]:
     """Run one decode step: `(out_t (B,D) in x_t.dtype, next state (B,D,N) in state.dtype)`.
 
@@ -183,41 +298,99 @@ def longhorn_step(
     no state, and its output is zero. The indices are not read on the host, so an index that occurs twice is the
     caller's fault: that state is then undefined. Raises ValueError, naming the argument that does not fit."""
     check_choice("form", form, FORMS)
-    return _step("longhorn_step", "b", form, q_t, k_t, x_t, b_t, None, state, b_bias, D_skip, z_t, inplace,
-                 state_indices, backend)
+    return _step(
+        "longhorn_step",
+        "b",
+        form,
+        q_t,
+        k_t,
+        x_t,
+        b_t,
+        None,
+        state,
+        b_bias,
+        D_skip,
+        z_t,
+        inplace,
+        state_indices,
+        backend,
+    )
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-033
 @documented
 def selective_scan(
-    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
-    dt: Tensor, # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
-    A: Tensor, # (D,N) negative rates, or (B,T,N) input-dependent ones
-    dt_bias: Tensor | None = None, D_skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,T,D) gate
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
+    dt: Tensor,  # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
+    A: Tensor,  # (D,N) negative rates, or (B,T,N) input-dependent ones
+    dt_bias: Tensor | None = None,
+    D_skip: Tensor | None = None,
+    z: Tensor | None = None,  # (D,), (D,), (B,T,D) gate
     *,
-    initial_state: Tensor | None = None, # (B,D,N), or (n,D,N) with cu_seqlens; zeros if None
-    output_final_state: bool = False, # return `(out, final_state)`
-    cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
-    backend: str = "auto", # "auto", "triton", "chunked" or "reference"
-    checkpoint: str | int = "fast", # kept for the backward by Triton: "fast", "small" or the least steps between states
-    dt_softplus: bool = True, # False: Delta = dt + dt_bias, and A is (D,N)
+    initial_state: Tensor | None = None,  # (B,D,N), or (n,D,N) with cu_seqlens; zeros if None
+    output_final_state: bool = False,  # return `(out, final_state)`
+    cu_seqlens: Tensor | None = None,  # (n+1,) integer bounds of packed sequences; B must be 1
+    backend: str = "auto",  # "auto", "triton", "chunked" or "reference"
+    checkpoint: str
+    | int = "fast",  # kept for the backward by Triton: "fast", "small" or the least steps between states
+    dt_softplus: bool = True,  # False: Delta = dt + dt_bias, and A is (D,N)
 ) -> Tensor | Any:
     "Run Mamba's selective scan (S6): return as `longhorn_scan` does."
-    return _scan("dt", None, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, output_final_state, cu_seqlens, backend,
-                 checkpoint, dt_softplus)
+    return _scan(
+        "dt",
+        None,
+        q,
+        k,
+        x,
+        dt,
+        A,
+        dt_bias,
+        D_skip,
+        z,
+        initial_state,
+        output_final_state,
+        cu_seqlens,
+        backend,
+        checkpoint,
+        dt_softplus,
+    )
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-035
 @documented
 def selective_step(
-    q_t: Tensor, k_t: Tensor, x_t: Tensor, # (B,N) query, (B,N) key, (B,D) value
-    dt_t: Tensor, A: Tensor, # (B,D) or (B,1); (D,N) negative rates, or (B,1,N) input-dependent ones
-    state: Tensor, dt_bias: Tensor | None = None, # (B,D,N), (D,)
-    D_skip: Tensor | None = None, z_t: Tensor | None = None, # (D,) weight of the skip connection, (B,D) gate
+    q_t: Tensor,
+    k_t: Tensor,
+    x_t: Tensor,  # (B,N) query, (B,N) key, (B,D) value
+    dt_t: Tensor,
+    A: Tensor,  # (B,D) or (B,1); (D,N) negative rates, or (B,1,N) input-dependent ones
+    state: Tensor,
+    dt_bias: Tensor | None = None,  # (B,D,N), (D,)
+    D_skip: Tensor | None = None,
+    z_t: Tensor | None = None,  # (D,) weight of the skip connection, (B,D) gate
     *,
-    inplace: bool = False, # write the next state into `state`, for inference
-    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,N), in place only; -1 for padding
-    backend: str = "auto", # "auto", "triton", or one of PyTorch's: "reference"
-    dt_softplus: bool = True, # False: Delta = dt_t + dt_bias, and A is (D,N)
+    inplace: bool = False,  # write the next state into `state`, for inference
+    state_indices: Tensor
+    | None = None,  # (B,) slots of a pool `state` (slots,D,N), in place only; -1 for padding
+    backend: str = "auto",  # "auto", "triton", or one of PyTorch's: "reference"
+    dt_softplus: bool = True,  # False: Delta = dt_t + dt_bias, and A is (D,N)
 ) -> tuple[Tensor, Tensor]:
     "Run one decode step of Mamba: return, and pick states by index, as `longhorn_step` does."
-    return _step("selective_step", "dt", None, q_t, k_t, x_t, dt_t, A, state, dt_bias, D_skip, z_t, inplace,
-                 state_indices, backend, dt_softplus)
+    return _step(
+        "selective_step",
+        "dt",
+        None,
+        q_t,
+        k_t,
+        x_t,
+        dt_t,
+        A,
+        state,
+        dt_bias,
+        D_skip,
+        z_t,
+        inplace,
+        state_indices,
+        backend,
+        dt_softplus,
+    )

@@ -16,8 +16,11 @@ from ..theory.closed_forms import STEPS
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-008
 def skip_and_gate(
-    y: Tensor, x: Tensor, D_skip: Tensor | None, z: Tensor | None, # (...,D) read-out S q, (...,D), (D,), (...,D)
-) -> Tensor: # (...,D)
+    y: Tensor,
+    x: Tensor,
+    D_skip: Tensor | None,
+    z: Tensor | None,  # (...,D) read-out S q, (...,D), (D,), (...,D)
+) -> Tensor:  # (...,D)
     "Return `(y + D_skip * x) * silu(z)`; None leaves its part out."
     if D_skip is not None:
         y = y + D_skip * x
@@ -31,10 +34,12 @@ def compute_dtype(*tensors: Tensor | None) -> torch.dtype:
             return torch.float64
     return torch.float32
 
+
 def widened(*tensors: Tensor | None) -> list:
     "Return all tensors in their `compute_dtype`; None stays None."
     dtype = compute_dtype(*tensors)
     return [None if t is None else t.to(dtype) for t in tensors]
+
 
 def tied(out: Tensor, *tensors: Tensor | None) -> Tensor:
     "Return `out`, which has no elements, as a function of the tensors: each gets a gradient of zeros."
@@ -42,39 +47,46 @@ def tied(out: Tensor, *tensors: Tensor | None) -> Tensor:
         out = out if t is None else out + 0 * t.sum()
     return out
 
-
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-n12
-def knows_autocast(device: str) -> bool: # type: "cpu", "cuda", ...
-    "Return whether autocast exists for a kind of device; for \"meta\" it does not."
+def knows_autocast(device: str) -> bool:  # type: "cpu", "cuda", ...
+    'Return whether autocast exists for a kind of device; for "meta" it does not.'
     return torch.amp.is_autocast_available(device)
 
-setattr(knows_autocast, "_dynamo_marked_constant", True) # PyTorch 2.11 cannot compile this query
 
-def no_autocast(device: str): # type: "cpu", "cuda", ...
+setattr(knows_autocast, "_dynamo_marked_constant", True)  # PyTorch 2.11 cannot compile this query
+
+
+def no_autocast(device: str):  # type: "cpu", "cuda", ...
     "Return a context manager that switches autocast off."
     return torch.autocast(device, enabled=False) if knows_autocast(device) else nullcontext()
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-013
 def scan_steps(
-    step, q: Tensor, state: Tensor, # (S, t) -> next S; (B,T,N) queries; (B,D,N) before the first step
+    step,
+    q: Tensor,
+    state: Tensor,  # (S, t) -> next S; (B,T,N) queries; (B,D,N) before the first step
 ):
     "Run the steps in order; return read-outs (B,T,D) and the last state (B,D,N)."
     reads = []
     for t in range(q.shape[1]):
         state = step(state, t)
         reads.append((state * q[:, t, None, :]).sum(-1))
-    if not reads: # a copy of the caller's state
+    if not reads:  # a copy of the caller's state
         return state.new_zeros(q.shape[0], 0, state.shape[1]), state.clone()
     return torch.stack(reads, 1), state
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-015
 def reference_scan(
-    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
-    b: Tensor, b_bias: Tensor | None = None, # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
-    D_skip: Tensor | None = None, z: Tensor | None = None, # (D,) weight of the skip connection, (B,T,D) gate
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,T,N) queries, (B,T,N) keys, (B,T,D) values
+    b: Tensor,
+    b_bias: Tensor | None = None,  # (B,T,D) or (B,T,1) step-size logits, (D,) added to them
+    D_skip: Tensor | None = None,
+    z: Tensor | None = None,  # (D,) weight of the skip connection, (B,T,D) gate
     *,
-    form: str = "diagonal", # "diagonal", "exact" or "decoupled"
-    initial_state: Tensor | None = None, # (B,D,N); zeros if None
+    form: str = "diagonal",  # "diagonal", "exact" or "decoupled"
+    initial_state: Tensor | None = None,  # (B,D,N); zeros if None
 ) -> tuple[Tensor, Tensor]:
     "Run Longhorn one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
@@ -87,27 +99,34 @@ def reference_scan(
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-022
 def s6_update(
-    S: Tensor, k: Tensor, x: Tensor, # (...,D,N) state, (...,N) key (Mamba's B), (...,D) value
-    delta: Tensor, # (...,D) or (...,1) step size, positive
-    A: Tensor, # (D,N), or (...,1,N) if it depends on the input; negative
-) -> Tensor: # (...,D,N) next state
+    S: Tensor,
+    k: Tensor,
+    x: Tensor,  # (...,D,N) state, (...,N) key (Mamba's B), (...,D) value
+    delta: Tensor,  # (...,D) or (...,1) step size, positive
+    A: Tensor,  # (D,N), or (...,1,N) if it depends on the input; negative
+) -> Tensor:  # (...,D,N) next state
     "Apply Mamba's update `S <- exp(Delta A) S + (Delta x) k^T`."
     return torch.exp(delta[..., None] * A) * S + (delta * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-023
 def reference_selective_scan(
-    q: Tensor, k: Tensor, x: Tensor, # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
-    dt: Tensor, # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
-    A: Tensor, # (D,N) negative rates, or (B,T,N) input-dependent ones
-    dt_bias: Tensor | None = None, D_skip: Tensor | None = None, # (D,) and (D,) weight of the skip connection
-    z: Tensor | None = None, # (B,T,D) gate
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,  # (B,T,N) queries (Mamba's C), (B,T,N) keys (Mamba's B), (B,T,D) values
+    dt: Tensor,  # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
+    A: Tensor,  # (D,N) negative rates, or (B,T,N) input-dependent ones
+    dt_bias: Tensor | None = None,
+    D_skip: Tensor | None = None,  # (D,) and (D,) weight of the skip connection
+    z: Tensor | None = None,  # (B,T,D) gate
     *,
-    initial_state: Tensor | None = None, # (B,D,N); zeros if None
-    dt_softplus: bool = True, # False: Delta = dt + dt_bias
+    initial_state: Tensor | None = None,  # (B,D,N); zeros if None
+    dt_softplus: bool = True,  # False: Delta = dt + dt_bias
 ) -> tuple[Tensor, Tensor]:
     "Run Mamba's S6 one token at a time: `(out (B,T,D) in x.dtype, final state (B,D,N))`."
     out_dtype = x.dtype
-    q, k, x, dt, A, dt_bias, D_skip, z, state = widened(q, k, x, dt, A, dt_bias, D_skip, z, initial_state)
+    q, k, x, dt, A, dt_bias, D_skip, z, state = widened(
+        q, k, x, dt, A, dt_bias, D_skip, z, initial_state
+    )
     dt = dt if dt_bias is None else dt + dt_bias
     delta = F.softplus(dt) if dt_softplus else dt
     state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if state is None else state

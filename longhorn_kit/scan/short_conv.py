@@ -12,22 +12,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .arguments import (
-    bounds_for_kernels, call_form, check_choice, check_conv, check_cu_seqlens, check_slots, documented, kernel_obstacle,
-    kernels_or, passed, remember, traced, transformed, wants_gradient)
+from longhorn_kit.scan.arguments import (
+    bounds_for_kernels,
+    call_form,
+    check_choice,
+    check_conv,
+    check_cu_seqlens,
+    check_slots,
+    documented,
+    kernel_obstacle,
+    kernels_or,
+    passed,
+    remember,
+    traced,
+    transformed,
+    wants_gradient,
+)
 from .op import run_sequences, step_slots
 from .reference import no_autocast, tied, widened
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
 CONV_BACKENDS = ("auto", "triton", "torch")
-MAX_WIDTH = 8 # of a filter in the Triton kernels
+MAX_WIDTH = 8  # of a filter in the Triton kernels
 
 
 def torch_conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D); (D,W) taps, oldest first; (D,)
-    past: Tensor | None, # (B,D,W-1) the inputs just before; zeros if None
-    activation: str | None = "silu", # "silu" or None
-) -> tuple: # outputs (B,T,D) in x.dtype; the last W-1 inputs (B,D,W-1), in the wider dtype of x and past
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,  # (B,T,D); (D,W) taps, oldest first; (D,)
+    past: Tensor | None,  # (B,D,W-1) the inputs just before; zeros if None
+    activation: str | None = "silu",  # "silu" or None
+) -> (
+    tuple
+):  # outputs (B,T,D) in x.dtype; the last W-1 inputs (B,D,W-1), in the wider dtype of x and past
     "Return the convolution by `F.conv1d`, in float32 or float64 inside, and the inputs that the next call needs."
     width, steps, dtype = weight.shape[-1], x.shape[1], x.dtype
     x = x.transpose(1, 2)
@@ -37,8 +54,8 @@ def torch_conv(
         if steps and x.numel():
             y = F.conv1d(x_wide, weight[:, None], bias, groups=len(weight))
         else:
-            y = tied(x_wide[..., width - 1:], weight, bias)
-    y = y.transpose(1, 2).contiguous() # first: SiLU and its gradient are fast in one layout
+            y = tied(x_wide[..., width - 1 :], weight, bias)
+    y = y.transpose(1, 2).contiguous()  # first: SiLU and its gradient are fast in one layout
     y = F.silu(y) if activation else y
     return y.to(dtype), x[..., steps:].clone()
 
@@ -53,7 +70,9 @@ def conv_obstacle(x: Tensor, weight: Tensor, *others) -> str | None:
         return f"filters may have up to {MAX_WIDTH} taps; weight has {weight.shape[-1]}"
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-019
-def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and the others of the call, or None
+def pick_conv_backend(
+    backend: str, *tensors
+) -> str:  # tensors: x, weight and the others of the call, or None
     "Return the backend that runs; raise ValueError if it is unknown, or is `triton` but cannot run."
     check_choice("backend", backend, CONV_BACKENDS)
     if backend == "torch":
@@ -63,34 +82,58 @@ def pick_conv_backend(backend: str, *tensors) -> str: # tensors: x, weight and t
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-025
 @documented
 def causal_conv1d(
-    x: Tensor, # (B,T,D)
-    weight: Tensor, # (D,W), or (D,1,W) as in `nn.Conv1d`; taps, oldest first
-    bias: Tensor | None = None, # (D,)
+    x: Tensor,  # (B,T,D)
+    weight: Tensor,  # (D,W), or (D,1,W) as in `nn.Conv1d`; taps, oldest first
+    bias: Tensor | None = None,  # (D,)
     *,
-    activation: str | None = "silu", # "silu" (or "swish"), or None
-    initial_state: Tensor | None = None, # (B,D,W-1) the inputs just before, (n,D,W-1) with cu_seqlens; zeros if None
-    output_final_state: bool = False, # return `(y, final_state)`
-    cu_seqlens: Tensor | None = None, # (n+1,) integer bounds of packed sequences; B must be 1
-    backend: str = "auto", # "auto", "triton" or "torch"
-    twice: bool = False, # y as a pair over the same memory, for two readers
+    activation: str | None = "silu",  # "silu" (or "swish"), or None
+    initial_state: Tensor
+    | None = None,  # (B,D,W-1) the inputs just before, (n,D,W-1) with cu_seqlens; zeros if None
+    output_final_state: bool = False,  # return `(y, final_state)`
+    cu_seqlens: Tensor | None = None,  # (n+1,) integer bounds of packed sequences; B must be 1
+    backend: str = "auto",  # "auto", "triton" or "torch"
+    twice: bool = False,  # y as a pair over the same memory, for two readers
 ) -> Tensor | Any:
     """Run a causal convolution and SiLU: return y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 
     All inputs get gradients; only "torch" can be differentiated twice.
     Raises ValueError, naming the argument that does not fit."""
     tensors = (x, weight, bias, initial_state)
-    call = None if cu_seqlens is not None else call_form("causal_conv1d", activation, backend, tensors=tensors)
+    call = (
+        None
+        if cu_seqlens is not None
+        else call_form("causal_conv1d", activation, backend, tensors=tensors)
+    )
     if not (known := passed(call)):
         lengths = check_cu_seqlens(cu_seqlens, x, "x", "D")
-        check_conv("x", ("B", "T", "D"), x, weight, bias, activation, "initial_state", initial_state,
-                   None if lengths is None else len(lengths))
+        check_conv(
+            "x",
+            ("B", "T", "D"),
+            x,
+            weight,
+            bias,
+            activation,
+            "initial_state",
+            initial_state,
+            None if lengths is None else len(lengths),
+        )
         backend = pick_conv_backend(backend, *tensors)
         remember(call, backend, x)
     weight = weight[:, 0] if weight.dim() == 3 else weight
     if known or backend == "triton":
         from longhorn_kit.scan.triton_conv import triton_conv
-        y, final = triton_conv(x, weight, bias, initial_state, bounds_for_kernels(cu_seqlens, x), activation,
-                               output_final_state, twice, cu_seqlens is None or not traced())
+
+        y, final = triton_conv(
+            x,
+            weight,
+            bias,
+            initial_state,
+            bounds_for_kernels(cu_seqlens, x),
+            activation,
+            output_final_state,
+            twice,
+            cu_seqlens is None or not traced(),
+        )
         return (y, final) if output_final_state else y
     one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
     y, final = run_sequences(one, (x,), lengths, initial_state, True)
@@ -100,23 +143,37 @@ def causal_conv1d(
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-033
 @documented
 def causal_conv1d_step(
-    x_t: Tensor, state: Tensor, # (B,D) the next input, (B,D,W-1) the inputs just before
-    weight: Tensor, bias: Tensor | None = None, # (D,W), or (D,1,W) as in `nn.Conv1d`; (D,)
+    x_t: Tensor,
+    state: Tensor,  # (B,D) the next input, (B,D,W-1) the inputs just before
+    weight: Tensor,
+    bias: Tensor | None = None,  # (D,W), or (D,1,W) as in `nn.Conv1d`; (D,)
     *,
-    activation: str | None = "silu", # "silu" (or "swish"), or None
-    inplace: bool = False, # shift `state` itself instead of making a new one
-    state_indices: Tensor | None = None, # (B,) slots of a pool `state` (slots,D,W-1), in place only; -1 for padding
-    backend: str = "auto", # "auto", "triton" or "torch"
+    activation: str | None = "silu",  # "silu" (or "swish"), or None
+    inplace: bool = False,  # shift `state` itself instead of making a new one
+    state_indices: Tensor
+    | None = None,  # (B,) slots of a pool `state` (slots,D,W-1), in place only; -1 for padding
+    backend: str = "auto",  # "auto", "triton" or "torch"
 ) -> tuple[Tensor, Tensor]:
     """Run one decode step: `(y_t (B,D) in x_t.dtype, next state (B,D,W-1) in state.dtype)`.
 
     The kernel has no gradient: if one is needed, "auto" uses "torch". `inplace` is for inference only.
     `state_indices` picks states from a pool as in `longhorn_step`."""
     tensors = (x_t, state, weight, bias)
-    call = call_form("causal_conv1d_step", activation, inplace, backend, tensors=(*tensors, state_indices))
+    call = call_form(
+        "causal_conv1d_step", activation, inplace, backend, tensors=(*tensors, state_indices)
+    )
     if not (known := passed(call)):
-        check_conv("x_t", ("B", "D"), x_t, weight, bias, activation, "state", state,
-                   check_slots(state_indices, x_t, state, inplace))
+        check_conv(
+            "x_t",
+            ("B", "D"),
+            x_t,
+            weight,
+            bias,
+            activation,
+            "state",
+            state,
+            check_slots(state_indices, x_t, state, inplace),
+        )
     if wants_gradient("causal_conv1d_step", inplace, backend, *tensors):
         backend = "torch"
     elif not known:
@@ -125,7 +182,12 @@ def causal_conv1d_step(
     weight = weight[:, 0] if weight.dim() == 3 else weight
     if backend == "triton" or (known and backend == "auto"):
         from longhorn_kit.scan.triton_conv import triton_conv_step
+
         return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
     one = lambda cut, past: torch_conv(cut[0][:, None], weight, bias, past, activation)
-    y, after = one((x_t,), state) if state_indices is None else step_slots(one, (x_t,), state, state_indices)
+    y, after = (
+        one((x_t,), state)
+        if state_indices is None
+        else step_slots(one, (x_t,), state, state_indices)
+    )
     return y[:, 0], state.copy_(after) if inplace else after.to(state.dtype)

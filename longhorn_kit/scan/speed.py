@@ -10,57 +10,67 @@ __all__ = ['PER_STATE', 'PER_CHANNEL', 'OF_FORM', 'scan_bytes', 'scan_operations
 import itertools, math
 from typing import Any
 
-
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-plain
 PLAIN = dict(dtype="bfloat16", z=True, state=False, checkpoint="fast", N=16)
 
+
 def plain_rows(
-    record: dict, # that `kernels/bench.py` wrote on a GPU
-    **wanted, # values that a row must have; None: any
+    record: dict,  # that `kernels/bench.py` wrote on a GPU
+    **wanted,  # values that a row must have; None: any
 ) -> list:
     "Return the timed scans that match `wanted`, with `PLAIN` for all other fields."
     wanted = {name: value for name, value in (PLAIN | wanted).items() if value is not None}
-    fits = lambda row: all(row.get(name, PLAIN.get(name)) == value for name, value in wanted.items())
+    fits = lambda row: all(
+        row.get(name, PLAIN.get(name)) == value for name, value in wanted.items()
+    )
     return [row for row in record["rows"] if "kernels" in row and fits(row)]
-
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-008
 def scan_bytes(
-    B: int, T: int, D: int, N: int,
-    direction: str = "forward", # or "backward"
-    z: bool = True, # with a gate
-    itemsize: int = 2, # bytes of an input element; 2 for bfloat16
-    kept: float = 1.0, # bytes of saved states for each element of x: 4 N / (steps between checkpoints)
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    direction: str = "forward",  # or "backward"
+    z: bool = True,  # with a gate
+    itemsize: int = 2,  # bytes of an input element; 2 for bfloat16
+    kept: float = 1.0,  # bytes of saved states for each element of x: 4 N / (steps between checkpoints)
 ) -> float:
     "Return the bytes that a scan must move: inputs and results once, states kept for the backward."
     wide, narrow = B * T * D, B * T * N
-    if direction == "forward": # read x, b, z and q, k; write out
+    if direction == "forward":  # read x, b, z and q, k; write out
         return (3 + z) * wide * itemsize + 2 * narrow * itemsize + kept * wide
     # read x, b, z, dout and q, k; write dx, db, dz and dq, dk
     return (5 + 2 * z) * wide * itemsize + 4 * narrow * itemsize + kept * wide
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-011
-PER_STATE = { # fp32 operations on each of the N states of a channel and step: (forward, backward)
-    "diagonal": (4, 13), "decoupled": (6, 16), "s6": (4, 11), "exact": (3, 9)}
-PER_CHANNEL = dict(forward=30, backward=60) # rate, skip, gate, conversions: about this many
+PER_STATE = {  # fp32 operations on each of the N states of a channel and step: (forward, backward)
+    "diagonal": (4, 13),
+    "decoupled": (6, 16),
+    "s6": (4, 11),
+    "exact": (3, 9),
+}
+PER_CHANNEL = dict(forward=30, backward=60)  # rate, skip, gate, conversions: about this many
+
 
 def scan_operations(
-    form: str, N: int,
+    form: str,
+    N: int,
     direction: str = "forward",
-    chunk: int = 0, # steps of a chunk, for the exact form by matrix products; 0: step by step
-    z: bool = True, # the backward with a gate reads the state once more
+    chunk: int = 0,  # steps of a chunk, for the exact form by matrix products; 0: step by step
+    z: bool = True,  # the backward with a gate reads the state once more
 ) -> float:
     "Return the fp32 operations per channel and step; a fused multiply-add counts once."
     back = direction == "backward"
-    if form == "exact" and chunk: # substitution, and splits into two bfloat16 parts
+    if form == "exact" and chunk:  # substitution, and splits into two bfloat16 parts
         return (1 + back) * (chunk / 2 + 3 + 3 * N / chunk) + PER_CHANNEL[direction]
     return (PER_STATE[form][back] + (back and z)) * N + PER_CHANNEL[direction]
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-013
 def scan_specials(form: str, N: int, z: bool = True) -> float:
     "Return exponentials, logarithms and reciprocals per channel and step, in either direction."
-    own = {"decoupled": 1 + N, "s6": 3 + N} # a reciprocal, or an exponential, for every state
-    return own.get(form, 2) + 2 * z # a sigmoid
+    own = {"decoupled": 1 + N, "s6": 3 + N}  # a reciprocal, or an exponential, for every state
+    return own.get(form, 2) + 2 * z  # a sigmoid
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-014
 def scan_products(form: str, N: int, direction: str = "forward", chunk: int = 0) -> float:
@@ -72,105 +82,166 @@ def scan_products(form: str, N: int, direction: str = "forward", chunk: int = 0)
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-015
 def scan_floors(
-    form: str, B: int, T: int, D: int, N: int,
-    direction: str, # "forward" or "backward"
-    rates: dict, # per second: "bytes", "operations" (fp32), "specials", "products" (bfloat16 multiply-adds)
-    chunk: int = 0, # for exact by matrix products
-    **traffic: Any, # `z`, `itemsize`, `kept` of `scan_bytes`
-) -> dict: # milliseconds by "bytes", "operations", "specials", "products"
+    form: str,
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    direction: str,  # "forward" or "backward"
+    rates: dict,  # per second: "bytes", "operations" (fp32), "specials", "products" (bfloat16 multiply-adds)
+    chunk: int = 0,  # for exact by matrix products
+    **traffic: Any,  # `z`, `itemsize`, `kept` of `scan_bytes`
+) -> dict:  # milliseconds by "bytes", "operations", "specials", "products"
     "Return the least time of each resource; the largest is the floor."
     z, wide = traffic.get("z", True), B * T * D
-    work = dict(bytes=scan_bytes(B, T, D, N, direction, **traffic),
-                operations=wide * scan_operations(form, N, direction, chunk, z),
-                specials=wide * scan_specials(form, N, z),
-                products=wide * scan_products(form, N, direction, chunk))
+    work = dict(
+        bytes=scan_bytes(B, T, D, N, direction, **traffic),
+        operations=wide * scan_operations(form, N, direction, chunk, z),
+        specials=wide * scan_specials(form, N, z),
+        products=wide * scan_products(form, N, direction, chunk),
+    )
     return {name: 1e3 * amount / rates[name] for name, amount in work.items()}
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-018
 def draw_roofline(
-    ax: Any, # to draw on
-    record: dict, # for the rates of its GPU
-    shape: tuple, # B, T, D
-    scans: list, # per scan: name, form, steps of a chunk or 0, colour, line style, (forward, backward) milliseconds
+    ax: Any,  # to draw on
+    record: dict,  # for the rates of its GPU
+    shape: tuple,  # B, T, D
+    scans: list,  # per scan: name, form, steps of a chunk or 0, colour, line style, (forward, backward) milliseconds
 ) -> None:
     "Draw operations per second against operations per byte, forward (dot) and backward (square)."
     from longhorn_kit.plots import INK
+
     rates, ways = record["rates"], ("forward", "backward")
     reach = [2.0, rates["operations"] / rates["bytes"], 60.0]
-    ax.loglog(reach, [min(rates["bytes"] * i, rates["operations"]) / 1e12 for i in reach], color=INK)
+    ax.loglog(
+        reach, [min(rates["bytes"] * i, rates["operations"]) / 1e12 for i in reach], color=INK
+    )
     for name, form, chunk, color, style, times in scans:
         work = [math.prod(shape) * scan_operations(form, 16, way, chunk) for way in ways]
         x = [w / scan_bytes(*shape, 16, way) for w, way in zip(work, ways)]
         y = [1e3 * w / ms / 1e12 for w, ms in zip(work, times)]
         for i, mark in ((slice(2), style), (slice(1), "o"), (slice(1, 2), "s")):
             ax.plot(x[i], y[i], mark, color=color)
-        end = 0 if name in ("exact", "S6, portable") else 1 # which end has room for the name
-        ax.annotate(name, (x[end], y[end]), xytext=(7 if end else -7, -8 if "official" in name else -3),
-                    textcoords="offset points", ha="left" if end else "right", fontsize=8, color=color)
-    ax.set(xlabel="fp32 operations per byte", ylabel="T operations per second", xlim=(2, 90), ylim=(1, 50),
-           xticks=[2, 5, 10, 20, 50], xticklabels=[2, 5, 10, 20, 50])
+        end = 0 if name in ("exact", "S6, portable") else 1  # which end has room for the name
+        ax.annotate(
+            name,
+            (x[end], y[end]),
+            xytext=(7 if end else -7, -8 if "official" in name else -3),
+            textcoords="offset points",
+            ha="left" if end else "right",
+            fontsize=8,
+            color=color,
+        )
+    ax.set(
+        xlabel="fp32 operations per byte",
+        ylabel="T operations per second",
+        xlim=(2, 90),
+        ylim=(1, 50),
+        xticks=[2, 5, 10, 20, 50],
+        xticklabels=[2, 5, 10, 20, 50],
+    )
     ax.minorticks_off()
     ax.text(2.2, rates["bytes"] * 2.2 / 1e12 * 1.3, "memory", color=INK, rotation=40, fontsize=8)
     ax.text(36, rates["operations"] / 1e12 * 1.1, "fp32 lanes", color=INK, fontsize=8)
 
-
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-024
 def code_floors(
-    B: int, T: int, D: int,
-    counts: list, # of kernels that run one after the other, per step of 32 channels: instructions "total", "wavefronts"
-    rates: dict, # as for `scan_floors`
-) -> dict: # milliseconds by "issue" and "wavefronts"
+    B: int,
+    T: int,
+    D: int,
+    counts: list,  # of kernels that run one after the other, per step of 32 channels: instructions "total", "wavefronts"
+    rates: dict,  # as for `scan_floors`
+) -> dict:  # milliseconds by "issue" and "wavefronts"
     "Return the least times to issue the instructions of kernels, and to serve those of them that access memory."
     unit = 1e3 * B * T * D / rates["operations"]
     total = lambda name: sum(count.get(name, 0.0) for count in counts)
     return dict(issue=unit * total("total"), wavefronts=4 * unit * total("wavefronts"))
 
+
 def row_floors(
-    row: dict, way: str, rates: dict, # of a scan in a record; "forward" or "backward"; as for `scan_floors`
-    compiled: dict | None = None, # that `kernels/aot.py --out` wrote for this GPU
-) -> dict: # milliseconds
+    row: dict,
+    way: str,
+    rates: dict,  # of a scan in a record; "forward" or "backward"; as for `scan_floors`
+    compiled: dict | None = None,  # that `kernels/aot.py --out` wrote for this GPU
+) -> dict:  # milliseconds
     "Return the floors of a timed scan with the states that it kept; of the compiled code only for plain main rows."
     form, size, fast = row["form"], [row[name] for name in "BTDN"], row["kernels"] == row["form"]
-    floors = scan_floors(form, *size, way, rates, 16 if fast and form == "exact" else 0, z=row["z"],
-                         itemsize=4 if row["dtype"] == "float32" else 2, kept=row["kept_bytes_per_x"])
+    floors = scan_floors(
+        form,
+        *size,
+        way,
+        rates,
+        16 if fast and form == "exact" else 0,
+        z=row["z"],
+        itemsize=4 if row["dtype"] == "float32" else 2,
+        kept=row["kept_bytes_per_x"],
+    )
     case = f"fast {form}" + f" {row['shape']}" * (row["shape"] != "S1")
-    counts = [r["instructions_per_step"] for r in (compiled or {"rows": ()})["rows"]
-              if r["case"] == case and r.get("way") == way and r["instructions_per_step"]]
+    counts = [
+        r["instructions_per_step"]
+        for r in (compiled or {"rows": ()})["rows"]
+        if r["case"] == case and r.get("way") == way and r["instructions_per_step"]
+    ]
     plain = fast and all(row[name] == value for name, value in PLAIN.items())
     return floors | code_floors(*size[:3], counts, rates) if plain and counts else floors
 
-
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-n49
-OF_FORM = {"exact": "longhorn_exact", "diagonal": "longhorn", "decoupled": "longhorn_decoupled", "s6": "mamba"}
+OF_FORM = {
+    "exact": "longhorn_exact",
+    "diagonal": "longhorn",
+    "decoupled": "longhorn_decoupled",
+    "s6": "mamba",
+}
+
 
 def against(
     record: dict,
-    axis: str, # "T", "B" or "N"
-    form: str, # of `OF_FORM`
-    fast: bool, # kernels in Gluon, or the portable ones
-    base: tuple = (8, 2048, 2048, 16), # the other sizes: B, T, D, N
+    axis: str,  # "T", "B" or "N"
+    form: str,  # of `OF_FORM`
+    fast: bool,  # kernels in Gluon, or the portable ones
+    base: tuple = (8, 2048, 2048, 16),  # the other sizes: B, T, D, N
 ) -> list:
     "Return sorted (size, milliseconds forward and backward) of cases that differ in one size."
     found = plain_rows(record, **dict(zip("BTDN", base)) | {axis: None}, form=form)
-    found = [row for row in found if (row["kernels"] == form) == fast and row.get("section") in (None, "main", axis)]
+    found = [
+        row
+        for row in found
+        if (row["kernels"] == form) == fast and row.get("section") in (None, "main", axis)
+    ]
     timed = [row for row in found if row.get("backward_ms")]
     return sorted({row[axis]: row["forward_ms"] + row["backward_ms"] for row in timed}.items())
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-n51
 def draw_against(
-    ax: Any, record: dict, axis: str, base: tuple = (8, 2048, 2048, 16), # as for `against`
-    forms: tuple = tuple(OF_FORM), # to draw
+    ax: Any,
+    record: dict,
+    axis: str,
+    base: tuple = (8, 2048, 2048, 16),  # as for `against`
+    forms: tuple = tuple(OF_FORM),  # to draw
 ) -> None:
     "Draw milliseconds against one size: full marks are fast kernels, empty ones portable."
     from longhorn_kit.plots import COLORS, label_ends
+
     for form, fast in itertools.product(forms, (True, False)):
         color, points = COLORS[OF_FORM[form]], against(record, axis, form, fast, base)
         if len(points) > 1:
-            ax.loglog(*zip(*points), "o-" if fast else "o:", color=color, markerfacecolor=color if fast else "none",
-                      label=form if fast else "portable" if len(forms) < 3 else f"{form}, portable")
-    attention = sorted((row["T"], row["forward_ms"] + row["backward_ms"]) for row in record["rows"]
-                       if row.get("peer") == "attention" and row.get("backward_ms") and axis == "T")
+            ax.loglog(
+                *zip(*points),
+                "o-" if fast else "o:",
+                color=color,
+                markerfacecolor=color if fast else "none",
+                label=form if fast else "portable" if len(forms) < 3 else f"{form}, portable",
+            )
+    attention = sorted(
+        (row["T"], row["forward_ms"] + row["backward_ms"])
+        for row in record["rows"]
+        if row.get("peer") == "attention" and row.get("backward_ms") and axis == "T"
+    )
     if len(attention) > 1:
         ax.loglog(*zip(*attention), "o-", color=COLORS["attention"], label="attention")
-    ax.set(xlabel={"T": "length T", "B": "sequences B", "N": "state size N"}[axis], ylabel="forward + backward (ms)")
+    ax.set(
+        xlabel={"T": "length T", "B": "sequences B", "N": "state size N"}[axis],
+        ylabel="forward + backward (ms)",
+    )
     label_ends(ax)

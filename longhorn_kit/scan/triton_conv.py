@@ -20,8 +20,17 @@ from torch.library import custom_op, register_autograd
 from .arguments import check_apart, in_range
 from .chunked import once_only
 from .launch import changed, differentiable, in_eager, launch, resolved, unwatched
-from .triton_portable import (
-    INTERPRETED, _cdiv, _contiguous, _empty, _has, _last_contiguous, _stored, clear_outside, on_its_device)
+from longhorn_kit.scan.triton_portable import (
+    INTERPRETED,
+    _cdiv,
+    _contiguous,
+    _empty,
+    _has,
+    _last_contiguous,
+    _stored,
+    clear_outside,
+    on_its_device,
+)
 from .triton_portable_backward import _as, _sums_of_rows
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
@@ -52,7 +61,9 @@ def _input(x_ptr, h0_ptr, t, d, m, sx_t, W: tl.constexpr, HAS_H0: tl.constexpr):
     # Input t of channels d; for t < 0 from the initial state.
     x = tl.load(x_ptr + t.to(tl.int64) * sx_t + d, mask=m & (t >= 0), other=0.0).to(tl.float32)
     if HAS_H0:
-        x += tl.load(h0_ptr + d.to(tl.int64) * (W - 1) + (t + W - 1), mask=m & (t < 0), other=0.0).to(tl.float32)
+        x += tl.load(
+            h0_ptr + d.to(tl.int64) * (W - 1) + (t + W - 1), mask=m & (t < 0), other=0.0
+        ).to(tl.float32)
     return x
 
 
@@ -74,9 +85,30 @@ def _filter(window, w, bias, W: tl.constexpr):
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-012
 @triton.jit(do_not_specialize=["T", "SLOTS"])
 def _conv_fwd_kernel(
-        x_ptr, w_ptr, bias_ptr, h0_ptr, y_ptr, hT_ptr, cu_ptr, seq_ptr, T, SLOTS, D, ND, sx_b, sx_t,
-        W: tl.constexpr, SILU: tl.constexpr, L: tl.constexpr, U: tl.constexpr, BD: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, FINAL: tl.constexpr, PACKED: tl.constexpr):
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    h0_ptr,
+    y_ptr,
+    hT_ptr,
+    cu_ptr,
+    seq_ptr,
+    T,
+    SLOTS,
+    D,
+    ND,
+    sx_b,
+    sx_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    L: tl.constexpr,
+    U: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    FINAL: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     # BD channels over L steps: U loads at a time, then U steps of the sliding window.
     pid = tl.program_id(0)
     seq, batch, start, row, length, lo = _conv_slot(pid // ND, cu_ptr, seq_ptr, T, L, SLOTS, PACKED)
@@ -93,7 +125,9 @@ def _conv_fwd_kernel(
             bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
         past = ()
         for p in tl.static_range(W - 1):
-            past = past + (_input(x_ptr, h0_ptr, d * 0 + (lo - (W - 1) + p), d, md, sx_t, W, HAS_H0),)
+            past = past + (
+                _input(x_ptr, h0_ptr, d * 0 + (lo - (W - 1) + p), d, md, sx_t, W, HAS_H0),
+            )
         for t0 in range(lo, tl.minimum(lo + L, length), U):
             xs = ()
             for u in tl.static_range(U):
@@ -110,7 +144,9 @@ def _conv_fwd_kernel(
         if FINAL:
             if lo + L >= length:
                 for p in tl.static_range(W - 1):
-                    x = _input(x_ptr, h0_ptr, d * 0 + (length - (W - 1) + p), d, md, sx_t, W, HAS_H0)
+                    x = _input(
+                        x_ptr, h0_ptr, d * 0 + (length - (W - 1) + p), d, md, sx_t, W, HAS_H0
+                    )
                     at = seq * D * (W - 1) + d.to(tl.int64) * (W - 1) + p
                     tl.store(hT_ptr + at, x.to(hT_ptr.dtype.element_ty), mask=md)
 
@@ -139,28 +175,61 @@ def _dual(gs, w, W: tl.constexpr):
 def _final_share(dhT_ptr, t, length, d, m, W: tl.constexpr):
     # The gradient of input t as a part of the final state.
     p = t - (length - (W - 1))
-    return tl.load(dhT_ptr + d.to(tl.int64) * (W - 1) + p, mask=m & (p >= 0) & (p < W - 1), other=0.0).to(tl.float32)
+    return tl.load(
+        dhT_ptr + d.to(tl.int64) * (W - 1) + p, mask=m & (p >= 0) & (p < W - 1), other=0.0
+    ).to(tl.float32)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-016
 @triton.jit(do_not_specialize=["T", "SLOTS"])
 def _conv_bwd_kernel(
-        x_ptr, w_ptr, bias_ptr, h0_ptr, g_ptr, also_ptr, dhT_ptr, dx_ptr, dw_ptr, dbias_ptr, cu_ptr, seq_ptr,
-        T, SLOTS, D, ND, sx_b, sx_t, sg_b, sg_t, sa_b, sa_t,
-        W: tl.constexpr, SILU: tl.constexpr, R: tl.constexpr, L: tl.constexpr, U: tl.constexpr, BD: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_H0: tl.constexpr, HAS_DHT: tl.constexpr, PACKED: tl.constexpr):
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    h0_ptr,
+    g_ptr,
+    also_ptr,
+    dhT_ptr,
+    dx_ptr,
+    dw_ptr,
+    dbias_ptr,
+    cu_ptr,
+    seq_ptr,
+    T,
+    SLOTS,
+    D,
+    ND,
+    sx_b,
+    sx_t,
+    sg_b,
+    sg_t,
+    sa_b,
+    sa_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    R: tl.constexpr,
+    L: tl.constexpr,
+    U: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     # BD channels over R runs of L steps side by side; windows slide over inputs and gradients.
     pid = tl.program_id(0)
     slot = pid // ND
-    seq, batch, start, row, length, first = _conv_slot(slot, cu_ptr, seq_ptr, T, R * L, SLOTS, PACKED)
+    seq, batch, start, row, length, first = _conv_slot(
+        slot, cu_ptr, seq_ptr, T, R * L, SLOTS, PACKED
+    )
     d = ((pid % ND) * BD + tl.arange(0, BD))[None, :]
     md = d < D
-    lo = first + tl.arange(0, R)[:, None] * L # (R,1) first step of every run
+    lo = first + tl.arange(0, R)[:, None] * L  # (R,1) first step of every run
     w = _taps(w_ptr, d, md, W)
     bias = tl.zeros([1, BD], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
     dws = ()
-    for j in tl.static_range(W + 1): # the taps and the bias
+    for j in tl.static_range(W + 1):  # the taps and the bias
         dws = dws + (tl.zeros([R, BD], tl.float32),)
     if first < length:
         x_ptr += batch * sx_b + start * sx_t
@@ -175,7 +244,9 @@ def _conv_bwd_kernel(
         past = ()
         gs = ()
         for p in tl.static_range(W - 1):
-            past = past + (_input(x_ptr, h0_ptr, lo - (W - 1) + p, d, md & (lo < length), sx_t, W, HAS_H0),)
+            past = past + (
+                _input(x_ptr, h0_ptr, lo - (W - 1) + p, d, md & (lo < length), sx_t, W, HAS_H0),
+            )
             gs = gs + (tl.zeros([R, BD], tl.float32),)
         for i in range(0, tl.minimum(L, length - first), U):
             xs = ()
@@ -203,26 +274,34 @@ def _conv_bwd_kernel(
                 dx = _dual(gs, w, W)
                 if HAS_DHT:
                     dx += _final_share(dhT_ptr, r, length, d, md, W)
-                tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty),
-                         mask=md & (r >= lo) & (r < length))
+                tl.store(
+                    dx_ptr + r.to(tl.int64) * D + d,
+                    dx.to(dx_ptr.dtype.element_ty),
+                    mask=md & (r >= lo) & (r < length),
+                )
                 past = window[1:]
                 gs = gs[1:]
         done = lo + (tl.minimum(L, length - first) + U - 1) // U * U
-        for i in tl.static_range(W - 1): # the last inputs wait for gradients of the next run
+        for i in tl.static_range(W - 1):  # the last inputs wait for gradients of the next run
             t = done + i
             m = md & (t < length)
             x = tl.load(x_ptr + t.to(tl.int64) * sx_t + d, mask=m, other=0.0).to(tl.float32)
             dy = tl.load(g_ptr + t.to(tl.int64) * sg_t + d, mask=m, other=0.0).to(tl.float32)
             if also_ptr is not None:
-                dy += tl.load(also_ptr + t.to(tl.int64) * sa_t + d, mask=m, other=0.0).to(tl.float32)
+                dy += tl.load(also_ptr + t.to(tl.int64) * sa_t + d, mask=m, other=0.0).to(
+                    tl.float32
+                )
             window = past + (x,)
             gs = gs + (_before_silu(dy, window, w, bias, W, SILU),)
             r = t - (W - 1)
             dx = _dual(gs, w, W)
             if HAS_DHT:
                 dx += _final_share(dhT_ptr, r, length, d, md, W)
-            tl.store(dx_ptr + r.to(tl.int64) * D + d, dx.to(dx_ptr.dtype.element_ty),
-                     mask=md & (r >= lo) & (r < length))
+            tl.store(
+                dx_ptr + r.to(tl.int64) * D + d,
+                dx.to(dx_ptr.dtype.element_ty),
+                mask=md & (r >= lo) & (r < length),
+            )
             past = window[1:]
             gs = gs[1:]
     n = (pid % ND) * BD + tl.arange(0, BD)
@@ -233,9 +312,28 @@ def _conv_bwd_kernel(
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-018
 @triton.jit
 def _conv_bwd_state_kernel(
-        x_ptr, w_ptr, bias_ptr, h0_ptr, g_ptr, dhT_ptr, dh0_ptr, cu_ptr, T, D, ND, sx_b, sx_t, sg_b, sg_t,
-        W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr,
-        HAS_BIAS: tl.constexpr, HAS_DHT: tl.constexpr, PACKED: tl.constexpr):
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    h0_ptr,
+    g_ptr,
+    dhT_ptr,
+    dh0_ptr,
+    cu_ptr,
+    T,
+    D,
+    ND,
+    sx_b,
+    sx_t,
+    sg_b,
+    sg_t,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     # Gradient of the initial state: the first W - 1 steps of every sequence saw it.
     pid = tl.program_id(0)
     seq = (pid // ND).to(tl.int64)
@@ -263,20 +361,38 @@ def _conv_bwd_state_kernel(
         dy = tl.load(g_ptr + t * sg_t + d, mask=m, other=0.0).to(tl.float32)
         gs = gs + (_before_silu(dy, window, w, bias, W, SILU),)
         dh = _dual(gs, w, W)
-        if HAS_DHT: # a state that outlives a short sequence
+        if HAS_DHT:  # a state that outlives a short sequence
             dh += _final_share(dhT_ptr + state, d * 0 + (t - (W - 1)), length, d, md, W)
-        tl.store(dh0_ptr + state + d.to(tl.int64) * (W - 1) + t, dh.to(dh0_ptr.dtype.element_ty), mask=md)
+        tl.store(
+            dh0_ptr + state + d.to(tl.int64) * (W - 1) + t, dh.to(dh0_ptr.dtype.element_ty), mask=md
+        )
         past = window[1:]
         gs = gs[1:]
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020
 @triton.jit
 def _conv_step_kernel(
-        x_ptr, w_ptr, bias_ptr, past_ptr, y_ptr, after_ptr, slot_ptr, SLOTS, sx, s_past, s_after,
-        D: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr, BD: tl.constexpr, R: tl.constexpr,
-        HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    past_ptr,
+    y_ptr,
+    after_ptr,
+    slot_ptr,
+    SLOTS,
+    sx,
+    s_past,
+    s_after,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BD: tl.constexpr,
+    R: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     # One step of BD channels of R sequences; `after` may be `past` itself.
-    if PDL: # the next kernel may start now; this one waits for the kernel before it
+    if PDL:  # the next kernel may start now; this one waits for the kernel before it
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -300,7 +416,7 @@ def _conv_step_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
     for r in tl.static_range(R):
-        window = windows[r * W:(r + 1) * W]
+        window = windows[r * W : (r + 1) * W]
         y = _filter(window, w, bias, W)
         if SILU:
             y = y * _sigmoid(y)
@@ -308,21 +424,33 @@ def _conv_step_kernel(
             y = tl.where(masks[r], y, 0.0)
         tl.store(y_ptr + (first + r) * D + d, y.to(y_ptr.dtype.element_ty), mask=md)
         for p in tl.static_range(W - 1):
-            tl.store(after_ptr + places[r] + p, window[p + 1].to(after_ptr.dtype.element_ty), mask=masks[r])
+            tl.store(
+                after_ptr + places[r] + p,
+                window[p + 1].to(after_ptr.dtype.element_ty),
+                mask=masks[r],
+            )
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-020c
 @cache
 def overlapped(device: torch.device) -> dict:
     "Return the options of a launch that may start while the kernel before it ends, if the GPU knows how."
-    known = device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+    known = (
+        device.type == "cuda"
+        and not torch.version.hip
+        and torch.cuda.get_device_capability(device)[0] >= 9
+    )
     return dict(PDL=True, launch_pdl=True) if known else dict(PDL=False)
 
 
-def updated(state: Tensor, run: Callable) -> Any: # (rows,D,n); gets the state
+def updated(state: Tensor, run: Callable) -> Any:  # (rows,D,n); gets the state
     "Return `run(state)`, which writes into the state; on a copy if a row is not contiguous or cannot be stored."
     check_apart(state)
     packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
-    whole = state if packed and not (INTERPRETED and state.dtype == torch.bfloat16) else state.float().contiguous()
+    whole = (
+        state
+        if packed and not (INTERPRETED and state.dtype == torch.bfloat16)
+        else state.float().contiguous()
+    )
     result = run(whole)
     return result if whole is state else (result, state.copy_(whole))[0]
 
@@ -330,6 +458,7 @@ def updated(state: Tensor, run: Callable) -> Any: # (rows,D,n); gets the state
 @dataclass(frozen=True)
 class ConvPlan:
     "Sizes of a launch: L steps of BD channels, U loads in flight, R runs of L steps per program of the backward."
+
     L: int = 64
     U: int = 8
     BD: int = 128
@@ -339,8 +468,11 @@ class ConvPlan:
 
 @lru_cache(4096)
 def conv_plan(
-    B: int, T: int, D: int,
-    direction: str = "forward", gradients: int = 1, # or "backward"; gradients of the output there
+    B: int,
+    T: int,
+    D: int,
+    direction: str = "forward",
+    gradients: int = 1,  # or "backward"; gradients of the output there
 ) -> ConvPlan:
     "Choose block sizes. No bit of outputs and gradients of inputs depends on them."
     forward = direction == "forward"
@@ -348,7 +480,9 @@ def conv_plan(
     L, enough = (32, 8192) if forward else (64, 1024)
     while L > 16 and B * _cdiv(T, L) * _cdiv(D, BD) < enough:
         L //= 2
-    if not forward and gradients == 2 and L == 64: # many programs: with one run each they need fewer warps
+    if (
+        not forward and gradients == 2 and L == 64
+    ):  # many programs: with one run each they need fewer warps
         return ConvPlan(128, 4, BD, 1, max(1, BD // 128))
     return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 8 // gradients, BD, 2, max(1, BD // 64))
 
@@ -367,9 +501,14 @@ def _slots(steps, x, cu_seqlens):
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-026
 @on_its_device
 def conv_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, # (B,T,D), (D,W), (D,)
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,W-1), (n+1,)
-    silu: bool, final: bool, plan: ConvPlan | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,  # (B,T,D), (D,W), (D,)
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,  # (n,D,W-1), (n+1,)
+    silu: bool,
+    final: bool,
+    plan: ConvPlan | None = None,
 ):
     "Run the forward: y (B,T,D) and the final state (n,D,W-1), empty unless `final`, both in x.dtype."
     x, (weight, bias, initial_state) = _last_contiguous(x), _contiguous(weight, bias, initial_state)
@@ -379,21 +518,52 @@ def conv_forward(
     new = partial(_empty(x), dtype=_stored(x.dtype))
     y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
     if slots * blocks and (T or final):
-        launch(_conv_fwd_kernel, slots * blocks,
-            x, weight, bias, initial_state, y, last, cu_seqlens, owner, T, each, D, blocks, x.stride(0), x.stride(1),
-            W=W, SILU=silu, L=p.L, U=p.U, BD=p.BD, **_has(bias=bias, h0=initial_state if W > 1 else None),
-            FINAL=final, PACKED=cu_seqlens is not None, num_warps=p.warps, enable_fp_fusion=False)
+        launch(
+            _conv_fwd_kernel,
+            slots * blocks,
+            x,
+            weight,
+            bias,
+            initial_state,
+            y,
+            last,
+            cu_seqlens,
+            owner,
+            T,
+            each,
+            D,
+            blocks,
+            x.stride(0),
+            x.stride(1),
+            W=W,
+            SILU=silu,
+            L=p.L,
+            U=p.U,
+            BD=p.BD,
+            **_has(bias=bias, h0=initial_state if W > 1 else None),
+            FINAL=final,
+            PACKED=cu_seqlens is not None,
+            num_warps=p.warps,
+            enable_fp_fusion=False,
+        )
     return _as(y, x), _as(last, x)
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-027
 @on_its_device
 def conv_backward(
-    dy: Tensor, dfinal: Tensor | None, # (B,T,D), (n,D,W-1)
-    x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-    silu: bool, plan: ConvPlan | None = None, also: Tensor | None = None, # (B,T,D) a second gradient of y, to be added
+    dy: Tensor,
+    dfinal: Tensor | None,  # (B,T,D), (n,D,W-1)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    plan: ConvPlan | None = None,
+    also: Tensor | None = None,  # (B,T,D) a second gradient of y, to be added
 ):
     "Return dx, dweight, dbias, dinitial; None if the input was None. No atomics: the bits repeat."
-    if also is not None and initial_state is not None: # its gradient's small kernel takes only one
+    if also is not None and initial_state is not None:  # its gradient's small kernel takes only one
         dy, also = dy + also, None
     x, dy, also = map(_last_contiguous, (x, dy, also))
     w, c, initial, dfinal = _contiguous(weight, bias, initial_state, dfinal)
@@ -405,21 +575,78 @@ def conv_backward(
     dx, dw, dbias = new(*x.shape, dtype=_stored(x.dtype)), new(slots, W, D), new(slots, D)
     dinitial = None if initial is None else new(*initial.shape, dtype=_stored(initial.dtype))
     strides = *x.stride()[:2], *dy.stride()[:2]
-    flags = dict(W=W, SILU=silu, BD=p.BD, PACKED=packed, num_warps=p.warps, enable_fp_fusion=False,
-                 **_has(bias=c, dht=dfinal if W > 1 else None))
+    flags = dict(
+        W=W,
+        SILU=silu,
+        BD=p.BD,
+        PACKED=packed,
+        num_warps=p.warps,
+        enable_fp_fusion=False,
+        **_has(bias=c, dht=dfinal if W > 1 else None),
+    )
     if slots * blocks:
-        launch(_conv_bwd_kernel, slots * blocks,
-            x, w, c, initial, dy, also, dfinal, dx, dw, dbias, cu_seqlens, owner, T, each, D, blocks, *strides,
-            *((0, 0) if also is None else also.stride()[:2]), R=p.R, L=p.L, U=p.U,
-            **_has(h0=initial if W > 1 else None), **flags)
+        launch(
+            _conv_bwd_kernel,
+            slots * blocks,
+            x,
+            w,
+            c,
+            initial,
+            dy,
+            also,
+            dfinal,
+            dx,
+            dw,
+            dbias,
+            cu_seqlens,
+            owner,
+            T,
+            each,
+            D,
+            blocks,
+            *strides,
+            *((0, 0) if also is None else also.stride()[:2]),
+            R=p.R,
+            L=p.L,
+            U=p.U,
+            **_has(h0=initial if W > 1 else None),
+            **flags,
+        )
     if dinitial is not None and dinitial.numel():
-        launch(_conv_bwd_state_kernel, n * blocks,
-            x, w, c, initial, dy, dfinal, dinitial, cu_seqlens, T, D, blocks, *strides, **flags)
-    return (_as(dx, x), *_sums_of_rows(dw, weight, dbias, bias), None if dinitial is None else _as(dinitial, initial))
+        launch(
+            _conv_bwd_state_kernel,
+            n * blocks,
+            x,
+            w,
+            c,
+            initial,
+            dy,
+            dfinal,
+            dinitial,
+            cu_seqlens,
+            T,
+            D,
+            blocks,
+            *strides,
+            **flags,
+        )
+    return (
+        _as(dx, x),
+        *_sums_of_rows(dw, weight, dbias, bias),
+        None if dinitial is None else _as(dinitial, initial),
+    )
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-032
-def _run(x: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-         silu: bool, final: bool, checked: bool = True) -> tuple[Tensor, Tensor]:
+def _run(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    final: bool,
+    checked: bool = True,
+) -> tuple[Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     y, last = conv_forward(x, weight, bias, initial_state, cu_seqlens, silu, final)
     if not checked:
@@ -437,7 +664,9 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
     return new(*x.shape), new(n, x.shape[2], weight.shape[1] - 1)
 
 
-def _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True):
+def _run_backward(
+    dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True
+):
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=also)
     if not checked:
@@ -446,16 +675,29 @@ def _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, 
 
 
 @custom_op("longhorn_kit::short_conv_backward", mutates_args=())
-def _short_conv_backward(dy: Tensor, dfinal: Tensor | None, x: Tensor, weight: Tensor, bias: Tensor | None,
-                         initial_state: Tensor | None, cu_seqlens: Tensor | None, silu: bool,
-                         also: Tensor | None = None, checked: bool = True) -> list[Tensor]:
-    grads = _run_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also, checked)
+def _short_conv_backward(
+    dy: Tensor,
+    dfinal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    silu: bool,
+    also: Tensor | None = None,
+    checked: bool = True,
+) -> list[Tensor]:
+    grads = _run_backward(
+        dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also, checked
+    )
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
 @_short_conv_backward.register_fake
 def _(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True):
-    new = lambda t: x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
+    new = lambda t: (
+        x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
+    )
     return [*map(new, (x, weight, bias, initial_state))]
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-033
@@ -471,26 +713,37 @@ def _gradients(ctx, dy, dfinal, also=None):
     dy = torch.zeros_like(x) if dy is None else dy
     dfinal = dfinal if ctx.final else None
     straight = in_eager(dy, dfinal, also) and not torch.is_grad_enabled()
-    backward = _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default # see `triton_conv`
-    grads = backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked)
+    backward = (
+        _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default
+    )  # see `triton_conv`
+    grads = backward(
+        dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked
+    )
     grads = [None if t is None else g for t, g in zip((x, weight, bias, initial_state), grads)]
     return (*grads, None, None, None, None)
 
 
 register_autograd(_short_conv, _gradients, setup_context=_setup)
-once_only(_short_conv_backward, "this convolution has no second derivative in its kernel; causal_conv1d takes "
-          "backend='torch', which has one, and so have layers on a CPU")
+once_only(
+    _short_conv_backward,
+    "this convolution has no second derivative in its kernel; causal_conv1d takes "
+    "backend='torch', which has one, and so have layers on a CPU",
+)
 
 
-def _run_twice(*inputs): # with y as two tensors over the same memory
-    y, last = (_run if in_eager(*inputs[:5]) else torch.ops.longhorn_kit.short_conv.default)(*inputs)
+def _run_twice(*inputs):  # with y as two tensors over the same memory
+    y, last = (_run if in_eager(*inputs[:5]) else torch.ops.longhorn_kit.short_conv.default)(
+        *inputs
+    )
     return y, last, y.view_as(y)
 
 
 _once, _twice = (differentiable(run, _setup, _gradients) for run in (_run, _run_twice))
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-035
-def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False, checked=True):
+def triton_conv(
+    x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False, checked=True
+):
     """`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None).
 
     Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
@@ -500,16 +753,20 @@ def triton_conv(x, weight, bias, initial_state, cu_seqlens, activation, final, t
         *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
     if twice:
         conv = _twice
-    elif not direct: # by name: if a notebook and the package define it, the last one is valid
+    elif not direct:  # by name: if a notebook and the package define it, the last one is valid
         conv = torch.ops.longhorn_kit.short_conv.default
     else:
-        conv = _once if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors) else _run
+        conv = (
+            _once
+            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+            else _run
+        )
     y, last, *again = conv(*tensors, cu_seqlens, activation is not None, final, checked)
     return (y, *again) if twice else y, last if final else None
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-036
 @lru_cache(4096)
-def conv_step_plan(B: int, D: int) -> tuple: # sequences, channels
+def conv_step_plan(B: int, D: int) -> tuple:  # sequences, channels
     "Return the channels and the sequences per program of a step, and its warps: one channel per lane."
     BD = min(128, max(32, triton.next_power_of_2(D)))
     return BD, 2 if B % 2 == 0 and B * _cdiv(D, BD) >= 512 else 1, BD // 32
@@ -518,18 +775,43 @@ def conv_step_plan(B: int, D: int) -> tuple: # sequences, channels
 @on_its_device
 def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
     "Launch one step from `past` to `after`, (B,D,W-1) or a pool, maybe the same tensor, rows contiguous: y (B,D)."
-    x_t, (weight, bias, slots), (B, D) = _last_contiguous(x_t), _contiguous(weight, bias, slots), x_t.shape
+    x_t, (weight, bias, slots), (B, D) = (
+        _last_contiguous(x_t),
+        _contiguous(weight, bias, slots),
+        x_t.shape,
+    )
     BD, rows, warps = plan or conv_step_plan(B, D)
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
-        launch(_conv_step_kernel, B // rows * _cdiv(D, BD),
-            x_t, weight, bias, past, y, after, slots,
-            len(past), x_t.stride(0), past.stride(0), after.stride(0), D=D, W=weight.shape[1], SILU=silu,
-            BD=BD, R=rows, **_has(bias=bias), **overlapped(x_t.device), num_warps=warps)
+        launch(
+            _conv_step_kernel,
+            B // rows * _cdiv(D, BD),
+            x_t,
+            weight,
+            bias,
+            past,
+            y,
+            after,
+            slots,
+            len(past),
+            x_t.stride(0),
+            past.stride(0),
+            after.stride(0),
+            D=D,
+            W=weight.shape[1],
+            SILU=silu,
+            BD=BD,
+            R=rows,
+            **_has(bias=bias),
+            **overlapped(x_t.device),
+            num_warps=warps,
+        )
     return _as(y, x_t)
 
 
-def _fresh_step(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> tuple[Tensor, Tensor]:
+def _fresh_step(
+    x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool
+) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
     after = torch.empty(state.shape, device=x_t.device, dtype=_stored(state.dtype))
     y = conv_step(x_t, state, after, weight, bias, silu)
@@ -544,8 +826,14 @@ def _(x_t, state, weight, bias, silu):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x_t, state)]
 
 
-def _step_in_place(x_t: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, silu: bool,
-                   slots: Tensor | None = None) -> Tensor:
+def _step_in_place(
+    x_t: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    slots: Tensor | None = None,
+) -> Tensor:
     return updated(state, lambda S: conv_step(x_t, S, S, weight, bias, silu, slots))
 
 
@@ -566,6 +854,6 @@ def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     if not inplace:
         return (_fresh_step if direct else ops.short_conv_step.default)(*tensors, silu)
     y = (_step_in_place if direct else ops.short_conv_step_.default)(*tensors, silu, slots)
-    if tensors[1] is not state: # a copy with the right signs
+    if tensors[1] is not state:  # a copy with the right signs
         state.copy_(tensors[1])
     return y, changed(state) if direct else state

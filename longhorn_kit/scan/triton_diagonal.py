@@ -13,9 +13,28 @@ from torch import Tensor
 
 from .launch import launch
 from .triton_diagonal_backward import DIAGONAL_RULE, _diagonal_bwd_kernel
-from .triton_diagonal_forward import _diagonal_adjoint_kernel, _diagonal_carry_kernel, _diagonal_fwd_kernel
-from .triton_gluon import _masked, _one_stride, _ready, _steps, _unpadded, _vector, _wide_rate
-from .triton_portable import PortablePlan, _cdiv, _empty, _has, _segment_owner, on_its_device
+from longhorn_kit.scan.triton_diagonal_forward import (
+    _diagonal_adjoint_kernel,
+    _diagonal_carry_kernel,
+    _diagonal_fwd_kernel,
+)
+from longhorn_kit.scan.triton_gluon import (
+    _masked,
+    _one_stride,
+    _ready,
+    _steps,
+    _unpadded,
+    _vector,
+    _wide_rate,
+)
+from longhorn_kit.scan.triton_portable import (
+    PortablePlan,
+    _cdiv,
+    _empty,
+    _has,
+    _segment_owner,
+    on_its_device,
+)
 from .triton_portable_backward import _collect, _wide_gradients
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-063
@@ -26,24 +45,29 @@ def _filled(programs, wave):
 
 def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
-    D = 32 * _cdiv(D, 32) # a ragged width is cut like the next multiple
+    D = 32 * _cdiv(D, 32)  # a ragged width is cut like the next multiple
     if direction == "forward":
         few, steps = B * D <= 4096, 256
     elif NP == 16:
-        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77 # an H200 runs 1056 at a time
+        few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77  # an H200 runs 1056 at a time
         steps = 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
     return steps if few and (B == 1 or T > steps) else 0
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-065
-KEPT = 16 # steps between the states kept for the backward: a chunk of either kernel
+KEPT = 16  # steps between the states kept for the backward: a chunk of either kernel
+
 
 def diagonal_plan(
-    B: int, T: int, D: int, N: int,
-    packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
-    segment: int | None = None, # steps in a segment; 0: no segments; None: by shape
-    wide: bool | None = None, # whether programs of the forward take 128 channels; None: by shape
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    packed: int | None = None,
+    direction: str = "forward",  # number of packed sequences, if any; or "backward"
+    segment: int | None = None,  # steps in a segment; 0: no segments; None: by shape
+    wide: bool | None = None,  # whether programs of the forward take 128 channels; None: by shape
 ) -> PortablePlan:
     "Return segments and sizes of the diagonal kernels; T of one sequence has no effect, so packing changes no bit."
     NP = max(16, triton.next_power_of_2(N))
@@ -51,15 +75,40 @@ def diagonal_plan(
         segment = _segment_steps(B, T, D, NP, direction)
     BD, warps = 32, NP // 16
     if direction == "forward":
-        if wide is None: # two at a time for each of an H200's 132 multiprocessors; the result does not change
-            wide = NP == 16 and T >= 1024 and B * D >= 65536 and _filled(B * _cdiv(D, 128), 264) >= 0.85
-        BD, warps = (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
+        if (
+            wide is None
+        ):  # two at a time for each of an H200's 132 multiprocessors; the result does not change
+            wide = (
+                NP == 16
+                and T >= 1024
+                and B * D >= 65536
+                and _filled(B * _cdiv(D, 128), 264) >= 0.85
+            )
+        BD, warps = (
+            (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
+        )
     LS = segment or (_cdiv(T, KEPT) + 1) * KEPT
     per_sequence, alone = max(1, _cdiv(T, LS)), packed is None
     return PortablePlan(
-        DIAGONAL_RULE, 2, NP, BD, warps, 8, True,
-        B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * _cdiv(T, KEPT) if alone else T // KEPT + packed, segment > 0 and (not alone or per_sequence > 1), KEPT)
+        DIAGONAL_RULE,
+        2,
+        NP,
+        BD,
+        warps,
+        8,
+        True,
+        B if alone else packed,
+        T,
+        D,
+        N,
+        B * T,
+        LS,
+        per_sequence,
+        B * per_sequence if alone else T // LS + packed,
+        B * _cdiv(T, KEPT) if alone else T // KEPT + packed,
+        segment > 0 and (not alone or per_sequence > 1),
+        KEPT,
+    )
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-069
 def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, reverse):
@@ -67,68 +116,231 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
     blocks = _cdiv(p.D, 32)
     carry, decay = (_empty(b)(p.slots, p.NP, p.D) for _ in range(2))
     packed, segment, vec = cu_seqlens is not None, (p.T, p.LS, p.per_sequence), _vector(p.D)
-    launch(_diagonal_adjoint_kernel, p.slots * blocks,
-        b, b if z is None else z, drive, k, q, A, bias, cu_seqlens, owner, carry, decay, *segment, blocks, p.D // vec,
-        *_steps(vec, b, z, drive), RULE=p.rule, VEC=vec, N=p.NP, BD=32, NW=p.NP // 16, REVERSE=reverse,
-        **_has(bias=bias, z=z), PACKED=packed, RAGGED_T=_masked(p, 8, packed), RAGGED_D=p.D % 32 != 0,
-        ONE_STRIDE=_one_stride(p.D, b, z, drive), num_warps=p.NP // 16, enable_fp_fusion=False)
+    launch(
+        _diagonal_adjoint_kernel,
+        p.slots * blocks,
+        b,
+        b if z is None else z,
+        drive,
+        k,
+        q,
+        A,
+        bias,
+        cu_seqlens,
+        owner,
+        carry,
+        decay,
+        *segment,
+        blocks,
+        p.D // vec,
+        *_steps(vec, b, z, drive),
+        RULE=p.rule,
+        VEC=vec,
+        N=p.NP,
+        BD=32,
+        NW=p.NP // 16,
+        REVERSE=reverse,
+        **_has(bias=bias, z=z),
+        PACKED=packed,
+        RAGGED_T=_masked(p, 8, packed),
+        RAGGED_D=p.D % 32 != 0,
+        ONE_STRIDE=_one_stride(p.D, b, z, drive),
+        num_warps=p.NP // 16,
+        enable_fp_fusion=False,
+    )
     blocks = _cdiv(p.NP * p.D, 128)
-    launch(_diagonal_carry_kernel, p.n_seq * blocks,
-        carry, decay, edge, cu_seqlens, *segment, p.D, blocks, N=p.NP, **_has(edge=edge), REVERSE=reverse,
-        PACKED=packed, num_warps=4, enable_fp_fusion=False)
+    launch(
+        _diagonal_carry_kernel,
+        p.n_seq * blocks,
+        carry,
+        decay,
+        edge,
+        cu_seqlens,
+        *segment,
+        p.D,
+        blocks,
+        N=p.NP,
+        **_has(edge=edge),
+        REVERSE=reverse,
+        PACKED=packed,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return carry
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-070
 @on_its_device
 def diagonal_forward(
     plan: PortablePlan,
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
-    bias: Tensor | None, skip: Tensor | None, z: Tensor | None, # (D,) twice, (B,T,D)
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,N), (n+1,)
-    save: bool = True, # write the checkpoints that the backward needs
-    A: Tensor | None = None, # (D,N) or (B,T,N), for a rule with rates
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,  # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,  # (D,) twice, (B,T,D)
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,  # (n,D,N), (n+1,)
+    save: bool = True,  # write the checkpoints that the backward needs
+    A: Tensor | None = None,  # (D,N) or (B,T,N), for a rule with rates
 ):
     "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D) in fp32, by the rule of the plan."
     p, new, packed = plan, _empty(x), cu_seqlens is not None
     vec, (x, b, z), (q, k, A, h0), (bias, skip) = _ready(
-        p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip))
+        p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip)
+    )
     out, final = new(*x.shape, dtype=x.dtype), new(p.n_seq, p.D, p.NP)
     ckpt, owner = new(p.chunks if save else 0, p.NP, p.D), _segment_owner(p, cu_seqlens)
-    carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False) if p.segmented else None
+    carry = (
+        _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False)
+        if p.segmented
+        else None
+    )
     one_stride = _one_stride(p.D, x, b, z)
-    p = p if one_stride or p.BD < 128 else replace(p, BD=32) # separate strides need registers; 128 channels leave none
-    launch(_diagonal_fwd_kernel, p.slots * p.blocks,
-        x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner, out, ckpt, final, carry,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, *_steps(vec, x, b, z), RULE=p.rule, VEC=vec, N=p.NP,
-        BD=p.BD, NW=p.warps, SEGMENTED=p.segmented, SAVE=save, **_has(bias=bias, skip=skip, z=z, h0=h0),
-        PACKED=packed, RAGGED_T=_masked(p, KEPT, packed), RAGGED_D=p.D % p.BD != 0, ONE_STRIDE=one_stride,
-        num_warps=p.warps, enable_fp_fusion=False)
+    p = (
+        p if one_stride or p.BD < 128 else replace(p, BD=32)
+    )  # separate strides need registers; 128 channels leave none
+    launch(
+        _diagonal_fwd_kernel,
+        p.slots * p.blocks,
+        x,
+        b,
+        x if z is None else z,
+        k,
+        q,
+        A,
+        bias,
+        skip,
+        h0,
+        cu_seqlens,
+        owner,
+        out,
+        ckpt,
+        final,
+        carry,
+        p.T,
+        p.LS,
+        p.per_sequence,
+        p.blocks,
+        p.D // vec,
+        *_steps(vec, x, b, z),
+        RULE=p.rule,
+        VEC=vec,
+        N=p.NP,
+        BD=p.BD,
+        NW=p.warps,
+        SEGMENTED=p.segmented,
+        SAVE=save,
+        **_has(bias=bias, skip=skip, z=z, h0=h0),
+        PACKED=packed,
+        RAGGED_T=_masked(p, KEPT, packed),
+        RAGGED_D=p.D % p.BD != 0,
+        ONE_STRIDE=one_stride,
+        num_warps=p.warps,
+        enable_fp_fusion=False,
+    )
     return out, _unpadded(final, p.N), ckpt
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-074
 @on_its_device
 def diagonal_backward(
-    plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
-    cu_seqlens: Tensor | None, A: Tensor | None = None,
+    plan: PortablePlan,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    ckpt: Tensor,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+    cu_seqlens: Tensor | None,
+    A: Tensor | None = None,
 ):
     "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial) of `diagonal_forward`."
     p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, Aa, edge), (bias, skip) = _ready(
-        p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip))
+        p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip)
+    )
     dx, db, dz = _wide_gradients(x, b, z, scalar)
-    dtok, drate = new(p.blocks, p.rows, p.width * p.NP), new(p.blocks, p.rows) if p.rule.normed else None
+    dtok, drate = (
+        new(p.blocks, p.rows, p.width * p.NP),
+        new(p.blocks, p.rows) if p.rule.normed else None,
+    )
     dbias, dskip = new(p.slots, p.D), new(p.slots, p.D)
     dA = new(p.slots, p.D, p.NP) if p.rule.fixed else None
     dinitial = new(p.n_seq, p.D, p.NP)
     owner = _segment_owner(p, cu_seqlens)
-    carry = _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True) if p.segmented else None
-    launch(_diagonal_bwd_kernel, p.slots * p.blocks,
-        xa, ba, xa if z is None else za, ga, ka, qa, Aa, bias, skip, edge, cu_seqlens, owner, ckpt, carry,
-        dx, db, dx if z is None else dz, dtok, drate, dbias, dskip, dA, dinitial,
-        p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows, *_steps(vec, xa, ba, za, ga), RULE=p.rule,
-        VEC=vec, N=p.NP, NW=p.warps, SEGMENTED=p.segmented, **_has(bias=bias, skip=skip, z=z, dht=edge),
-        PACKED=packed, RAGGED_T=_masked(p, KEPT, packed), RAGGED_D=p.D % 32 != 0,
-        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga), num_warps=p.warps, enable_fp_fusion=False)
-    return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA,
-                    _unpadded(dinitial, p.N), scalar, drate)
+    carry = (
+        _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True)
+        if p.segmented
+        else None
+    )
+    launch(
+        _diagonal_bwd_kernel,
+        p.slots * p.blocks,
+        xa,
+        ba,
+        xa if z is None else za,
+        ga,
+        ka,
+        qa,
+        Aa,
+        bias,
+        skip,
+        edge,
+        cu_seqlens,
+        owner,
+        ckpt,
+        carry,
+        dx,
+        db,
+        dx if z is None else dz,
+        dtok,
+        drate,
+        dbias,
+        dskip,
+        dA,
+        dinitial,
+        p.T,
+        p.LS,
+        p.per_sequence,
+        p.blocks,
+        p.D // vec,
+        p.rows,
+        *_steps(vec, xa, ba, za, ga),
+        RULE=p.rule,
+        VEC=vec,
+        N=p.NP,
+        NW=p.warps,
+        SEGMENTED=p.segmented,
+        **_has(bias=bias, skip=skip, z=z, dht=edge),
+        PACKED=packed,
+        RAGGED_T=_masked(p, KEPT, packed),
+        RAGGED_D=p.D % 32 != 0,
+        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga),
+        num_warps=p.warps,
+        enable_fp_fusion=False,
+    )
+    return _collect(
+        p,
+        q,
+        k,
+        x,
+        b,
+        z,
+        bias,
+        skip,
+        A,
+        dx,
+        db,
+        dz,
+        dtok,
+        dbias,
+        dskip,
+        dA,
+        _unpadded(dinitial, p.N),
+        scalar,
+        drate,
+    )

@@ -10,8 +10,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from .triton_diagonal_forward import Rule, _alone, _channel_rates, _itself, _next, _norm, _rate, _rates_buffer, _weighed
-from .triton_gluon import LOG2E, _adjacent, _at_most, _copy, _dot, _float, _fnma, _load, _mask, _reciprocal
+from longhorn_kit.scan.triton_diagonal_forward import (
+    Rule,
+    _alone,
+    _channel_rates,
+    _itself,
+    _next,
+    _norm,
+    _rate,
+    _rates_buffer,
+    _weighed,
+)
+from longhorn_kit.scan.triton_gluon import (
+    LOG2E,
+    _adjacent,
+    _at_most,
+    _copy,
+    _dot,
+    _float,
+    _fnma,
+    _load,
+    _mask,
+    _reciprocal,
+)
 from .triton_gluon import _rows_apart, _slot, _store
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
@@ -24,7 +45,12 @@ def _meet(a, b, LANES: gl.constexpr):
         " and.b32 lane, lane, " + LANES + ";"
         " setp.ne.u32 upper, lane, 0; selp.f32 given, $1, $2, upper; selp.f32 mine, $2, $1, upper;"
         " shfl.sync.bfly.b32 given, given, " + LANES + ", 31, -1; add.rn.f32 $0, mine, given; }",
-        "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1)
+        "=f,f,f",
+        [a, b],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -34,7 +60,9 @@ def _over_n(v):
     D: gl.constexpr = v[0].shape[1]
     tiles = ()
     for i in gl.static_range(4):
-        tiles = tiles + (gl.permute(gl.reshape(v[i], [NW, 2, 2, D]), (2, 1, 0, 3)),) # (lower, upper lane bit, NW, D)
+        tiles = tiles + (
+            gl.permute(gl.reshape(v[i], [NW, 2, 2, D]), (2, 1, 0, 3)),
+        )  # (lower, upper lane bit, NW, D)
     first = gl.permute(_meet(tiles[0], tiles[1], "8"), (1, 0, 2, 3))
     second = gl.permute(_meet(tiles[2], tiles[3], "8"), (1, 0, 2, 3))
     return gl.reshape(_meet(first, second, "16"), [4, NW, D])
@@ -49,9 +77,9 @@ def _over_d(v):
         tiles = tiles + (gl.permute(gl.reshape(v[i], [N, 2, 4]), (1, 2, 0)),)
     first = gl.permute(gl.reshape(_meet(tiles[0], tiles[1], "4"), [2, 2, 2, N]), (1, 2, 0, 3))
     second = gl.permute(gl.reshape(_meet(tiles[2], tiles[3], "4"), [2, 2, 2, N]), (1, 2, 0, 3))
-    both = gl.permute(_meet(first, second, "2"), (1, 0, 2, 3)) # (lane, 2 steps, 2 steps, N)
+    both = gl.permute(_meet(first, second, "2"), (1, 0, 2, 3))  # (lane, 2 steps, 2 steps, N)
     both = gl.permute(gl.reshape(both, [2, 2, 2, N // 4, 2, 2]), (0, 1, 2, 3, 5, 4))
-    a, b = gl.split(both) # by the upper bit of a lane's four states
+    a, b = gl.split(both)  # by the upper bit of a lane's four states
     return gl.reshape(gl.permute(_meet(a, b, "1"), (1, 2, 3, 0, 4)), [4, N])
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-051
@@ -95,7 +123,9 @@ def _next_at(S, A, t, sw, sx, sk, sa, RULE: gl.constexpr):
     # Equation (1), with every operand loaded at its use.
     kn = sk.index(t).load(gl.SliceLayout(1, S.type.layout))[:, None]
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
-    return gl.fma(kn * sw.index(t).load(OVER_D)[None, :], _fnma(kn, S, sx.index(t).load(OVER_D)[None, :]), S)
+    return gl.fma(
+        kn * sw.index(t).load(OVER_D)[None, :], _fnma(kn, S, sx.index(t).load(OVER_D)[None, :]), S
+    )
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-055
 @gluon.jit
@@ -111,8 +141,26 @@ def _over_channels(a, b):
 
 
 @gluon.jit
-def _four_steps(S, after, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
-                VEC: gl.constexpr, RULE: gl.constexpr):
+def _four_steps(
+    S,
+    after,
+    G,
+    A,
+    dA,
+    t0,
+    py,
+    pq,
+    sw,
+    sx,
+    sh,
+    sd,
+    sk,
+    sq,
+    sa,
+    HAS_Z: gl.constexpr,
+    VEC: gl.constexpr,
+    RULE: gl.constexpr,
+):
     # Three steps from state S, states kept in registers, then four back from the state `after` with (2) to (4). A lane
     # sums its elements, then lanes meet. Parts of y come on the way back, where queries are loaded anyway. With few
     # registers, y is stored first: after a store the compiler reloads rows that it would otherwise keep.
@@ -139,7 +187,7 @@ def _four_steps(S, after, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_
         kn = sk.index(t).load(OVER_N)[:, None]
         qn = sq.index(t).load(OVER_N)[:, None]
         g1 = sd.index(t).load(OVER_D)[None, :]
-        w = _fnma(kn, Sp, sh.index(t).load(OVER_D)[None, :]) # x / 2 - k S, as in (6)
+        w = _fnma(kn, Sp, sh.index(t).load(OVER_D)[None, :])  # x / 2 - k S, as in (6)
         if HAS_Z and not FIRST:
             ys = (_over_states(qn, S),) + ys
         G = gl.fma(qn, g1, G)
@@ -156,34 +204,98 @@ def _four_steps(S, after, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-056
 DIAGONAL_RULE = Rule(
-    rate=_rate, enters=_itself, step=_next, drives=_weighed, alone=_alone, slope=_slope, rate_again=_rate_again,
-    step_at=_next_at, four_steps=_four_steps, fall=_fall, normed=True, beside=0.5, bias_by=-LOG2E.value)
+    rate=_rate,
+    enters=_itself,
+    step=_next,
+    drives=_weighed,
+    alone=_alone,
+    slope=_slope,
+    rate_again=_rate_again,
+    step_at=_next_at,
+    four_steps=_four_steps,
+    fall=_fall,
+    normed=True,
+    beside=0.5,
+    bias_by=-LOG2E.value,
+)
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-058
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_bwd_kernel(
-        x, b, z, g, k, q, A, bias, skip, dhT, cu, owner, ckpt, carry, dx, db, dz, dtok, drate, dbias, dskip, dA, dh0,
-        T, LS, SLOTS, ND, DV, rows, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
-        RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, NW: gl.constexpr,
-        SEGMENTED: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
-        HAS_DHT: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr,
-        ONE_STRIDE: gl.constexpr):
+    x,
+    b,
+    z,
+    g,
+    k,
+    q,
+    A,
+    bias,
+    skip,
+    dhT,
+    cu,
+    owner,
+    ckpt,
+    carry,
+    dx,
+    db,
+    dz,
+    dtok,
+    drate,
+    dbias,
+    dskip,
+    dA,
+    dh0,
+    T,
+    LS,
+    SLOTS,
+    ND,
+    DV,
+    rows,
+    sx_bv,
+    sx_v,
+    sb_bv,
+    sb_v,
+    sz_bv,
+    sz_v,
+    sg_bv,
+    sg_v,
+    RULE: gl.constexpr,
+    VEC: gl.constexpr,
+    N: gl.constexpr,
+    NW: gl.constexpr,
+    SEGMENTED: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
     # One program: 32 channels of one segment, 16 states per warp. A chunk of 16 steps runs forward from a checkpoint to
     # its last four steps, then back by fours that start from the states kept on the way.
     C: gl.constexpr = 16
     BD: gl.constexpr = 32
     WIDTH: gl.constexpr = 3 if RULE.timed else 2
-    TIMES: gl.constexpr = 1.0 if RULE.beside is None else 1.0 / RULE.beside # turns the kept multiple of x into x
+    TIMES: gl.constexpr = (
+        1.0 if RULE.beside is None else 1.0 / RULE.beside
+    )  # turns the kept multiple of x into x
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
-    TD: gl.constexpr = 4 if NW < 4 else 8 // NW # channels of a lane in a tile
+    TD: gl.constexpr = 4 if NW < 4 else 8 // NW  # channels of a lane in a tile
     TILE: gl.constexpr = gl.BlockedLayout([1, TD], [TD, 32 // TD], [NW, 1], [1, 0])
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [NW, 1], [1, 0])
     OD: gl.constexpr = 4 // NW if NW < 4 else 1
-    PARTS: gl.constexpr = (gl.BlockedLayout([1, NW, OD], [OD, 1, 32 // OD], [NW, 1, 1], [2, 1, 0]) if NW <= 4
-                           else gl.BlockedLayout([1, NW // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0]))
+    PARTS: gl.constexpr = (
+        gl.BlockedLayout([1, NW, OD], [OD, 1, 32 // OD], [NW, 1, 1], [2, 1, 0])
+        if NW <= 4
+        else gl.BlockedLayout([1, NW // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0])
+    )
     HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
-    SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0]) # keys, with a tile's rows
+    SUMS: gl.constexpr = gl.BlockedLayout(
+        [1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0]
+    )  # keys, with a tile's rows
     OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
     OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -225,7 +337,9 @@ def _diagonal_bwd_kernel(
     cq = gl.allocate_shared_memory(q.dtype.element_ty, [C, N], rows2)
     if RULE.timed:
         ca = gl.allocate_shared_memory(A.dtype.element_ty, [C, N], rows2)
-    kept = gl.allocate_shared_memory(gl.float32, [C // 4 - 1, N, BD], rows2) # the state before every half but the last
+    kept = gl.allocate_shared_memory(
+        gl.float32, [C // 4 - 1, N, BD], rows2
+    )  # the state before every half but the last
     sw = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sh = sx_
@@ -247,7 +361,7 @@ def _diagonal_bwd_kernel(
     pe = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
     py = px
     if HAS_Z:
-        py = pe # with many states memory is scarce, and these parts are read before the others are written
+        py = pe  # with many states memory is scarce, and these parts are read before the others are written
         if NW < 8:
             py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
     pq = gl.allocate_shared_memory(gl.float32, [4, N], rows2)
@@ -286,7 +400,7 @@ def _diagonal_bwd_kernel(
     c0 = gl.maximum(chunks - 1, 0)
     c64 = c0.to(gl.int64) * C
     mT = _mask(tC < left - c0 * C, mC, RAGGED_T, RAGGED_D)
-    mK = (tK < left - c0 * C)
+    mK = tK < left - c0 * C
     _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
     _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
     if HAS_Z:
@@ -302,7 +416,7 @@ def _diagonal_bwd_kernel(
     ads = gl.zeros([4, BD], gl.float32, HALF)
     S = gl.zeros([N, BD], gl.float32, STATE)
     for i in range(0, chunks):
-        after = S # the state before the steps of the last turn follows those of this one
+        after = S  # the state before the steps of the last turn follows those of this one
         c = chunks - 1 - i
         async_copy.wait_group(0)
         bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
@@ -312,7 +426,9 @@ def _diagonal_bwd_kernel(
         kc = ck.load(SUMS)
         v = gl.fma(_float(cb.load(TILE)), RULE.bias_by, bi)
         slope = RULE.slope(v)
-        w = RULE.rate_again(v, slope, _norm(kc, N * TD // 32, TILE, RULE), tT < left - c * C, RAGGED_T)
+        w = RULE.rate_again(
+            v, slope, _norm(kc, N * TD // 32, TILE, RULE), tT < left - c * C, RAGGED_T
+        )
         sw.store(w)
         sm.store(slope)
         gf = _float(cg.load(TILE))
@@ -336,7 +452,7 @@ def _diagonal_bwd_kernel(
         cn = gl.maximum(c - 1, 0)
         c64 = cn.to(gl.int64) * C
         mT = _mask(tC < left - cn * C, mC, RAGGED_T, RAGGED_D)
-        mK = (tK < left - cn * C)
+        mK = tK < left - cn * C
         _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
         _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
         if HAS_Z:
@@ -348,16 +464,16 @@ def _diagonal_bwd_kernel(
             _copy(ca, A + c64 * N, oK, mK, RAGGED_T)
         if HAS_SKIP:
             ds = _load(skip, dO, dO < D, RAGGED_D).to(gl.float32)[None, :]
-        for a in range(0, C // 4 - 1): # to the last four steps
+        for a in range(0, C // 4 - 1):  # to the last four steps
             for u in gl.static_range(4):
                 S = RULE.step_at(S, rates, 4 * a + u, sw1, sx1, sk1, sa1, RULE)
             if a < C // 4 - 2:
                 kept.index(a + 1).store(S)
-        if i == 0: # no turn came before
+        if i == 0:  # no turn came before
             after = S
         for t in range(c * C + C - 4, c * C + gl.where(i == 0, C, C - 4)):
             after = RULE.step_at(after, rates, t - c * C, sw1, sx1, sk1, sa1, RULE)
-        for back in range(C // 4): # the last four steps, then those before
+        for back in range(C // 4):  # the last four steps, then those before
             four = C // 4 - 1 - back
             t0 = 4 * four
             if back > 0:
@@ -367,7 +483,25 @@ def _diagonal_bwd_kernel(
                     _copy(kept.index(0), ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
                     async_copy.commit_group()
             G, adA, over_n, over_d = RULE.four_steps(
-                S, after, G, rates, adA, t0, py, pq, sw1, sx1, sh1, sd1, sk1, sq1, sa1, HAS_Z, VEC, RULE)
+                S,
+                after,
+                G,
+                rates,
+                adA,
+                t0,
+                py,
+                pq,
+                sw1,
+                sx1,
+                sh1,
+                sd1,
+                sk1,
+                sq1,
+                sa1,
+                HAS_Z,
+                VEC,
+                RULE,
+            )
             kGs, falls = over_n
             if HAS_Z and NW == 8:
                 y = gl.sum(py.load(PARTS), 1)
@@ -391,17 +525,21 @@ def _diagonal_bwd_kernel(
             s4 = sm4.index(four).load(HALF)
             dv = fall * (w4 * s4 if RULE.normed else s4)
             _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
-            if RAGGED_T and not RULE.normed: # in these rules a key of 0 does not make dv 0
+            if RAGGED_T and not RULE.normed:  # in these rules a key of 0 does not make dv 0
                 dv = gl.where(tO < left - c * C - t0, dv, 0.0)
             abi += dv
             ads = gl.fma(dy, xh, ads)
             if RULE.normed:
-                share = gl.convert_layout(gl.sum(_adjacent(fall, w4, OD), 1), gl.SliceLayout(1, HALF))
+                share = gl.convert_layout(
+                    gl.sum(_adjacent(fall, w4, OD), 1), gl.SliceLayout(1, HALF)
+                )
                 _store(drate + c.to(gl.int64) * C + t0, tR, share, tR < left - c * C - t0, RAGGED_T)
             t64 = c.to(gl.int64) * (C * WIDTH * N) + t0 * WIDTH * N
-            for part in gl.static_range(WIDTH): # dk, dq and dA of a token
-                _store_steps(dtok + t64 + part * N, WIDTH * N, over_d[part], left - c * C - t0, RAGGED_T)
-    async_copy.wait_group(0) # the sums use memory that a copy of the last chunk may still fill
+            for part in gl.static_range(WIDTH):  # dk, dq and dA of a token
+                _store_steps(
+                    dtok + t64 + part * N, WIDTH * N, over_d[part], left - c * C - t0, RAGGED_T
+                )
+    async_copy.wait_group(0)  # the sums use memory that a copy of the last chunk may still fill
     gl.store(dbias + slot.to(gl.int64) * D + dO, gl.sum(abi, 0), mask=dO < D)
     gl.store(dskip + slot.to(gl.int64) * D + dO, TIMES * gl.sum(ads, 0), mask=dO < D)
     if RULE.fixed:

@@ -12,30 +12,42 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .triton_gluon import LOG2E, _adjacent, _dot, _exp2, _float, _fnma, _load, _mask, _reciprocal, _rows_apart
+from longhorn_kit.scan.triton_gluon import (
+    LOG2E,
+    _adjacent,
+    _dot,
+    _exp2,
+    _float,
+    _fnma,
+    _load,
+    _mask,
+    _reciprocal,
+    _rows_apart,
+)
 from .triton_gluon import _slot, _stack8, _store
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-023
 class Rule(NamedTuple):
     "Hold the functions of a recurrence; they are compiled into the kernels below, between loads and stores."
-    rate: Callable = None # (b, bias, |k|^2, inside, RAGGED_T) -> w, the steps' tile of rates
-    enters: Callable = None # (x, w) -> the steps' tile of x; applied to a sum over n, it gives dx
-    step: Callable = None # (S, k, w, x, a) -> the next state
-    drives: Callable = None # (x, w) -> the driving term of a segment's state
-    alone: Callable = None # a step of that state or of an adjoint, and of the product of gates
-    slope: Callable = None # v -> the factor of dv that depends on v alone
-    rate_again: Callable = None # (v, slope, |k|^2, inside, RAGGED_T) -> w in the backward
-    step_at: Callable = None # `step` that also loads its operands
-    four_steps: Callable = None # half a chunk forward and back
-    fall: Callable = None # (sum over n, sum for dx, kept multiple of x) -> the other factor of dv
-    normed: bool = False # whether the rate needs |k|^2
-    fixed: bool = False # whether channels have rates A (D,N)
-    timed: bool = False # whether tokens have rates A (B,T,N)
-    beside: float | None = None # the multiple of x that is kept beside it
-    bias_by: float = 1.0 # factor of the bias before `rate`
+
+    rate: Callable = None  # (b, bias, |k|^2, inside, RAGGED_T) -> w, the steps' tile of rates
+    enters: Callable = None  # (x, w) -> the steps' tile of x; applied to a sum over n, it gives dx
+    step: Callable = None  # (S, k, w, x, a) -> the next state
+    drives: Callable = None  # (x, w) -> the driving term of a segment's state
+    alone: Callable = None  # a step of that state or of an adjoint, and of the product of gates
+    slope: Callable = None  # v -> the factor of dv that depends on v alone
+    rate_again: Callable = None  # (v, slope, |k|^2, inside, RAGGED_T) -> w in the backward
+    step_at: Callable = None  # `step` that also loads its operands
+    four_steps: Callable = None  # half a chunk forward and back
+    fall: Callable = None  # (sum over n, sum for dx, kept multiple of x) -> the other factor of dv
+    normed: bool = False  # whether the rate needs |k|^2
+    fixed: bool = False  # whether channels have rates A (D,N)
+    timed: bool = False  # whether tokens have rates A (B,T,N)
+    beside: float | None = None  # the multiple of x that is kept beside it
+    bias_by: float = 1.0  # factor of the bias before `rate`
 
     @property
-    def cache_key(self): # for Triton: a changed function is another kernel
+    def cache_key(self):  # for Triton: a changed function is another kernel
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-025
@@ -54,7 +66,11 @@ def _token_rates(A, first, offsets, mask, none, RULE: gl.constexpr, RAGGED: gl.c
 @gluon.jit
 def _rates_buffer(sk, C: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
     # Shared memory for that tile; any buffer without one.
-    return gl.allocate_shared_memory(gl.float32, [C, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])) if RULE.timed else sk
+    return (
+        gl.allocate_shared_memory(gl.float32, [C, N], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+        if RULE.timed
+        else sk
+    )
 
 
 @gluon.jit
@@ -94,13 +110,17 @@ def _norm(k, HELD: gl.constexpr, LAYOUT: gl.constexpr, RULE: gl.constexpr):
     # |k|^2 of every step as a column of a tile, if the rate needs it; a lane holds HELD adjacent keys.
     if RULE.normed:
         kf = _float(k)
-        return gl.convert_layout(gl.sum(_adjacent(kf, kf, HELD), 1), gl.SliceLayout(1, LAYOUT))[:, None]
+        return gl.convert_layout(gl.sum(_adjacent(kf, kf, HELD), 1), gl.SliceLayout(1, LAYOUT))[
+            :, None
+        ]
     else:
         return 0.0
 
 
 @gluon.jit
-def _tile_in(x, b, k, q, a, bias, inside, sw, sx, sk, sq, sa, RULE: gl.constexpr, RAGGED_T: gl.constexpr):
+def _tile_in(
+    x, b, k, q, a, bias, inside, sw, sx, sk, sq, sa, RULE: gl.constexpr, RAGGED_T: gl.constexpr
+):
     # Fill the buffers that the steps of a chunk read, in float32.
     TILE: gl.constexpr = x.type.layout
     w = RULE.rate(b, bias, _norm(k, 8, TILE, RULE), inside, RAGGED_T)
@@ -131,7 +151,18 @@ def _eight_steps(S, A, t0, sw, sx, sk, sq, sa, sy, RULE: gl.constexpr):
 
 
 @gluon.jit
-def _tile_out(sy, x, z, skip, out, offsets, mask, PARTS: gl.constexpr, HAS_Z: gl.constexpr, RAGGED: gl.constexpr):
+def _tile_out(
+    sy,
+    x,
+    z,
+    skip,
+    out,
+    offsets,
+    mask,
+    PARTS: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
     # Sum the parts of y, add the skip, gate, store.
     y = gl.fma(skip, _float(x), gl.convert_layout(gl.sum(sy.load(PARTS), 1), x.type.layout))
     if HAS_Z:
@@ -142,18 +173,54 @@ def _tile_out(sy, x, z, skip, out, offsets, mask, PARTS: gl.constexpr, HAS_Z: gl
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-036
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_fwd_kernel(
-        x, b, z, k, q, A, bias, skip, h0, cu, owner, out, ckpt, hT, carry, T, LS, SLOTS, ND, DV,
-        sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
-        RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr,
-        SEGMENTED: gl.constexpr, SAVE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr,
-        HAS_Z: gl.constexpr, HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr,
-        RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+    x,
+    b,
+    z,
+    k,
+    q,
+    A,
+    bias,
+    skip,
+    h0,
+    cu,
+    owner,
+    out,
+    ckpt,
+    hT,
+    carry,
+    T,
+    LS,
+    SLOTS,
+    ND,
+    DV,
+    sx_bv,
+    sx_v,
+    sb_bv,
+    sb_v,
+    sz_bv,
+    sz_v,
+    RULE: gl.constexpr,
+    VEC: gl.constexpr,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    SEGMENTED: gl.constexpr,
+    SAVE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
     # One program: BD channels of one segment. NW warps share its states, each lane N / NW of them. Every chunk
     # keeps its first state.
     C: gl.constexpr = 16
     RAGGED: gl.constexpr = RAGGED_T or RAGGED_D
     STATE: gl.constexpr = gl.BlockedLayout([N // NW, BD // 32], [1, 32], [NW, 1], [1, 0])
-    TE: gl.constexpr = 4 if BD >= 8 * NW else BD // (2 * NW) # channels of a lane in a tile
+    TE: gl.constexpr = 4 if BD >= 8 * NW else BD // (2 * NW)  # channels of a lane in a tile
     TX: gl.constexpr = BD // TE if BD // TE < 32 else 32
     TILE: gl.constexpr = gl.BlockedLayout([1, TE], [32 // TX, TX], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
@@ -230,7 +297,9 @@ def _diagonal_fwd_kernel(
     if HAS_Z:
         zt = _load(z, oZ, mT, RAGGED)
     for c in range(0, chunks):
-        _tile_in(xt, bt, kt, qt, at, bi, tT[:, None] < left - c * C, sw, sx_, sk, sq, sa, RULE, RAGGED_T)
+        _tile_in(
+            xt, bt, kt, qt, at, bi, tT[:, None] < left - c * C, sw, sx_, sk, sq, sa, RULE, RAGGED_T
+        )
         xc = xt
         zc = zt
         cn = gl.minimum(c + 1, chunks - 1)
@@ -278,10 +347,41 @@ def _alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.const
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-041
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_adjoint_kernel(
-        b, z, v, k, q, A, bias, cu, owner, carry, decay, T, LS, SLOTS, ND, DV, sb_bv, sb_v, sz_bv, sz_v, sv_bv, sv_v,
-        RULE: gl.constexpr, VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr,
-        REVERSE: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_Z: gl.constexpr, PACKED: gl.constexpr,
-        RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, ONE_STRIDE: gl.constexpr):
+    b,
+    z,
+    v,
+    k,
+    q,
+    A,
+    bias,
+    cu,
+    owner,
+    carry,
+    decay,
+    T,
+    LS,
+    SLOTS,
+    ND,
+    DV,
+    sb_bv,
+    sb_v,
+    sz_bv,
+    sz_v,
+    sv_bv,
+    sv_v,
+    RULE: gl.constexpr,
+    VEC: gl.constexpr,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    REVERSE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
     # A segment's state after a start from zero, or with REVERSE its adjoint; and its product of gates.
     # v, q: its driving terms, x and k in the forward, dy and q in the backward.
     C: gl.constexpr = 8
@@ -299,7 +399,7 @@ def _diagonal_adjoint_kernel(
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, C, PACKED)
     left = gl.minimum(lo + LS, length) - lo
     if REVERSE:
-        left = gl.where(lo == 0, 0, left) # the last segment in its direction: no carry needs it
+        left = gl.where(lo == 0, 0, left)  # the last segment in its direction: no carry needs it
     else:
         left = gl.where(lo + LS >= length, 0, left)
     D = DV * VEC
@@ -333,7 +433,7 @@ def _diagonal_adjoint_kernel(
     G = gl.zeros([N, BD], gl.float32, STATE)
     P = gl.full([N, BD], 1.0, gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, G, RULE, RAGGED_D)
-    if RULE.fixed: # gates that are exponentials: P is a sum until the end
+    if RULE.fixed:  # gates that are exponentials: P is a sum until the end
         P = gl.zeros([BD], gl.float32, OVER_D)[None, :]
     b += batch * sb_bv * VEC + (start + lo) * sb
     z += batch * sz_bv * VEC + (start + lo) * sz
@@ -347,7 +447,7 @@ def _diagonal_adjoint_kernel(
     c64 = c0.to(gl.int64) * C
     rest = left - c0 * C
     mT = _mask(tT[:, None] < rest, mD, RAGGED_T, RAGGED_D)
-    mK = (tK[:, None] < rest)
+    mK = tK[:, None] < rest
     bt = _load(b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
     vt = _load(v + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
     kt = _load(k + c64 * N, oK, mK, RAGGED_T)
@@ -369,7 +469,7 @@ def _diagonal_adjoint_kernel(
         c64 = cn.to(gl.int64) * C
         rest = left - cn * C
         mT = _mask(tT[:, None] < rest, mD, RAGGED_T, RAGGED_D)
-        mK = (tK[:, None] < rest)
+        mK = tK[:, None] < rest
         bt = _load(b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D)
         vt = _load(v + c64 * sg, oG, mT, RAGGED_T or RAGGED_D)
         kt = _load(k + c64 * N, oK, mK, RAGGED_T)
@@ -388,8 +488,21 @@ def _diagonal_adjoint_kernel(
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-043
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
-def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: gl.constexpr,
-                           HAS_EDGE: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr):
+def _diagonal_carry_kernel(
+    carry,
+    decay,
+    edge,
+    cu,
+    T,
+    LS,
+    SLOTS,
+    D,
+    NBLOCKS,
+    N: gl.constexpr,
+    HAS_EDGE: gl.constexpr,
+    REVERSE: gl.constexpr,
+    PACKED: gl.constexpr,
+):
     # Replace each segment's state by the state that enters it; loads of eight segments are in flight at a time.
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     seq = (gl.program_id(0) // NBLOCKS).to(gl.int64)
@@ -403,8 +516,10 @@ def _diagonal_carry_kernel(carry, decay, edge, cu, T, LS, SLOTS, D, NBLOCKS, N: 
         slot = (start - gl.load(cu)) // LS + seq
     count = gl.maximum((length + LS - 1) // LS, 1)
     S = gl.zeros([128], gl.float32, LANES)
-    if HAS_EDGE: # (D,N) in memory; states here are (N,D)
-        S = gl.load(edge + seq * N * D + (i % D) * N + i // D, mask=inside, other=0.0).to(gl.float32)
+    if HAS_EDGE:  # (D,N) in memory; states here are (N,D)
+        S = gl.load(edge + seq * N * D + (i % D) * N + i // D, mask=inside, other=0.0).to(
+            gl.float32
+        )
     for j in range(0, count, 8):
         own = ()
         kept = ()

@@ -19,8 +19,23 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from .launch import launch
 from .triton_gluon import LOG2E, _copy, _dot, _fnma, _held, _load
 from .triton_gluon import _mask, _reciprocal, _rows_apart, _store
-from .triton_gluon import _masked, _one_stride, _ready, _steps, _unpadded, _vector, _wide_rate
-from .triton_portable import RULES, PortablePlan, _cdiv, _empty, _has, on_its_device
+from longhorn_kit.scan.triton_gluon import (
+    _masked,
+    _one_stride,
+    _ready,
+    _steps,
+    _unpadded,
+    _vector,
+    _wide_rate,
+)
+from longhorn_kit.scan.triton_portable import (
+    RULES,
+    PortablePlan,
+    _cdiv,
+    _empty,
+    _has,
+    on_its_device,
+)
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-007
 @gluon.jit
@@ -35,17 +50,24 @@ def _columns(M, R: gl.constexpr):
 
 @gluon.jit
 def _from_columns(c, R: gl.constexpr, LAYOUT: gl.constexpr):
-    even = gl.join(gl.join(gl.join(c[0], c[8]), gl.join(c[4], c[12])),
-                   gl.join(gl.join(c[2], c[10]), gl.join(c[6], c[14])))
-    odd = gl.join(gl.join(gl.join(c[1], c[9]), gl.join(c[5], c[13])),
-                  gl.join(gl.join(c[3], c[11]), gl.join(c[7], c[15])))
+    even = gl.join(
+        gl.join(gl.join(c[0], c[8]), gl.join(c[4], c[12])),
+        gl.join(gl.join(c[2], c[10]), gl.join(c[6], c[14])),
+    )
+    odd = gl.join(
+        gl.join(gl.join(c[1], c[9]), gl.join(c[5], c[13])),
+        gl.join(gl.join(c[3], c[11]), gl.join(c[7], c[15])),
+    )
     return gl.convert_layout(gl.reshape(gl.join(even, odd), [R, 16]), LAYOUT, assert_trivial=True)
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-009
 @gluon.jit
 def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, gram, zero):
     # Subtract u times row j of the Gram matrix from columns BEGIN to END. If zero is a pair, there are two matrices.
-    row = _columns(gl.broadcast(gram.slice(j, 1, len(gram.shape) - 2).load(zero.type.layout), zero)[0], u.shape[0])
+    row = _columns(
+        gl.broadcast(gram.slice(j, 1, len(gram.shape) - 2).load(zero.type.layout), zero)[0],
+        u.shape[0],
+    )
     rest = ()
     for i in gl.static_range(16):
         if BEGIN <= i and i < END:
@@ -91,15 +113,25 @@ def _add_product(Ah, Al, Bh, Bl, total):
 @gluon.jit
 def _finite(v, ONE_MIN: gl.constexpr):
     # v (bfloat16), with infinity and NaN replaced by the largest finite number: 0 * v is then 0. Two elements at once.
-    if ONE_MIN: # the smaller magnitude with the sign of v; not on compute capability 8.0
+    if ONE_MIN:  # the smaller magnitude with the sign of v; not on compute capability 8.0
         return gl.inline_asm_elementwise(
             "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.xorsign.abs.bf16x2 $0, $1, most; }",
-            "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
+            "=r,r",
+            [v],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return gl.inline_asm_elementwise(
             "{ .reg .b32 most; mov.b32 most, 0x7f7f7f7f; min.bf16x2 $0, $1, most;"
             " mov.b32 most, 0xff7fff7f; max.bf16x2 $0, $0, most; }",
-            "=r,r", [v], dtype=gl.bfloat16, is_pure=True, pack=2)
+            "=r,r",
+            [v],
+            dtype=gl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @gluon.jit
@@ -112,12 +144,25 @@ def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
 def _and(v, mask):
     # v (bfloat16) where the bits of the mask (int16) are 1, else 0, whatever v is; two elements at once.
     return gl.inline_asm_elementwise(
-        "and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=gl.bfloat16, is_pure=True, pack=2)
+        "and.b32 $0, $1, $2;", "=r,r,r", [v, mask], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-015
 @gluon.jit
-def _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T: gl.constexpr,
-                NARROW: gl.constexpr, VEC: gl.constexpr):
+def _copy_chunk(
+    slot,
+    c,
+    length,
+    wide,
+    keys,
+    tC,
+    mC,
+    tK,
+    oK,
+    RAGGED_T: gl.constexpr,
+    NARROW: gl.constexpr,
+    VEC: gl.constexpr,
+):
     # Start copying chunk c into a slot of the rings; wide: (ring, pointer, row stride, offsets), keys: (ring, pointer)
     C: gl.constexpr = 16
     c64 = c.to(gl.int64) * C
@@ -158,13 +203,24 @@ def _pair(a, b):
 @gluon.jit
 def _one_plus_square(kT, BD: gl.constexpr, NW: gl.constexpr, MMA: gl.constexpr, LEFT: gl.constexpr):
     # 1 + |k|^2 of every step, in all rows of a (BD,C) tile: k times k is two bfloat16 exactly; products with ones add.
-    high = gl.inline_asm_elementwise("{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $1, zero; }",
-                                     "=r,r", [kT], dtype=gl.bfloat16, is_pure=True, pack=2)
-    low = gl.inline_asm_elementwise("{ .reg .b32 minus; xor.b32 minus, $2, 0x80008000;"
-                                    " fma.rn.bf16x2 $0, $1, $1, minus; }", "=r,r,r",
-                                    [kT, high], dtype=gl.bfloat16, is_pure=True, pack=2)
+    high = gl.inline_asm_elementwise(
+        "{ .reg .b32 zero; mov.b32 zero, 0x80008000; fma.rn.bf16x2 $0, $1, $1, zero; }",
+        "=r,r",
+        [kT],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
+    low = gl.inline_asm_elementwise(
+        "{ .reg .b32 minus; xor.b32 minus, $2, 0x80008000; fma.rn.bf16x2 $0, $1, $1, minus; }",
+        "=r,r,r",
+        [kT, high],
+        dtype=gl.bfloat16,
+        is_pure=True,
+        pack=2,
+    )
     C: gl.constexpr = kT.shape[1]
-    R: gl.constexpr = 16 if NW == 1 and BD == 32 else BD # all rows are equal: 16 are enough
+    R: gl.constexpr = 16 if NW == 1 and BD == 32 else BD  # all rows are equal: 16 are enough
     ones = gl.full([R, kT.shape[0]], 1.0, gl.bfloat16, LEFT)
     kk = mma_v2(ones, low, gl.full([R, C], 1.0, gl.float32, MMA))
     kk = mma_v2(ones, high, kk)
@@ -184,24 +240,63 @@ def _add_products(a, b, total):
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-022
 @gluon.jit(do_not_specialize=["T"])
 def _exact_fwd_kernel(
-        x, b, z, k, q, bias, skip, h0, cu, out, ckpt, hT, T, ND, DV, sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v,
-        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
-        SAVE: gl.constexpr, READ: gl.constexpr, HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr,
-        HAS_H0: gl.constexpr, PACKED: gl.constexpr, RAGGED_T: gl.constexpr, NARROW: gl.constexpr,
-        ONE_STRIDE: gl.constexpr, ONE_MIN: gl.constexpr):
+    x,
+    b,
+    z,
+    k,
+    q,
+    bias,
+    skip,
+    h0,
+    cu,
+    out,
+    ckpt,
+    hT,
+    T,
+    ND,
+    DV,
+    sx_bv,
+    sx_v,
+    sb_bv,
+    sb_v,
+    sz_bv,
+    sz_v,
+    VEC: gl.constexpr,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    NS: gl.constexpr,
+    SAVE: gl.constexpr,
+    READ: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    HAS_H0: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    NARROW: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+    ONE_MIN: gl.constexpr,
+):
     # Chunks of 16 steps. Region 1: substitution of chunk c, and work without its U. Region 2: work that needs its U.
     # Copies run NS chunks ahead in a ring: no lane reads chunk c after region 1, so chunk c + NS takes its slot.
     C: gl.constexpr = 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8]
+    )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0]) # a lane is a channel
+    LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])  # a lane is a channel
     COPY: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     # rows of 16 steps, rotated so that no access pattern puts two lanes on one bank
     by_channel: gl.constexpr = (
-        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]) if BD == 32
-        else gl.SwizzledSharedLayout(4, 2, 4, [1, 0]))
+        gl.SharedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]
+        )
+        if BD == 32
+        else gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
+    )
     keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
     by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -224,7 +319,10 @@ def _exact_fwd_kernel(
     dM = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
     oS = dM[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, MMA))[None, :]
     mS = dM[:, None] < D
-    causal = gl.arange(0, C, gl.SliceLayout(1, MMA))[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
+    causal = (
+        gl.arange(0, C, gl.SliceLayout(1, MMA))[:, None]
+        >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
+    )
     bi = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
     ds = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
     if HAS_BIAS:
@@ -265,7 +363,9 @@ def _exact_fwd_kernel(
     if READ:
         key_rows = key_rows + ((rq, q),)
     for i in gl.static_range(NS):
-        _copy_chunk(i, gl.minimum(last, i), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
+        _copy_chunk(
+            i, gl.minimum(last, i), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC
+        )
         async_copy.commit_group()
     async_copy.wait_group(NS - 2)
     k0 = rk.index(0)
@@ -286,10 +386,12 @@ def _exact_fwd_kernel(
     else:
         s_r.store(xf)
     if READ:
-        s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY)) # read as chunk -1, which does not exist
+        s_y.store(
+            gl.zeros([C, BD], out.dtype.element_ty, COPY)
+        )  # read as chunk -1, which does not exist
     if SAVE:
         _store(ckpt, oS, S, mS, NARROW)
-    async_copy.wait_group(NS - 2) # its barrier makes another one per iteration unnecessary
+    async_copy.wait_group(NS - 2)  # its barrier makes another one per iteration unnecessary
     here = length * 0
     for c in range(0, NC):
         # region 1
@@ -322,7 +424,20 @@ def _exact_fwd_kernel(
         Uh, Ul = _halves(U, LEFT)
         s_e.store(en)
         s_gram.store(gram_next)
-        _copy_chunk(here, gl.minimum(c + NS, last), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
+        _copy_chunk(
+            here,
+            gl.minimum(c + NS, last),
+            length,
+            wide,
+            key_rows,
+            tC,
+            mC,
+            tK,
+            oK,
+            RAGGED_T,
+            NARROW,
+            VEC,
+        )
         async_copy.commit_group()
         S = mma_v2(Ul, kb, S)
         S = mma_v2(Uh, kb, S)
@@ -332,11 +447,13 @@ def _exact_fwd_kernel(
         if READ:
             Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
             Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
-            Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y) # Y becomes NaN where U is inf or NaN
+            Y = gl.fma(
+                gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y
+            )  # Y becomes NaN where U is inf or NaN
             if HAS_Z:
                 Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
-            Y = mma_v2(Sl, qT, zD) # S q of the next chunk
+            Y = mma_v2(Sl, qT, zD)  # S q of the next chunk
             Y = mma_v2(Sh, qT, Y)
         if SAVE:
             _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, NARROW)
@@ -349,12 +466,17 @@ def _exact_fwd_kernel(
     _store(hT + seq * N * D, oS, S, mS, NARROW)
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-030
-FEW_WARPS = 8448 # batch * channels (two warps per scheduler): below, a program gets two warps or half the channels
+FEW_WARPS = 8448  # batch * channels (two warps per scheduler): below, a program gets two warps or half the channels
+
 
 def exact_plan(
-    B: int, T: int, D: int, N: int,
-    packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
-    few: bool | None = None, # spread few channels over more warps; None: by shape
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    packed: int | None = None,
+    direction: str = "forward",  # number of packed sequences, if any; or "backward"
+    few: bool | None = None,  # spread few channels over more warps; None: by shape
 ) -> PortablePlan:
     "Return the sizes of the fast exact kernels; they do not depend on T, so packing changes no bit."
     few = B * D < FEW_WARPS if few is None else few
@@ -362,25 +484,46 @@ def exact_plan(
     forward = direction == "forward"
     chunks = B * (_cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
-    tight = few or NP >= 64 # too few programs, or a state too wide for the registers of one warp
-    return PortablePlan(RULES["exact"], 2, NP, 16 if tight and not forward else 32, 2 if tight and forward else 1, 16,
-                        False, n_seq, T, D, N, B * T, T, 1, n_seq, chunks, False)
+    tight = few or NP >= 64  # too few programs, or a state too wide for the registers of one warp
+    return PortablePlan(
+        RULES["exact"],
+        2,
+        NP,
+        16 if tight and not forward else 32,
+        2 if tight and forward else 1,
+        16,
+        False,
+        n_seq,
+        T,
+        D,
+        N,
+        B * T,
+        T,
+        1,
+        n_seq,
+        chunks,
+        False,
+    )
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-032
-ONE_ROUND = 528 # programs of the forward that run at once, four on each of 132 multiprocessors
-CARVEOUT = 9 # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
+ONE_ROUND = 528  # programs of the forward that run at once, four on each of 132 multiprocessors
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, in per cent
+
 
 def _divide(kernel, percent):
     # Set the percentage of a multiprocessor's memory that a kernel gets as shared memory; -1: by the driver.
-    with suppress(OSError): # the library has this name on Linux
-        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(kernel.function), CARVEOUT, percent)
+    with suppress(OSError):  # the library has this name on Linux
+        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(
+            ctypes.c_void_p(kernel.function), CARVEOUT, percent
+        )
+
 
 @functools.cache
 def _leave_to_cache(kernel, programs):
     "Ask the driver for the shared memory of `programs` programs per multiprocessor; the rest is L1 cache."
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
-    needed = programs * (kernel.metadata.shared + 1024) # the system takes a kilobyte
-    percent = 100 * needed // gpu.shared_memory_per_multiprocessor # the driver rounds up
+    needed = programs * (kernel.metadata.shared + 1024)  # the system takes a kilobyte
+    percent = 100 * needed // gpu.shared_memory_per_multiprocessor  # the driver rounds up
     _divide(kernel, min(100, percent))
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-034
@@ -388,14 +531,18 @@ def _ring(plan: PortablePlan) -> int:
     "Return the slots in the ring of asynchronous copies."
     if plan.NP > 16:
         return 4
-    if plan.D % 16: # rows start inside a sector; copies of less than 16 bytes need room in the L1 cache
+    if (
+        plan.D % 16
+    ):  # rows start inside a sector; copies of less than 16 bytes need room in the L1 cache
         return 4 if _vector(plan.D) == 8 else 3
     return 6 if plan.n_seq * plan.blocks <= ONE_ROUND else 8
+
 
 @functools.cache
 def _one_minimum(device: torch.device) -> bool:
     "Check whether a GPU has `min.xorsign.abs`, the minimum of magnitudes that keeps the sign."
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 6)
+
 
 def _registers(plan: PortablePlan, gate: bool) -> int | None:
     "Return the forward's register limit per lane; None, where a limit gains nothing, leaves it to the compiler."
@@ -412,25 +559,61 @@ def exact_takes(k: torch.dtype, q: torch.dtype) -> bool:
 @on_its_device
 def exact_forward(
     plan: PortablePlan,
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) bfloat16 twice, (B,T,D), (B,T,D) or (B,T,1)
-    bias: Tensor | None, skip: Tensor | None, z: Tensor | None, # (D,) twice, (B,T,D)
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,N), (n+1,)
-    save: bool = True, # write the checkpoints that the backward needs
-    read: bool = True, # compute the output; False: only states, and an empty output
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,  # (B,T,N) bfloat16 twice, (B,T,D), (B,T,D) or (B,T,1)
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,  # (D,) twice, (B,T,D)
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,  # (n,D,N), (n+1,)
+    save: bool = True,  # write the checkpoints that the backward needs
+    read: bool = True,  # compute the output; False: only states, and an empty output
 ):
     "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks,D,NP), the last two in fp32."
     p, new, packed = plan, _empty(x), cu_seqlens is not None
     vec, (x, b, z), (q, k, h0), (bias, skip) = _ready(
-        p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip))
+        p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip)
+    )
     out, final = new(*(x.shape if read else (0,)), dtype=x.dtype), new(p.n_seq, p.D, p.NP)
     ckpt = new(p.chunks if save else 0, p.D, p.NP)
-    kernel = launch(_exact_fwd_kernel, p.n_seq * p.blocks,
-        x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens, out, ckpt, final, p.T, p.blocks, p.D // vec,
-        *_steps(vec, x, b, z), VEC=vec, N=p.NP, BD=p.BD, NW=p.warps, NS=_ring(p) if read else 4, SAVE=save, READ=read,
-        **_has(bias=bias, skip=skip if read else None, z=z, h0=h0), PACKED=packed,
-        RAGGED_T=_masked(p, 16, packed), NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, x, b, z),
-        ONE_MIN=_one_minimum(x.device), maxnreg=_registers(p, z is not None or not read), num_warps=p.warps,
-        enable_fp_fusion=False)
-    if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
+    kernel = launch(
+        _exact_fwd_kernel,
+        p.n_seq * p.blocks,
+        x,
+        b,
+        x if z is None else z,
+        k,
+        q,
+        bias,
+        skip,
+        h0,
+        cu_seqlens,
+        out,
+        ckpt,
+        final,
+        p.T,
+        p.blocks,
+        p.D // vec,
+        *_steps(vec, x, b, z),
+        VEC=vec,
+        N=p.NP,
+        BD=p.BD,
+        NW=p.warps,
+        NS=_ring(p) if read else 4,
+        SAVE=save,
+        READ=read,
+        **_has(bias=bias, skip=skip if read else None, z=z, h0=h0),
+        PACKED=packed,
+        RAGGED_T=_masked(p, 16, packed),
+        NARROW=p.D < p.BD,
+        ONE_STRIDE=_one_stride(p.D, x, b, z),
+        ONE_MIN=_one_minimum(x.device),
+        maxnreg=_registers(p, z is not None or not read),
+        num_warps=p.warps,
+        enable_fp_fusion=False,
+    )
+    if x.is_cuda and vec < 8 and p.NP == 16:  # from the next launch on
         _leave_to_cache(kernel, 6)
     return out, _unpadded(final, p.N), ckpt

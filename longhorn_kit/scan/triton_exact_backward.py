@@ -12,10 +12,43 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .launch import launch
-from .triton_exact import _add_product, _add_products, _and, _bounds, _columns, _copy_chunk, _first_channel
-from .triton_exact import _from_columns, _halves, _leave_to_cache, _pair, _split, _substitute, _take_out
-from .triton_gluon import _adjacent, _at_most, _copy, _exp, _load, _mask, _reciprocal, _rows_apart, _store
-from .triton_gluon import _masked, _one_stride, _ready, _steps, _unpadded, _wide_rate
+from longhorn_kit.scan.triton_exact import (
+    _add_product,
+    _add_products,
+    _and,
+    _bounds,
+    _columns,
+    _copy_chunk,
+    _first_channel,
+)
+from longhorn_kit.scan.triton_exact import (
+    _from_columns,
+    _halves,
+    _leave_to_cache,
+    _pair,
+    _split,
+    _substitute,
+    _take_out,
+)
+from longhorn_kit.scan.triton_gluon import (
+    _adjacent,
+    _at_most,
+    _copy,
+    _exp,
+    _load,
+    _mask,
+    _reciprocal,
+    _rows_apart,
+    _store,
+)
+from longhorn_kit.scan.triton_gluon import (
+    _masked,
+    _one_stride,
+    _ready,
+    _steps,
+    _unpadded,
+    _wide_rate,
+)
 from .triton_portable import PortablePlan, _empty, _has, on_its_device
 from .triton_portable_backward import _collect, _wide_gradients
 
@@ -38,15 +71,56 @@ def _substitute_both(acc, bac, es, gram, zero):
 # %% ../../nbs/machine/triton_exact_backward.ipynb #triton_exact-026
 @gluon.jit(do_not_specialize=["T"])
 def _exact_bwd_kernel(
-        x, b, z, g, k, q, bias, skip, dhT, cu, ckpt, dx, db, dz, dtok, dbias, dskip, dh0, T, ND, DV, rows,
-        sx_bv, sx_v, sb_bv, sb_v, sz_bv, sz_v, sg_bv, sg_v,
-        VEC: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NS: gl.constexpr,
-        HAS_BIAS: gl.constexpr, HAS_SKIP: gl.constexpr, HAS_Z: gl.constexpr, HAS_DHT: gl.constexpr,
-        PACKED: gl.constexpr, RAGGED_T: gl.constexpr, RAGGED_D: gl.constexpr, NARROW: gl.constexpr,
-        ONE_STRIDE: gl.constexpr):
+    x,
+    b,
+    z,
+    g,
+    k,
+    q,
+    bias,
+    skip,
+    dhT,
+    cu,
+    ckpt,
+    dx,
+    db,
+    dz,
+    dtok,
+    dbias,
+    dskip,
+    dh0,
+    T,
+    ND,
+    DV,
+    rows,
+    sx_bv,
+    sx_v,
+    sb_bv,
+    sb_v,
+    sz_bv,
+    sz_v,
+    sg_bv,
+    sg_v,
+    VEC: gl.constexpr,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    NS: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    HAS_DHT: gl.constexpr,
+    PACKED: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+    NARROW: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
     # Chunks from the last to the first; both substitutions (U forwards, W backwards) run side by side.
     C: gl.constexpr = 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8]
+    )
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])
@@ -55,16 +129,28 @@ def _exact_bwd_kernel(
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     STATE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
     by_step: gl.constexpr = (
-        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]) if BD == 32
-        else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0]))
-    by_channel: gl.constexpr = (
-        gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [2, 0], [1, 8], [4, 4], [8, 8], [18, 0]]) if BD == 32
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]))
-    states: gl.constexpr = (
-        gl.SwizzledSharedLayout(4, 2, 4, [1, 0]) if N > 16
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]])
+        gl.SharedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]
+        )
         if BD == 32
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]))
+        else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0])
+    )
+    by_channel: gl.constexpr = (
+        gl.SharedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [2, 0], [1, 8], [4, 4], [8, 8], [18, 0]]
+        )
+        if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]])
+    )
+    states: gl.constexpr = (
+        gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
+        if N > 16
+        else gl.SharedLinearLayout(
+            [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]
+        )
+        if BD == 32
+        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]])
+    )
     keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
     halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
     halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
@@ -74,19 +160,96 @@ def _exact_bwd_kernel(
     # Each bit is inverted where lanes hold it: Triton before its pull request 11566 adds registers' places.
     PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
     rates: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 8, 0], [1, 9, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+        [
+            [0, 0, 1],
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 0, 8],
+            [1, 8, 0],
+            [1, 9, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 8, 0],
+        ]
+    )
     rates_up: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [1, 7, 0], [1, 6, 0], [0, 2, 0], [0, 4, 0], [0, 8, 0]])
+        [
+            [0, 0, 1],
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 0, 8],
+            [1, 7, 0],
+            [1, 6, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 8, 0],
+        ]
+    )
     sides: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 0, 9]])
+        [
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 1, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 0, 1],
+            [0, 0, 8],
+            [0, 8, 0],
+            [1, 0, 9],
+        ]
+    )
     sides_up: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 0, 6]])
+        [
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 1, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 0, 1],
+            [0, 0, 8],
+            [0, 8, 0],
+            [1, 0, 6],
+        ]
+    )
     grams: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 8, 9]])
+        [
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 1, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 0, 1],
+            [0, 0, 8],
+            [0, 8, 0],
+            [1, 8, 9],
+        ]
+    )
     grams_up: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0], [1, 7, 6]])
+        [
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 1, 0],
+            [0, 2, 0],
+            [0, 4, 0],
+            [0, 0, 1],
+            [0, 0, 8],
+            [0, 8, 0],
+            [1, 7, 6],
+        ]
+    )
     both_by_channel: gl.constexpr = gl.SharedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 0]])
+        [
+            [0, 0, 1],
+            [0, 0, 2],
+            [0, 0, 4],
+            [0, 0, 8],
+            [0, 1, 0],
+            [0, 2, 8],
+            [0, 5, 4],
+            [0, 8, 0],
+            [1, 0, 0],
+        ]
+    )
     halves: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
@@ -115,13 +278,19 @@ def _exact_bwd_kernel(
     oS = dS[:, None] * N + nS[None, :]
     mS = dS[:, None] < D
     dR = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
-    dR = gl.minimum(dR, D - 1) if NARROW else dR # channels beyond D: any state will do, their dY and W are 0
+    dR = (
+        gl.minimum(dR, D - 1) if NARROW else dR
+    )  # channels beyond D: any state will do, their dY and W are 0
     oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
     if RAGGED_D:
-        own_left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)[None, :]
-        own_right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)[:, None]
+        own_left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)[
+            None, :
+        ]
+        own_right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)[
+            :, None
+        ]
     causal = iM[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
     rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], rows2)
     rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], rows2)
@@ -191,7 +360,9 @@ def _exact_bwd_kernel(
     abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
     ads = gl.zeros([128 // BD, BD], gl.float32, TILE)
     begin = 0
-    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1): # the last chunk, which may lack rows, separately
+    for LAST in gl.static_range(
+        1 if RAGGED_T else 0, -1, -1
+    ):  # the last chunk, which may lack rows, separately
         end = gl.minimum(NC, 1) if LAST else NC
         for i_ in range(begin, end):
             c = NC - 1 - i_
@@ -212,7 +383,9 @@ def _exact_bwd_kernel(
             sq = rq.index(s)
             sS = rS.index(s)
             kf = sk.load(KEYS).to(gl.float32)
-            kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[:, None]
+            kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[
+                :, None
+            ]
             xf = rx.index(s).load(TILE).to(gl.float32)
             em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
             ea = 1.0 + kk + em
@@ -239,7 +412,9 @@ def _exact_bwd_kernel(
             dh, dl = _split(dy)
             d_high.store(dh)
             d_low.store(dl)
-            if BD < 32 and N == 16: # early, while registers are free: later, no other work would hide its latency
+            if (
+                BD < 32 and N == 16
+            ):  # early, while registers are free: later, no other work would hide its latency
                 ads = _add_products(dy, xf, ads)
             kT = sk.permute((1, 0)).load(RIGHT)
             qT = sq.permute((1, 0)).load(RIGHT)
@@ -247,7 +422,9 @@ def _exact_bwd_kernel(
             if BD == 32:
                 s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2, gram)
             else:
-                p_gram = gl.allocate_shared_memory(gl.float32, [2, C, C], grams_up, _pair(gram, gram))
+                p_gram = gl.allocate_shared_memory(
+                    gl.float32, [2, C, C], grams_up, _pair(gram, gram)
+                )
             QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
             Sh, Sl = _halves(sS.load(LEFT), LEFT)
             KS = mma_v2(Sl, kT, zD)
@@ -264,7 +441,9 @@ def _exact_bwd_kernel(
             if BD == 32:
                 s_w.store(V)
             else:
-                p_uw._reinterpret(gl.float32, [2, BD, C], sides_up).store(_pair(s_x.permute((1, 0)).load(MMA) - KS, V))
+                p_uw._reinterpret(gl.float32, [2, BD, C], sides_up).store(
+                    _pair(s_x.permute((1, 0)).load(MMA) - KS, V)
+                )
             g_high.store(Gh)
             g_low.store(Gl)
             if BD == 32:
@@ -310,7 +489,7 @@ def _exact_bwd_kernel(
             G = mma_v2(Dh, qb, G)
             G = mma_v2(Wl, kb, G)
             G = mma_v2(Wh, kb, G)
-            if HAS_Z: # the read-out again, for the gate's gradient
+            if HAS_Z:  # the read-out again, for the gate's gradient
                 Uh = u_high.load(LEFT)
                 Ul = u_low.load(LEFT)
                 Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
@@ -345,7 +524,9 @@ def _exact_bwd_kernel(
             Qh, Ql = _halves(gl.permute(P, (1, 0)), LEFT)
             dK = mma_v2(Ql, qb, dK)
             dK = mma_v2(Qh, qb, dK)
-            Rh, Rl = _halves(gl.convert_layout(R, LEFT) + gl.convert_layout(gl.permute(R, (1, 0)), LEFT), LEFT)
+            Rh, Rl = _halves(
+                gl.convert_layout(R, LEFT) + gl.convert_layout(gl.permute(R, (1, 0)), LEFT), LEFT
+            )
             minus = mma_v2(Rl, kb, minus)
             minus = mma_v2(Rh, kb, minus)
             t64 = c.to(gl.int64) * (C * 2 * N)
@@ -355,7 +536,7 @@ def _exact_bwd_kernel(
             _store(dtok + t64, oM, dK + minus, iM[:, None] < left, LAST)
             o64 = c.to(gl.int64) * (C * D)
             W = s_w.permute((1, 0)).load(TILE)
-            if BD == 16: # -W was stored
+            if BD == 16:  # -W was stored
                 W = -W
             WU = W * s_u.permute((1, 0)).load(TILE)
             em = s_m.load(TILE)
@@ -371,7 +552,7 @@ def _exact_bwd_kernel(
                 y = gl.fma(ds, xf, s_e.load(TILE))
                 _store(dz + o64, oT, y * s_f.load(TILE), mO, LAST or NARROW)
         begin = end
-    async_copy.wait_group(0) # the sums may use shared memory that a copy is still filling
+    async_copy.wait_group(0)  # the sums may use shared memory that a copy is still filling
     _store(dbias + seq * D, dT, gl.sum(abi, 0), dT < D, NARROW)
     _store(dskip + seq * D, dT, gl.sum(ads, 0), dT < D, NARROW)
     _store(dh0 + seq * N * D, oS, G, mS, NARROW)
@@ -381,27 +562,89 @@ def _ring(plan: PortablePlan) -> int:
     "Return the slots in the ring of asynchronous copies."
     return 3 if plan.NP == 16 and plan.BD == 16 else 2
 
+
 @on_its_device
 def exact_backward(
-    plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
+    plan: PortablePlan,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    ckpt: Tensor,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
     cu_seqlens: Tensor | None,
 ):
     "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `exact_forward`."
     p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, edge), (bias, skip) = _ready(
-        p, (x, _wide_rate(b, x), z, dout), (q, k, dfinal), (bias, skip))
+        p, (x, _wide_rate(b, x), z, dout), (q, k, dfinal), (bias, skip)
+    )
     dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.n_seq, p.D), new(p.n_seq, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
-    kernel = launch(_exact_bwd_kernel, p.n_seq * p.blocks,
-        xa, ba, xa if z is None else za, ga, ka, qa, bias, skip, edge, cu_seqlens, ckpt,
-        dx, db, dx if z is None else dz, dtok, dbias, dskip, dinitial, p.T, p.blocks, p.D // vec, p.rows,
-        *_steps(vec, xa, ba, za, ga), VEC=vec, N=p.NP, BD=p.BD, NW=1, NS=_ring(p),
-        **_has(bias=bias, skip=skip, z=z, dht=edge), PACKED=packed, RAGGED_T=_masked(p, 16, packed),
-        RAGGED_D=p.D > p.BD and p.D % p.BD != 0, NARROW=p.D < p.BD, ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga),
-        num_warps=1, enable_fp_fusion=False)
-    if x.is_cuda and vec < 8 and p.NP == 16: # from the next launch on
+    kernel = launch(
+        _exact_bwd_kernel,
+        p.n_seq * p.blocks,
+        xa,
+        ba,
+        xa if z is None else za,
+        ga,
+        ka,
+        qa,
+        bias,
+        skip,
+        edge,
+        cu_seqlens,
+        ckpt,
+        dx,
+        db,
+        dx if z is None else dz,
+        dtok,
+        dbias,
+        dskip,
+        dinitial,
+        p.T,
+        p.blocks,
+        p.D // vec,
+        p.rows,
+        *_steps(vec, xa, ba, za, ga),
+        VEC=vec,
+        N=p.NP,
+        BD=p.BD,
+        NW=1,
+        NS=_ring(p),
+        **_has(bias=bias, skip=skip, z=z, dht=edge),
+        PACKED=packed,
+        RAGGED_T=_masked(p, 16, packed),
+        RAGGED_D=p.D > p.BD and p.D % p.BD != 0,
+        NARROW=p.D < p.BD,
+        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    if x.is_cuda and vec < 8 and p.NP == 16:  # from the next launch on
         _leave_to_cache(kernel, 5)
-    return _collect(p, q, k, x, b, z, bias, skip, None, dx, db, dz, dtok, dbias, dskip, None,
-                    _unpadded(dinitial, p.N), scalar)
+    return _collect(
+        p,
+        q,
+        k,
+        x,
+        b,
+        z,
+        bias,
+        skip,
+        None,
+        dx,
+        db,
+        dz,
+        dtok,
+        dbias,
+        dskip,
+        None,
+        _unpadded(dinitial, p.N),
+        scalar,
+    )

@@ -26,12 +26,16 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def _reciprocal(v):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
 def _exp2(v):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -44,7 +48,13 @@ def _float(v):
     # v in float32. The upper bfloat16 of two is masked in place; the compiler would shift it down and up again.
     if v.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=f,=f,r", [v], dtype=gl.float32, is_pure=True, pack=2)
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r",
+            [v],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return v.to(gl.float32)
 
@@ -148,9 +158,10 @@ def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
     parts = (gl.reshape(v, [R, HELD, C]),)
     for level in gl.static_range(_halvings(HELD)):
         halves = ()
-        for i in gl.static_range(2 ** level):
+        for i in gl.static_range(2**level):
             first, second = gl.split(
-                gl.permute(gl.reshape(parts[i], [R, 2, HELD // 2 ** (level + 1), C]), (0, 2, 3, 1)))
+                gl.permute(gl.reshape(parts[i], [R, 2, HELD // 2 ** (level + 1), C]), (0, 2, 3, 1))
+            )
             halves = halves + (first, second)
         parts = halves
     tiles = ()
@@ -169,7 +180,9 @@ def _dot(a, b, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr, total=None)
     if total is None:
         total = a_tiles[0] * b_tiles[0]
     else:
-        total = gl.convert_layout(gl.reshape(total, [R, C]), a_tiles[0].type.layout, assert_trivial=True)
+        total = gl.convert_layout(
+            gl.reshape(total, [R, C]), a_tiles[0].type.layout, assert_trivial=True
+        )
     for i in gl.static_range(FIRST, HELD):
         total = gl.fma(a_tiles[i], b_tiles[i], total)
     return total
@@ -192,15 +205,19 @@ def _aligned(t, vec):
     batch, row, column = t.stride()
     if column == 1 and batch % vec == 0 and row % vec == 0 and t.data_ptr() % 16 == 0:
         return t
-    if column != 1 and row == 1: # steps are adjacent
+    if column != 1 and row == 1:  # steps are adjacent
         return _last_contiguous(t)
-    return t.clone(memory_format=torch.contiguous_format) # `contiguous` keeps a misaligned start
+    return t.clone(memory_format=torch.contiguous_format)  # `contiguous` keeps a misaligned start
 
 
 def _keys(t, N):
     if t.shape[-1] == N and t.is_contiguous() and t.data_ptr() % 16 == 0:
         return t
-    t = torch.nn.functional.pad(t, (0, N - t.shape[-1])) if t.shape[-1] < N else _last_contiguous(t).contiguous()
+    t = (
+        torch.nn.functional.pad(t, (0, N - t.shape[-1]))
+        if t.shape[-1] < N
+        else _last_contiguous(t).contiguous()
+    )
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
@@ -228,5 +245,13 @@ def _steps(vec, *tensors):
 
 def _ready(p, wide, keys, channels):
     # Elements per copy, and the kernels' inputs: wide ones (B,T,D), keys with N columns, channels (D,).
-    vec, each = _vector(p.D), lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors]
-    return vec, each(_aligned, vec, _rows_contiguous(wide)), each(_keys, p.NP, keys), _contiguous(*channels)
+    vec, each = (
+        _vector(p.D),
+        lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors],
+    )
+    return (
+        vec,
+        each(_aligned, vec, _rows_contiguous(wide)),
+        each(_keys, p.NP, keys),
+        _contiguous(*channels),
+    )

@@ -24,24 +24,36 @@ from .arguments import exporting, in_range, s6_form, traced
 from .chunked import BY_REFERENCE, once_only
 from .launch import differentiable, in_eager, resolved, unwatched
 from .reference import reference_scan, reference_selective_scan
-from .triton_portable import INTERPRETED, _empty, clear_outside, portable_forward, portable_plan
+from longhorn_kit.scan.triton_portable import (
+    INTERPRETED,
+    _empty,
+    clear_outside,
+    portable_forward,
+    portable_plan,
+)
 from .triton_portable_backward import portable_backward
 
-_obstacles = {} # of a set of kernels: why it cannot run here
+_obstacles = {}  # of a set of kernels: why it cannot run here
+
 
 @contextmanager
-def _may_have_moved(kernels): # Gluon is experimental: another Triton may have moved any part of it
+def _may_have_moved(kernels):  # Gluon is experimental: another Triton may have moved any part of it
     try:
         yield
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         _obstacles[kernels] = f"with triton {triton.__version__} they cannot be imported ({what})"
 
+
 if INTERPRETED or torch.version.hip is not None:
     _obstacles = dict.fromkeys(("diagonal", "exact", "selective"), "they need an NVIDIA GPU")
 else:
     with _may_have_moved("diagonal"):
-        from longhorn_kit.scan.triton_diagonal import diagonal_backward, diagonal_forward, diagonal_plan
+        from longhorn_kit.scan.triton_diagonal import (
+            diagonal_backward,
+            diagonal_forward,
+            diagonal_plan,
+        )
     with _may_have_moved("exact"):
         from longhorn_kit.scan.triton_exact import exact_forward, exact_plan, exact_takes
         from longhorn_kit.scan.triton_exact_backward import exact_backward
@@ -49,31 +61,45 @@ else:
         from longhorn_kit.scan.triton_selective import selective_plan, selective_takes
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-010
-FAST = True # False: the portable kernels always
+FAST = True  # False: the portable kernels always
 KNOWN_TRITON = ("3.6.", "3.7.")
 
 
 @cache
-def _portable_instead(why): # cached: one warning per reason
-    warnings.warn(f"the portable scan kernels run instead of the fast ones and take longer: {why}", stacklevel=2)
+def _portable_instead(why):  # cached: one warning per reason
+    warnings.warn(
+        f"the portable scan kernels run instead of the fast ones and take longer: {why}",
+        stacklevel=2,
+    )
 
 
 @cache
-def fast_kernels_work(device: int, form: str, wide: bool) -> bool: # device: its index; wide: more than 16 states
+def fast_kernels_work(
+    device: int, form: str, wide: bool
+) -> bool:  # device: its index; wide: more than 16 states
     "Return whether the fast kernels of a form may run on a GPU; warn if not. The first answer holds."
     why = _obstacles.get(form if form in ("diagonal", "exact") else "selective")
     if not why and torch.cuda.get_device_capability(device) < (8, 0):
         why = "they need compute capability 8.0"
     if not why and not triton.__version__.startswith(KNOWN_TRITON):
         untried = traced() or detect_fake_mode() is not None
-        why = (f"triton {triton.__version__} is untested, and a trial cannot run inside a compiler or a CUDA graph; "
-               f"call one scan of form {form!r} before") if untried else _disagreement(device, form, wide)
+        why = (
+            (
+                f"triton {triton.__version__} is untested, and a trial cannot run inside a compiler or a CUDA graph; "
+                f"call one scan of form {form!r} before"
+            )
+            if untried
+            else _disagreement(device, form, wide)
+        )
     if why:
         _portable_instead(why)
     return why is None
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-012
-TRIAL = 600, 40 # steps and channels: several segments of time, and a block of channels that is not full
+TRIAL = (
+    600,
+    40,
+)  # steps and channels: several segments of time, and a block of channels that is not full
 
 
 def _trial(form, T, D, N, device):
@@ -81,25 +107,50 @@ def _trial(form, T, D, N, device):
     gen = torch.Generator().manual_seed(0)
     new = lambda *s: torch.randn(s, generator=gen).bfloat16()
     rates = {"s6": (D, N), "s6_given": (D, N), "s6_time_varying": (1, T, N)}.get(form)
-    given = [new(1, T, N), new(1, T, N) * 2 * N**-0.5, new(1, T, D), new(1, T, D), new(D), new(D), new(1, T, D),
-             None if rates is None else -new(*rates).exp(), new(1, D, N).float()]
-    if form == "s6_given": # step sizes
+    given = [
+        new(1, T, N),
+        new(1, T, N) * 2 * N**-0.5,
+        new(1, T, D),
+        new(1, T, D),
+        new(D),
+        new(D),
+        new(1, T, D),
+        None if rates is None else -new(*rates).exp(),
+        new(1, D, N).float(),
+    ]
+    if form == "s6_given":  # step sizes
         given[3], given[4] = given[3].abs(), given[4].abs()
     dout, dfinal = new(1, T, D), new(1, D, N).float()
     q, k, x, b, bias, skip, z, A, state = (None if t is None else t.to(device) for t in given)
     plan, forward, backward = _path_kernels(form, form)
     extra = {} if A is None else dict(A=A)
-    out, final, ckpt = forward(plan(1, T, D, N, None, "forward"), q, k, x, b, bias, skip, z, state, None, **extra)
-    grads = backward(plan(1, T, D, N, None, "backward"), dout.to(device), dfinal.to(device), ckpt, q, k, x, b, bias,
-                     skip, z, None, **extra)
+    out, final, ckpt = forward(
+        plan(1, T, D, N, None, "forward"), q, k, x, b, bias, skip, z, state, None, **extra
+    )
+    grads = backward(
+        plan(1, T, D, N, None, "backward"),
+        dout.to(device),
+        dfinal.to(device),
+        ckpt,
+        q,
+        k,
+        x,
+        b,
+        bias,
+        skip,
+        z,
+        None,
+        **extra,
+    )
     found = [t.cpu() for t in (out, final, *grads) if t is not None]
     leaves = [None if t is None else t.double().requires_grad_() for t in given]
     q, k, x, b, bias, skip, z, A, state = leaves
     if A is None:
         right = reference_scan(q, k, x, b, bias, skip, z, form=form, initial_state=state)
     else:
-        right = reference_selective_scan(q, k, x, b, A, bias, skip, z, initial_state=state,
-                                         dt_softplus=form != "s6_given")
+        right = reference_selective_scan(
+            q, k, x, b, A, bias, skip, z, initial_state=state, dt_softplus=form != "s6_given"
+        )
     leaves = [t for t in leaves if t is not None]
     return found, [*right, *torch.autograd.grad(right, leaves, (dout.double(), dfinal.double()))]
 
@@ -108,36 +159,57 @@ def _disagreement(device, form, wide):
     # Why the fast kernels of a form are wrong on a small case; None if they are right.
     try:
         with ThreadPoolExecutor(1) as pool:
-            found, right = pool.submit(_trial, form, *TRIAL, 64 if wide else 16, f"cuda:{device}").result()
-    except Exception as error: # a compiler may fail in any way
+            found, right = pool.submit(
+                _trial, form, *TRIAL, 64 if wide else 16, f"cuda:{device}"
+            ).result()
+    except Exception as error:  # a compiler may fail in any way
         return f"triton {triton.__version__} does not build those of form {form!r} ({type(error).__name__})"
     agree = all((f.double() - r).norm() <= 0.02 * r.norm() for f, r in zip(found, right))
     return None if agree else f"with triton {triton.__version__} those of form {form!r} are wrong"
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-014
-FAST_FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying") # that have fast kernels
+FAST_FORMS = (
+    "diagonal",
+    "exact",
+    "decoupled",
+    "s6",
+    "s6_given",
+    "s6_time_varying",
+)  # that have fast kernels
+
 
 def _not_taken(form, q, k):
     # Why the fast kernels of a form do not take these, or None.
     N = k.shape[2]
     if form == "exact" and not exact_takes(k.dtype, q.dtype):
-        return (f"the exact ones take keys and queries in bfloat16; got k {k.dtype}, q {q.dtype}; convert both, "
-                "or call under torch.autocast to bfloat16")
+        return (
+            f"the exact ones take keys and queries in bfloat16; got k {k.dtype}, q {q.dtype}; convert both, "
+            "or call under torch.autocast to bfloat16"
+        )
     if form not in ("diagonal", "exact") and not selective_takes(N):
         return f"the {form} ones take N up to 64; got N = {N}"
 
 
 def _no_room(form, q, k, x):
     # Why shared memory of 99 KiB, as in GPUs that are not for servers, is too small; or None.
-    if (form == "diagonal" and k.shape[2] > 64 and torch.float32 in (q.dtype, k.dtype, x.dtype)
-            and torch.cuda.get_device_capability(x.device) in ((8, 6), (8, 9), (12, 0), (12, 1))):
+    if (
+        form == "diagonal"
+        and k.shape[2] > 64
+        and torch.float32 in (q.dtype, k.dtype, x.dtype)
+        and torch.cuda.get_device_capability(x.device) in ((8, 6), (8, 9), (12, 0), (12, 1))
+    ):
         return "the diagonal ones need more shared memory than this GPU has for more than 64 states in float32"
 
 
 def scan_path(form, q, k, x):
-    "Return the kernels of a scan: the form's name for its fast ones, or \"portable\"."
-    if not (FAST and form in FAST_FORMS and x.is_cuda and x.numel() > 0
-            and fast_kernels_work(x.device.index or 0, form, bool(k.shape[2] > 16))): # bool: a tracer has symbols
+    'Return the kernels of a scan: the form\'s name for its fast ones, or "portable".'
+    if not (
+        FAST
+        and form in FAST_FORMS
+        and x.is_cuda
+        and x.numel() > 0
+        and fast_kernels_work(x.device.index or 0, form, bool(k.shape[2] > 16))
+    ):  # bool: a tracer has symbols
         return "portable"
     why = _not_taken(form, q, k) or _no_room(form, q, k, x)
     if why:
@@ -155,18 +227,25 @@ def _path_kernels(path, form, checkpoint_every=0):
         return partial(selective_plan, path), diagonal_forward, diagonal_backward
     plan = lambda *sizes: portable_plan(form, *sizes, checkpoint_every=checkpoint_every or None)
     forward = lambda p, q, k, x, b, bias, skip, z, *rest, A=None: portable_forward(
-        p, q, k, x, b, bias, skip, z, A, *rest)
+        p, q, k, x, b, bias, skip, z, A, *rest
+    )
     backward = lambda p, g, gT, c, q, k, x, b, bias, skip, z, cu, A=None: portable_backward(
-        p, g, gT, c, q, k, x, b, bias, skip, z, A, cu)
+        p, g, gT, c, q, k, x, b, bias, skip, z, A, cu
+    )
     return plan, forward, backward
 
 
 def _sizes(k, x, cu_seqlens, direction):
-    return (*x.shape, k.shape[-1], None if cu_seqlens is None else cu_seqlens.shape[0] - 1, direction)
+    return (
+        *x.shape,
+        k.shape[-1],
+        None if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        direction,
+    )
 
 
 @lru_cache(4096)
-def _plan(path, form, checkpoint_every, *sizes): # real sizes, not those of a tracer
+def _plan(path, form, checkpoint_every, *sizes):  # real sizes, not those of a tracer
     return _path_kernels(path, form, checkpoint_every)[0](*sizes)
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-017
@@ -193,25 +272,39 @@ def _thin(plan, L, ckpt, B):
 def _thicken(path, L, kept, k, x, b, b_bias, A, initial_state, cu_seqlens):
     # All checkpoints again, from those that `_thin` left.
     plan, forward, _ = _path_kernels(path, path)
-    if L: # each stretch a sequence that starts from a kept state
+    if L:  # each stretch a sequence that starts from a kept state
         k, x, b = (t.reshape(-1, L, t.shape[-1]) for t in (k, x, b))
         A = A.reshape(-1, L, A.shape[-1]) if path == "s6_time_varying" else A
         initial_state = kept.transpose(1, 2)[..., : k.shape[-1]]
-    bare = dict(read=False) if path == "exact" else {} if A is None else dict(A=A) # states only
+    bare = dict(read=False) if path == "exact" else {} if A is None else dict(A=A)  # states only
     plan = plan(*_sizes(k, x, cu_seqlens, "forward"))
     return forward(plan, k, k, x, b, b_bias, None, None, initial_state, cu_seqlens, **bare)[2]
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-023
-def _run(q: Tensor, k: Tensor, x: Tensor, b: Tensor, b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None,
-         A: Tensor | None, initial_state: Tensor | None, cu_seqlens: Tensor | None,
-         form: str, checkpoint_every: int, save: bool, kernels: str,
-         checked: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def _run(
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    b_bias: Tensor | None,
+    D_skip: Tensor | None,
+    z: Tensor | None,
+    A: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    form: str,
+    checkpoint_every: int,
+    save: bool,
+    kernels: str,
+    checked: bool = True,
+) -> tuple[Tensor, Tensor, Tensor]:
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "forward"))
     L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
     out, final, ckpt = _path_kernels(path, form, checkpoint_every)[1](
-        plan, q, k, x, b, b_bias, D_skip, z, initial_state, cu_seqlens, save and L != 0, **extra)
+        plan, q, k, x, b, b_bias, D_skip, z, initial_state, cu_seqlens, save and L != 0, **extra
+    )
     if not checked:
         clear_outside(cu_seqlens, out)
     return out, final, _thin(plan, L, ckpt, x.shape[0]) if save and L else ckpt
@@ -221,14 +314,30 @@ _scan = custom_op("longhorn_kit::scan", mutates_args=())(_run)
 
 
 @_scan.register_fake
-def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every, save, kernels, checked=True):
+def _(
+    q,
+    k,
+    x,
+    b,
+    b_bias,
+    D_skip,
+    z,
+    A,
+    initial_state,
+    cu_seqlens,
+    form,
+    checkpoint_every,
+    save,
+    kernels,
+    checked=True,
+):
     new = _empty(x)
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     results = new(*x.shape, dtype=x.dtype), new(n, x.shape[2], k.shape[2])
     path = scan_path(form, q, k, x)
     NP = k.shape[2] if path == "portable" else max(16, triton.next_power_of_2(k.shape[2]))
     state = (x.shape[2], NP) if path == "exact" else (NP, x.shape[2])
-    if not save: # no plan: it would look at sizes that an exporter leaves open
+    if not save:  # no plan: it would look at sizes that an exporter leaves open
         return *results, new(0, *state)
     plan = _path_kernels(path, form, checkpoint_every)[0](*_sizes(k, x, cu_seqlens, "forward"))
     L = _stretch(path, plan, x, cu_seqlens, checkpoint_every)
@@ -236,8 +345,24 @@ def _(q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpo
     return *results, new(chunks, *state)
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-024
-def _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form,
-                  checkpoint_every, checked=True):
+def _run_backward(
+    dout,
+    dfinal,
+    ckpt,
+    q,
+    k,
+    x,
+    b,
+    b_bias,
+    D_skip,
+    z,
+    A,
+    initial_state,
+    cu_seqlens,
+    form,
+    checkpoint_every,
+    checked=True,
+):
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "backward"))
@@ -245,27 +370,78 @@ def _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_
     if L is not None:
         ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
     grads = _path_kernels(path, form, checkpoint_every)[2](
-        plan, dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, cu_seqlens, **extra)
+        plan, dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, cu_seqlens, **extra
+    )
     if not checked:
-        clear_outside(cu_seqlens, *grads[:4], grads[6], A if A is None or A.dim() == 2 else grads[7])
+        clear_outside(
+            cu_seqlens, *grads[:4], grads[6], A if A is None or A.dim() == 2 else grads[7]
+        )
     return grads
 
 
 @custom_op("longhorn_kit::scan_backward", mutates_args=())
-def _scan_backward(dout: Tensor, dfinal: Tensor | None, ckpt: Tensor, q: Tensor, k: Tensor, x: Tensor, b: Tensor,
-                   b_bias: Tensor | None, D_skip: Tensor | None, z: Tensor | None, A: Tensor | None,
-                   initial_state: Tensor | None, cu_seqlens: Tensor | None, form: str, checkpoint_every: int,
-                   checked: bool = True) -> list[Tensor]:
-    grads = _run_backward(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form,
-                          checkpoint_every, checked)
+def _scan_backward(
+    dout: Tensor,
+    dfinal: Tensor | None,
+    ckpt: Tensor,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    b_bias: Tensor | None,
+    D_skip: Tensor | None,
+    z: Tensor | None,
+    A: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    form: str,
+    checkpoint_every: int,
+    checked: bool = True,
+) -> list[Tensor]:
+    grads = _run_backward(
+        dout,
+        dfinal,
+        ckpt,
+        q,
+        k,
+        x,
+        b,
+        b_bias,
+        D_skip,
+        z,
+        A,
+        initial_state,
+        cu_seqlens,
+        form,
+        checkpoint_every,
+        checked,
+    )
     return [x.new_empty(0) if g is None else g for g in grads]
 
 
 @_scan_backward.register_fake
-def _(dout, dfinal, ckpt, q, k, x, b, b_bias, D_skip, z, A, initial_state, cu_seqlens, form, checkpoint_every,
-      checked=True):
+def _(
+    dout,
+    dfinal,
+    ckpt,
+    q,
+    k,
+    x,
+    b,
+    b_bias,
+    D_skip,
+    z,
+    A,
+    initial_state,
+    cu_seqlens,
+    form,
+    checkpoint_every,
+    checked=True,
+):
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    new = lambda t: x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
+    new = lambda t: (
+        x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
+    )
     initial = torch.empty((n, x.shape[2], k.shape[2]), device=x.device, dtype=torch.float32)
     return [*map(new, (q, k, x, b, b_bias, D_skip, z, A)), initial]
 
@@ -279,14 +455,19 @@ def _setup(ctx, inputs, output):
 
 def _gradients(ctx, dout, dfinal, _):
     ckpt, *rest = ctx.saved_tensors
-    if not ctx.saved: # a program that was exported, or made without gradients
+    if not ctx.saved:  # a program that was exported, or made without gradients
         with torch.no_grad():
-            ckpt = torch.ops.longhorn_kit.scan.default(*rest, ctx.form, ctx.checkpoint_every, True, *ctx.rest)[2]
+            ckpt = torch.ops.longhorn_kit.scan.default(
+                *rest, ctx.form, ctx.checkpoint_every, True, *ctx.rest
+            )[2]
     dout = torch.zeros_like(rest[2]) if dout is None else dout
     straight = in_eager(dout, dfinal) and not torch.is_grad_enabled()
     backward = _run_backward if straight else torch.ops.longhorn_kit.scan_backward.default
     grads = backward(dout, dfinal, ckpt, *rest, ctx.form, ctx.checkpoint_every, *ctx.rest[1:])
-    grads = [None if t is None else g if g.dtype == t.dtype else g.to(t.dtype) for t, g in zip(rest[:-1], grads)]
+    grads = [
+        None if t is None else g if g.dtype == t.dtype else g.to(t.dtype)
+        for t, g in zip(rest[:-1], grads)
+    ]
     return (*grads, *[None] * (4 + len(ctx.rest)))
 
 
@@ -297,14 +478,25 @@ _differentiable = differentiable(_run, _setup, _gradients)
 once_only(_scan_backward, f"this scan has no second derivative; {BY_REFERENCE}")
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-build
-_BUILT = set() # kinds of calls whose backward was built beside the first forward
+_BUILT = set()  # kinds of calls whose backward was built beside the first forward
+
 
 def _build_backward(path, form, every, device, tensors):
     # The launches of a backward, on the meta device: kernels are built and loaded, and nothing runs.
     q, k, x, b, b_bias, D_skip, z, A, _ = tensors
-    plan, extra = _plan(path, form, every, *_sizes(k, x, None, "backward")), {} if A is None else dict(A=A)
-    with torch.cuda.device(device), torch.no_grad(), suppress(Exception): # the backward itself will say what fails
-        _path_kernels(path, form, every)[2](plan, x, None, _empty(x)(1), q, k, x, b, b_bias, D_skip, z, None, **extra)
+    plan, extra = (
+        _plan(path, form, every, *_sizes(k, x, None, "backward")),
+        {} if A is None else dict(A=A),
+    )
+    with (
+        torch.cuda.device(device),
+        torch.no_grad(),
+        suppress(Exception),
+    ):  # the backward itself will say what fails
+        _path_kernels(path, form, every)[2](
+            plan, x, None, _empty(x)(1), q, k, x, b, b_bias, D_skip, z, None, **extra
+        )
+
 
 def _backward_builder(form, every, tensors):
     # A thread that does this for tensors like these, or None.
@@ -314,13 +506,23 @@ def _backward_builder(form, every, tensors):
     if kind in _BUILT or not x.is_cuda or traced():
         return None
     _BUILT.add(kind)
-    name = {"exact": "_exact_bwd_kernel", "portable": "_scan_bwd_kernel"}.get(path, "_diagonal_bwd_kernel")
-    if any(Path(triton.knobs.cache.dir).glob(f"*/{name}.json")): # compiled before: a thread would only be in the way
+    name = {"exact": "_exact_bwd_kernel", "portable": "_scan_bwd_kernel"}.get(
+        path, "_diagonal_bwd_kernel"
+    )
+    if any(
+        Path(triton.knobs.cache.dir).glob(f"*/{name}.json")
+    ):  # compiled before: a thread would only be in the way
         return None
-    triton.runtime.driver.active.get_current_target() # both threads need it and the hash of Triton: once
+    triton.runtime.driver.active.get_current_target()  # both threads need it and the hash of Triton: once
     getattr(triton.runtime.cache, "triton_key", bool)()
-    like = lambda t: None if t is None else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    thread = Thread(target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors]))
+    like = lambda t: (
+        None
+        if t is None
+        else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    )
+    thread = Thread(
+        target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors])
+    )
     thread.start()
     return thread
 
@@ -328,12 +530,32 @@ def _backward_builder(form, every, tensors):
 def _operands(form, q, k):
     # Queries and keys as autocast gives them to products: only the exact form multiplies matrices.
     kind = k.device.type
-    if form == "exact" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16:
+    if (
+        form == "exact"
+        and torch.is_autocast_enabled(kind)
+        and torch.get_autocast_dtype(kind) == torch.bfloat16
+    ):
         return q.to(torch.bfloat16), k.to(torch.bfloat16)
     return q, k
 
-def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="diagonal", initial_state=None,
-                cu_seqlens=None, checkpoint="fast", dt_softplus=True, first=False):
+
+def triton_scan(
+    q,
+    k,
+    x,
+    b,
+    b_bias=None,
+    D_skip=None,
+    z=None,
+    A=None,
+    *,
+    form="diagonal",
+    initial_state=None,
+    cu_seqlens=None,
+    checkpoint="fast",
+    dt_softplus=True,
+    first=False,
+):
     "Run `longhorn_scan`, or with A `selective_scan`, on checked arguments: out (B,T,D), final state (n,D,N)."
     form = form if A is None else s6_form(A, dt_softplus)
     q, k = _operands(form, q, k)
@@ -344,7 +566,7 @@ def triton_scan(q, k, x, b, b_bias=None, D_skip=None, z=None, A=None, *, form="d
     if in_eager(*tensors, cu_seqlens):
         scan, save, kernels = _differentiable if learns else _run, learns, ""
         builder = _backward_builder(form, every, tensors) if first and learns else None
-    else: # by name: see `triton_conv`
+    else:  # by name: see `triton_conv`
         if unwatched():
             *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
         scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()

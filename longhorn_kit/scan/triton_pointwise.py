@@ -34,8 +34,16 @@ def _add_terms(top, total, a):
 
 
 @triton.jit
-def _cross_entropy_kernel(logits_ptr, target_ptr, loss_ptr, V, stride, LEARNS: tl.constexpr,
-                          LANES: tl.constexpr, U: tl.constexpr):
+def _cross_entropy_kernel(
+    logits_ptr,
+    target_ptr,
+    loss_ptr,
+    V,
+    stride,
+    LEARNS: tl.constexpr,
+    LANES: tl.constexpr,
+    U: tl.constexpr,
+):
     # One row: its loss, and p - onehot in place of its logits.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
@@ -62,27 +70,40 @@ def _cross_entropy_kernel(logits_ptr, target_ptr, loss_ptr, V, stride, LEARNS: t
         a = _logits(logits_ptr, end + at, V, stride, True)
         p = tl.exp2((a - largest) * 1.4426950408889634 - log_total)
         tl.store(logits_ptr + (end + at), p.to(logits_ptr.dtype.element_ty), mask=end + at < stride)
-        tl.debug_barrier() # the target's lane has stored p
+        tl.debug_barrier()  # the target's lane has stored p
         p = tl.exp2((right - largest) * 1.4426950408889634 - log_total) - 1.0
         tl.store(place, p.to(logits_ptr.dtype.element_ty), mask=known & inside)
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-009
-WARPS = 4 if INTERPRETED else 16 if torch.version.hip else 32 # of a row: the most there can be
+WARPS = 4 if INTERPRETED else 16 if torch.version.hip else 32  # of a row: the most there can be
+
 
 @on_its_device
 def cross_entropy_(
-    logits: Tensor, targets: Tensor, # (M,V) with rows of at least V numbers; (M,) tokens, negative: left out
-    losses: Tensor, learns: bool = True, # (M,) float32 for the result; replace the logits by their gradient
+    logits: Tensor,
+    targets: Tensor,  # (M,V) with rows of at least V numbers; (M,) tokens, negative: left out
+    losses: Tensor,
+    learns: bool = True,  # (M,) float32 for the result; replace the logits by their gradient
 ) -> None:
     "Write the losses of equation (1) in nats, and their gradients in place of the logits."
     if logits.numel():
         _cross_entropy_kernel[(len(logits),)](
-            logits, targets, losses, logits.shape[1], logits.stride(0), LEARNS=learns,
-            LANES=128 if INTERPRETED else 1024, U=8, num_warps=WARPS)
+            logits,
+            targets,
+            losses,
+            logits.shape[1],
+            logits.stride(0),
+            LEARNS=learns,
+            LANES=128 if INTERPRETED else 1024,
+            U=8,
+            num_warps=WARPS,
+        )
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-017
 @triton.jit
-def _add_norm_kernel(h_ptr, y_ptr, w_ptr, s_ptr, n_ptr, r_ptr, M, D, eps, ROWS: tl.constexpr, BD: tl.constexpr):
+def _add_norm_kernel(
+    h_ptr, y_ptr, w_ptr, s_ptr, n_ptr, r_ptr, M, D, eps, ROWS: tl.constexpr, BD: tl.constexpr
+):
     # ROWS rows: the sum s, its norm n, and the factor r.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BD)[None, :]
@@ -97,8 +118,20 @@ def _add_norm_kernel(h_ptr, y_ptr, w_ptr, s_ptr, n_ptr, r_ptr, M, D, eps, ROWS: 
 
 
 @triton.jit
-def _add_norm_backward_kernel(dn_ptr, ds_ptr, s_ptr, r_ptr, w_ptr, dh_ptr, dy_ptr, dw_ptr, M, D,
-                              ROWS: tl.constexpr, BD: tl.constexpr):
+def _add_norm_backward_kernel(
+    dn_ptr,
+    ds_ptr,
+    s_ptr,
+    r_ptr,
+    w_ptr,
+    dh_ptr,
+    dy_ptr,
+    dw_ptr,
+    M,
+    D,
+    ROWS: tl.constexpr,
+    BD: tl.constexpr,
+):
     # Equation (2) for every P-th group of rows, P programs; each has a sum of the weight's gradient.
     d = tl.arange(0, BD)[None, :]
     w = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
@@ -129,29 +162,66 @@ def _rows(D):
 
 
 @on_its_device
-def _add_norm(h: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm(
+    h: Tensor, y: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     # The sum s and its norm in `dtype` (..,D), and the factors r of the rows.
-    h, y, weight, D, options = h.contiguous(), y.contiguous(), weight.contiguous(), h.shape[-1], _rows(h.shape[-1])
+    h, y, weight, D, options = (
+        h.contiguous(),
+        y.contiguous(),
+        weight.contiguous(),
+        h.shape[-1],
+        _rows(h.shape[-1]),
+    )
     wide, rows = torch.promote_types(h.dtype, y.dtype), h.numel() // D
     s, n = (torch.empty(h.shape, device=h.device, dtype=_stored(t)) for t in (wide, dtype))
     r = torch.empty(rows, device=h.device)
     if rows:
-        _add_norm_kernel[(_cdiv(rows, options["ROWS"]),)](h, y, weight, s, n, r, rows, D, eps, **options)
+        _add_norm_kernel[(_cdiv(rows, options["ROWS"]),)](
+            h, y, weight, s, n, r, rows, D, eps, **options
+        )
     return s.to(wide), n.to(dtype), r
 
 
 @on_its_device
-def _add_norm_backward(dn: Tensor, ds: Tensor | None, s: Tensor, r: Tensor, weight: Tensor,
-                       h_dtype: torch.dtype, y_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _add_norm_backward(
+    dn: Tensor,
+    ds: Tensor | None,
+    s: Tensor,
+    r: Tensor,
+    weight: Tensor,
+    h_dtype: torch.dtype,
+    y_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     # The gradients of h, y (empty if it is h's) and the weight.
     options, D = _rows(s.shape[-1]), s.shape[-1]
-    programs = 4 * torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 3
+    programs = (
+        4 * torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 3
+    )
     new = lambda dtype: torch.empty(s.shape, device=s.device, dtype=_stored(dtype))
-    dh, dy, parts = new(h_dtype), None if h_dtype == y_dtype else new(y_dtype), r.new_empty(programs, D)
+    dh, dy, parts = (
+        new(h_dtype),
+        None if h_dtype == y_dtype else new(y_dtype),
+        r.new_empty(programs, D),
+    )
     _add_norm_backward_kernel[(programs,)](
-        dn.contiguous(), None if ds is None else ds.contiguous(), s, r, weight.contiguous(), dh, dy, parts, len(r), D,
-        **options)
-    return dh.to(h_dtype), s.new_empty(0) if dy is None else dy.to(y_dtype), _sum_of_rows(parts, weight.dtype)
+        dn.contiguous(),
+        None if ds is None else ds.contiguous(),
+        s,
+        r,
+        weight.contiguous(),
+        dh,
+        dy,
+        parts,
+        len(r),
+        D,
+        **options,
+    )
+    return (
+        dh.to(h_dtype),
+        s.new_empty(0) if dy is None else dy.to(y_dtype),
+        _sum_of_rows(parts, weight.dtype),
+    )
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-020
 _forward = custom_op("longhorn_kit::add_norm", mutates_args=())(_add_norm)
@@ -168,7 +238,11 @@ def _(h, y, weight, eps, dtype):
 @_backward.register_fake
 def _(dn, ds, s, r, weight, h_dtype, y_dtype):
     new = lambda dtype: torch.empty(s.shape, device=s.device, dtype=dtype)
-    return new(h_dtype), s.new_empty(0) if h_dtype == y_dtype else new(y_dtype), torch.empty_like(weight)
+    return (
+        new(h_dtype),
+        s.new_empty(0) if h_dtype == y_dtype else new(y_dtype),
+        torch.empty_like(weight),
+    )
 
 
 def _setup(ctx, inputs, output):
@@ -187,7 +261,9 @@ def _gradients(ctx, ds, dn, _):
 
 
 register_autograd(_forward, _gradients, setup_context=_setup)
-_differentiable = differentiable(_add_norm, _setup, torch.autograd.function.once_differentiable(_gradients))
+_differentiable = differentiable(
+    _add_norm, _setup, torch.autograd.function.once_differentiable(_gradients)
+)
 
 
 def add_norm(h, y, weight, eps, dtype):
@@ -210,8 +286,9 @@ def _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST: tl.constexpr):
 
 
 @triton.jit
-def _to_length_kernel(k_ptr, s_ptr, u_ptr, M, N, stride, SHORTEST: tl.constexpr,
-                      ROWS: tl.constexpr, BN: tl.constexpr):
+def _to_length_kernel(
+    k_ptr, s_ptr, u_ptr, M, N, stride, SHORTEST: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
+):
     # ROWS keys at length s.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BN)[None, :]
@@ -222,8 +299,19 @@ def _to_length_kernel(k_ptr, s_ptr, u_ptr, M, N, stride, SHORTEST: tl.constexpr,
 
 
 @triton.jit
-def _to_length_backward_kernel(g_ptr, k_ptr, s_ptr, dk_ptr, ds_ptr, M, N, stride, SHORTEST: tl.constexpr,
-                               ROWS: tl.constexpr, BN: tl.constexpr):
+def _to_length_backward_kernel(
+    g_ptr,
+    k_ptr,
+    s_ptr,
+    dk_ptr,
+    ds_ptr,
+    M,
+    N,
+    stride,
+    SHORTEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BN: tl.constexpr,
+):
     # Equation (3) for every P-th group of rows, P programs; each has a sum of the length's gradient.
     n = tl.arange(0, BN)[None, :]
     s = tl.load(s_ptr).to(tl.float32)
@@ -240,13 +328,16 @@ def _to_length_backward_kernel(g_ptr, k_ptr, s_ptr, dk_ptr, ds_ptr, M, N, stride
     tl.store(ds_ptr + tl.program_id(0), tl.sum(ds, 0))
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-026
-SHORTEST = 1e-12 # a shorter key counts as zero
+SHORTEST = 1e-12  # a shorter key counts as zero
+
 
 def _key_rows(k):
     # Keys (..,N) as rows (M,N) whose numbers are adjacent, and the arguments of a launch.
     rows, options = k.reshape(-1, k.shape[-1]), _rows(k.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    return rows, dict(SHORTEST=SHORTEST, ROWS=options["ROWS"], BN=options["BD"], num_warps=options["num_warps"])
+    return rows, dict(
+        SHORTEST=SHORTEST, ROWS=options["ROWS"], BN=options["BD"], num_warps=options["num_warps"]
+    )
 
 
 @on_its_device
@@ -264,11 +355,23 @@ def _to_length(k: Tensor, s: Tensor) -> Tensor:
 def _to_length_backward(g: Tensor, k: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     # The gradients of k and s.
     rows, options = _key_rows(k)
-    programs = 4 * torch.cuda.get_device_properties(k.device).multi_processor_count if k.is_cuda else 3
+    programs = (
+        4 * torch.cuda.get_device_properties(k.device).multi_processor_count if k.is_cuda else 3
+    )
     dk = torch.empty(k.shape, device=k.device, dtype=_stored(k.dtype))
     parts = torch.empty(programs, 1, device=k.device)
-    launch(_to_length_backward_kernel, programs, g.contiguous(), rows, s, dk, parts, *rows.shape, rows.stride(0),
-           **options)
+    launch(
+        _to_length_backward_kernel,
+        programs,
+        g.contiguous(),
+        rows,
+        s,
+        dk,
+        parts,
+        *rows.shape,
+        rows.stride(0),
+        **options,
+    )
     return dk.to(k.dtype), _sum_of_rows(parts, s.dtype)
 
 # %% ../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-028
@@ -297,7 +400,8 @@ def _gradients_of_keys(ctx, g):
 
 register_autograd(_keys_forward, _gradients_of_keys, setup_context=_keep_keys)
 _keys_in_eager = differentiable(
-    _to_length, _keep_keys, torch.autograd.function.once_differentiable(_gradients_of_keys))
+    _to_length, _keep_keys, torch.autograd.function.once_differentiable(_gradients_of_keys)
+)
 
 
 def to_length(k, s):

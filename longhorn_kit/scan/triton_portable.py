@@ -21,7 +21,7 @@ from .launch import launch
 # From S6_TIMED on the rules are Mamba's; from S6 on a channel has rates.
 DIAGONAL, EXACT, DECOUPLED, S6_TIMED, S6, S6_GIVEN = (tl.constexpr(i) for i in range(6))
 RULES = {"diagonal": 0, "exact": 1, "decoupled": 2, "s6_time_varying": 3, "s6": 4, "s6_given": 5}
-INTERPRETED = triton.knobs.runtime.interpret # the kernels below run in Python, on the CPU
+INTERPRETED = triton.knobs.runtime.interpret  # the kernels below run in Python, on the CPU
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-009
 @triton.jit
@@ -80,20 +80,43 @@ def _gate(k, w, A, RULE: tl.constexpr):
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-011
 @triton.jit(do_not_specialize=["rows", "T", "N", "sk_b", "sk_t", "sq_b", "sq_t", "sA_b", "sA_t"])
-def _token_kernel(k_ptr, q_ptr, A_ptr, tok_ptr, kk_ptr, rows, T, N, sk_b, sk_t, sq_b, sq_t, sA_b, sA_t,
-                  NP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def _token_kernel(
+    k_ptr,
+    q_ptr,
+    A_ptr,
+    tok_ptr,
+    kk_ptr,
+    rows,
+    T,
+    N,
+    sk_b,
+    sk_t,
+    sq_b,
+    sq_t,
+    sA_b,
+    sA_t,
+    NP: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     # k, q (and A) of every token as one padded fp32 row, and |k|^2.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, NP)
     batch, t = r // T, r % T
     m = (r < rows)[:, None] & (n < N)[None, :]
     put = tok_ptr + r[:, None] * (WIDTH * NP) + n[None, :]
-    k = tl.load(k_ptr + (batch * sk_b + t * sk_t)[:, None] + n[None, :], mask=m, other=0.0).to(tl.float32)
+    k = tl.load(k_ptr + (batch * sk_b + t * sk_t)[:, None] + n[None, :], mask=m, other=0.0).to(
+        tl.float32
+    )
     tl.store(put, k, mask=(r < rows)[:, None])
-    q = tl.load(q_ptr + (batch * sq_b + t * sq_t)[:, None] + n[None, :], mask=m, other=0.0).to(tl.float32)
+    q = tl.load(q_ptr + (batch * sq_b + t * sq_t)[:, None] + n[None, :], mask=m, other=0.0).to(
+        tl.float32
+    )
     tl.store(put + NP, q, mask=(r < rows)[:, None])
     if WIDTH == 3:
-        A = tl.load(A_ptr + (batch * sA_b + t * sA_t)[:, None] + n[None, :], mask=m, other=0.0).to(tl.float32)
+        A = tl.load(A_ptr + (batch * sA_b + t * sA_t)[:, None] + n[None, :], mask=m, other=0.0).to(
+            tl.float32
+        )
         tl.store(put + 2 * NP, A, mask=(r < rows)[:, None])
     tl.store(kk_ptr + r, tl.sum(k * k, 1), mask=r < rows)
 
@@ -130,7 +153,20 @@ def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
 
 
 @triton.jit
-def _load_group(x_ptr, b_ptr, z_ptr, kk_ptr, t0, length, md, sx_t, sb_t, sz_t, U: tl.constexpr, HAS_Z: tl.constexpr):
+def _load_group(
+    x_ptr,
+    b_ptr,
+    z_ptr,
+    kk_ptr,
+    t0,
+    length,
+    md,
+    sx_t,
+    sb_t,
+    sz_t,
+    U: tl.constexpr,
+    HAS_Z: tl.constexpr,
+):
     # x, logits, gate and |k|^2 of U steps from t0 (int64); zeros past the end.
     zs = ()
     kks = ()
@@ -138,34 +174,79 @@ def _load_group(x_ptr, b_ptr, z_ptr, kk_ptr, t0, length, md, sx_t, sb_t, sz_t, U
         zs = _load_rows(z_ptr, t0, length, md, sz_t, U)
     for u in tl.static_range(U):
         kks = kks + (tl.load(kk_ptr + t0 + u, mask=t0 + u < length, other=0.0),)
-    return _load_rows(x_ptr, t0, length, md, sx_t, U), _load_rows(b_ptr, t0, length, md, sb_t, U), zs, kks
+    return (
+        _load_rows(x_ptr, t0, length, md, sx_t, U),
+        _load_rows(b_ptr, t0, length, md, sb_t, U),
+        zs,
+        kks,
+    )
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-017
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "DS"])
 def _scan_fwd_kernel(
-        tok_ptr, kk_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, h0_ptr, cu_ptr, seq_ptr,
-        out_ptr, ckpt_ptr, hT_ptr, carry_ptr, decay_ptr, T, LS, SLOTS, D, DS, N, ND,
-        sx_b, sx_t, sb_b, sb_t, sz_b, sz_t,
-        RULE: tl.constexpr, MODE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
-        PAIR: tl.constexpr,
-        WIDTH: tl.constexpr, B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr,
-        HAS_Z: tl.constexpr, HAS_H0: tl.constexpr, SAVE: tl.constexpr, PACKED: tl.constexpr):
+    tok_ptr,
+    kk_ptr,
+    x_ptr,
+    b_ptr,
+    z_ptr,
+    A_ptr,
+    bias_ptr,
+    skip_ptr,
+    h0_ptr,
+    cu_ptr,
+    seq_ptr,
+    out_ptr,
+    ckpt_ptr,
+    hT_ptr,
+    carry_ptr,
+    decay_ptr,
+    T,
+    LS,
+    SLOTS,
+    D,
+    DS,
+    N,
+    ND,
+    sx_b,
+    sx_t,
+    sb_b,
+    sb_t,
+    sz_b,
+    sz_t,
+    RULE: tl.constexpr,
+    MODE: tl.constexpr,
+    NP: tl.constexpr,
+    BD: tl.constexpr,
+    C: tl.constexpr,
+    U: tl.constexpr,
+    PAIR: tl.constexpr,
+    WIDTH: tl.constexpr,
+    B_SCALAR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_H0: tl.constexpr,
+    SAVE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     # MODE 0: whole sequences. 1: state and decay product of a segment alone. 2: a segment from the state that enters.
     # 3: as 2, for its checkpoints alone.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
-    batch, start, row, length, lo, chunk, seq = _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED)
+    batch, start, row, length, lo, chunk, seq = _locate(
+        slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED
+    )
     wanted = lo < tl.maximum(length, 1)
     if MODE == 1:
-        wanted = lo + LS < length # no carry needs the last segment's own state
+        wanted = lo + LS < length  # no carry needs the last segment's own state
     if wanted:
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
         n = tl.arange(0, NP)
         md = d < D
         mnd = (n < N)[:, None] & md[None, :]
-        states = DS.to(tl.int64) * PAIR # D, of which the compiler knows only whether it is even
+        states = DS.to(tl.int64) * PAIR  # D, of which the compiler knows only whether it is even
         nd = n[:, None] * states + d[None, :]
         bias = tl.zeros([BD], tl.float32)
         skip = tl.zeros([BD], tl.float32)
@@ -189,23 +270,48 @@ def _scan_fwd_kernel(
         xp = x_ptr + d
         bp = b_ptr + d * (0 if B_SCALAR else 1)
         zp = z_ptr + d
-        raw = _load_group(xp, bp, zp, kk_ptr + row, row * 0 + lo, length, md, sx_t, sb_t, sz_t, U,
-                          HAS_Z and MODE % 2 == 0)
+        raw = _load_group(
+            xp,
+            bp,
+            zp,
+            kk_ptr + row,
+            row * 0 + lo,
+            length,
+            md,
+            sx_t,
+            sb_t,
+            sz_t,
+            U,
+            HAS_Z and MODE % 2 == 0,
+        )
         for t0 in range(lo, hi, U):
             if SAVE:
                 if C == U or t0 % C == 0:
                     tl.store(ckpt_ptr + (chunk + t0 // C) * N * states + nd, S, mask=mnd)
-            xs, vs, zs, kks = raw # the next group's loads are under way while this one is computed
-            raw = _load_group(xp, bp, zp, kk_ptr + row, row * 0 + t0 + U, length, md, sx_t, sb_t, sz_t, U,
-                              HAS_Z and MODE % 2 == 0)
+            xs, vs, zs, kks = raw  # the next group's loads are under way while this one is computed
+            raw = _load_group(
+                xp,
+                bp,
+                zp,
+                kk_ptr + row,
+                row * 0 + t0 + U,
+                length,
+                md,
+                sx_t,
+                sb_t,
+                sz_t,
+                U,
+                HAS_Z and MODE % 2 == 0,
+            )
             token = tok_ptr + (row + t0) * (WIDTH * NP) + n
             ys = ()
             for u in tl.static_range(U):
                 inside = (n * 0 + t0 + u) < length
                 k = tl.load(token + u * (WIDTH * NP), mask=inside, other=0.0)[:, None]
                 if RULE == S6_TIMED:
-                    A = (tl.load(token + (u * WIDTH + 2) * NP, mask=inside, other=0.0)[:, None]
-                         + tl.zeros([NP, BD], tl.float32))
+                    A = tl.load(token + (u * WIDTH + 2) * NP, mask=inside, other=0.0)[
+                        :, None
+                    ] + tl.zeros([NP, BD], tl.float32)
                 x = xs[u].to(tl.float32)
                 w = _rate(vs[u].to(tl.float32) + bias, kks[u], md & (t0 + u < length), RULE)
                 if MODE == 1:
@@ -221,7 +327,9 @@ def _scan_fwd_kernel(
                     if HAS_Z:
                         z = zs[u].to(tl.float32)
                         y = y * z * _sigmoid(z)
-                    tl.store(put + u * D, y.to(out_ptr.dtype.element_ty), mask=md & (t0 + u < length))
+                    tl.store(
+                        put + u * D, y.to(out_ptr.dtype.element_ty), mask=md & (t0 + u < length)
+                    )
         if MODE == 1:
             tl.store(carry_ptr + slot.to(tl.int64) * N * states + nd, S, mask=mnd)
             tl.store(decay_ptr + slot.to(tl.int64) * N * states + nd, P, mask=mnd)
@@ -231,8 +339,22 @@ def _scan_fwd_kernel(
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-018
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "D", "N", "NBLOCKS"])
-def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NBLOCKS,
-                  BLOCK: tl.constexpr, HAS_EDGE: tl.constexpr, REVERSE: tl.constexpr, PACKED: tl.constexpr):
+def _carry_kernel(
+    carry_ptr,
+    decay_ptr,
+    edge_ptr,
+    cu_ptr,
+    T,
+    LS,
+    SLOTS,
+    D,
+    N,
+    NBLOCKS,
+    BLOCK: tl.constexpr,
+    HAS_EDGE: tl.constexpr,
+    REVERSE: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     # Turns each segment's state into the state that enters it, in place, per sequence and block of states.
     pid = tl.program_id(0)
     seq = (pid // NBLOCKS).to(tl.int64)
@@ -247,8 +369,10 @@ def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NB
         slot = seq * SLOTS
     count = tl.maximum((length + LS - 1) // LS, 1)
     S = tl.zeros([BLOCK], tl.float32)
-    if HAS_EDGE: # (D,N) in memory; states here are (N,D)
-        S = tl.load(edge_ptr + seq * N * D + (i % D).to(tl.int64) * N + i // D, mask=m, other=0.0).to(tl.float32)
+    if HAS_EDGE:  # (D,N) in memory; states here are (N,D)
+        S = tl.load(
+            edge_ptr + seq * N * D + (i % D).to(tl.int64) * N + i // D, mask=m, other=0.0
+        ).to(tl.float32)
     for j in range(0, count):
         p = j
         if REVERSE:
@@ -261,11 +385,12 @@ def _carry_kernel(carry_ptr, decay_ptr, edge_ptr, cu_ptr, T, LS, SLOTS, D, N, NB
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-025
 def _cdiv(a, b):
-    return -(-a // b) # triton.cdiv, which kernels can call too, takes Python longer
+    return -(-a // b)  # triton.cdiv, which kernels can call too, takes Python longer
 
 
 def on_its_device(run: Callable) -> Callable:
     "Make the GPU of the first tensor the current one in `run`: Triton starts kernels there."
+
     @functools.wraps(run)
     def guarded(*args, **kwargs):
         device = next(a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)).device
@@ -273,35 +398,65 @@ def on_its_device(run: Callable) -> Callable:
             return run(*args, **kwargs)
         with torch.cuda.device(device):
             return run(*args, **kwargs)
+
     return guarded
 
 
 @dataclass(frozen=True)
 class PortablePlan:
     "Settings of a launch; a function of shapes and options alone."
-    rule: int | tuple; width: int; NP: int; BD: int; warps: int; C: int; in_registers: bool
-    n_seq: int; T: int; D: int; N: int; rows: int; LS: int; per_sequence: int; slots: int; chunks: int; segmented: bool
-    kept: int = 0 # steps between the states kept for the backward, if more than C
+
+    rule: int | tuple
+    width: int
+    NP: int
+    BD: int
+    warps: int
+    C: int
+    in_registers: bool
+    n_seq: int
+    T: int
+    D: int
+    N: int
+    rows: int
+    LS: int
+    per_sequence: int
+    slots: int
+    chunks: int
+    segmented: bool
+    kept: int = 0  # steps between the states kept for the backward, if more than C
 
     @property
-    def blocks(self): return _cdiv(self.D, self.BD)
+    def blocks(self):
+        return _cdiv(self.D, self.BD)
 
     @property
-    def pair(self): return 2 if self.BD >= 64 and self.D % 2 == 0 else 1 # neighbouring channels of a lane
+    def pair(self):
+        return 2 if self.BD >= 64 and self.D % 2 == 0 else 1  # neighbouring channels of a lane
 
     @property
-    def group(self): return min(self.C, 8 if self.NP <= 32 else 4) # steps whose inputs are loaded together
+    def group(self):
+        return min(self.C, 8 if self.NP <= 32 else 4)  # steps whose inputs are loaded together
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-026
-SEGMENT = 256 # steps in a segment of time
-FEW_CHANNELS = {"forward": 24576, "backward": 65536} # segments are used while batch * channels is below this
+SEGMENT = 256  # steps in a segment of time
+FEW_CHANNELS = {
+    "forward": 24576,
+    "backward": 65536,
+}  # segments are used while batch * channels is below this
+
 
 def portable_plan(
-    rule: str, # a key of `RULES`
-    B: int, T: int, D: int, N: int,
-    packed: int | None = None, direction: str = "forward", # number of packed sequences, if any; or "backward"
-    checkpoint_every: int | None = None, # steps between the states kept for the backward; None: the fastest
-    segment: int | None = None, block: int | None = None, # steps, 0: no segments; channels, None: by shape
+    rule: str,  # a key of `RULES`
+    B: int,
+    T: int,
+    D: int,
+    N: int,
+    packed: int | None = None,
+    direction: str = "forward",  # number of packed sequences, if any; or "backward"
+    checkpoint_every: int
+    | None = None,  # steps between the states kept for the backward; None: the fastest
+    segment: int | None = None,
+    block: int | None = None,  # steps, 0: no segments; channels, None: by shape
 ) -> PortablePlan:
     "Choose block sizes and segments. Packing changes no bit of a sequence."
     NP, small = max(4, triton.next_power_of_2(N)), N <= 16
@@ -313,7 +468,9 @@ def portable_plan(
     segment = 0 if rule == "exact" else _cdiv(segment, kept) * kept
     if block is None:
         block = 32
-        wide = small if rule == "decoupled" and segment else not small # its product of gates spills with many states
+        wide = (
+            small if rule == "decoupled" and segment else not small
+        )  # its product of gates spills with many states
         if direction == "forward" and (rule == "diagonal" or wide):
             block = 64
         elif direction == "forward" and rule == "exact" and B * D <= 8192:
@@ -322,15 +479,50 @@ def portable_plan(
     per_sequence = max(1, _cdiv(T, LS))
     alone = packed is None
     return PortablePlan(
-        RULES[rule], 3 if rule == "s6_time_varying" else 2, NP, block, max(1, NP // 32), C, C <= 8 and small,
-        B if alone else packed, T, D, N, B * T, LS, per_sequence, B * per_sequence if alone else T // LS + packed,
-        B * _cdiv(T, kept) if alone else T // kept + packed, segment > 0, kept)
+        RULES[rule],
+        3 if rule == "s6_time_varying" else 2,
+        NP,
+        block,
+        max(1, NP // 32),
+        C,
+        C <= 8 and small,
+        B if alone else packed,
+        T,
+        D,
+        N,
+        B * T,
+        LS,
+        per_sequence,
+        B * per_sequence if alone else T // LS + packed,
+        B * _cdiv(T, kept) if alone else T // kept + packed,
+        segment > 0,
+        kept,
+    )
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-029d
 @triton.jit
 def _turn_kernel(
-        x0_ptr, x1_ptr, x2_ptr, x3_ptr, y_ptr, T, D, NT, ND, size, s0_b, s0_d, s1_b, s1_d, s2_b, s2_d, s3_b, s3_d,
-        BT: tl.constexpr, BD: tl.constexpr):
+    x0_ptr,
+    x1_ptr,
+    x2_ptr,
+    x3_ptr,
+    y_ptr,
+    T,
+    D,
+    NT,
+    ND,
+    size,
+    s0_b,
+    s0_d,
+    s1_b,
+    s1_d,
+    s2_b,
+    s2_d,
+    s3_b,
+    s3_d,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+):
     # A tile of BD channels and BT steps of up to four tensors: read along time, written along channels.
     batch = (tl.program_id(0) // (NT * ND)).to(tl.int64)
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
@@ -340,11 +532,17 @@ def _turn_kernel(
     to = y_ptr + batch * T * D + t.to(tl.int64)[None, :] * D + d[:, None]
     tl.store(to, tl.load(x0_ptr + batch * s0_b + wide * s0_d + t[None, :], mask=m), mask=m)
     if x1_ptr is not None:
-        tl.store(to + size, tl.load(x1_ptr + batch * s1_b + wide * s1_d + t[None, :], mask=m), mask=m)
+        tl.store(
+            to + size, tl.load(x1_ptr + batch * s1_b + wide * s1_d + t[None, :], mask=m), mask=m
+        )
     if x2_ptr is not None:
-        tl.store(to + 2 * size, tl.load(x2_ptr + batch * s2_b + wide * s2_d + t[None, :], mask=m), mask=m)
+        tl.store(
+            to + 2 * size, tl.load(x2_ptr + batch * s2_b + wide * s2_d + t[None, :], mask=m), mask=m
+        )
     if x3_ptr is not None:
-        tl.store(to + 3 * size, tl.load(x3_ptr + batch * s3_b + wide * s3_d + t[None, :], mask=m), mask=m)
+        tl.store(
+            to + 3 * size, tl.load(x3_ptr + batch * s3_b + wide * s3_d + t[None, :], mask=m), mask=m
+        )
 
 
 @on_its_device
@@ -354,10 +552,26 @@ def _turned(*tensors):
     out = torch.empty((n, B, T, D), device=tensors[0].device, dtype=tensors[0].dtype)
     BD = min(64, max(16, triton.next_power_of_2(D)))
     NT, ND, rest = _cdiv(T, 64), _cdiv(D, BD), [None] * (4 - n)
-    strides = [stride for t in (*tensors, *rest) for stride in ((0, 0) if t is None else t.stride()[::2])]
+    strides = [
+        stride for t in (*tensors, *rest) for stride in ((0, 0) if t is None else t.stride()[::2])
+    ]
     if out.numel():
-        launch(_turn_kernel, B * NT * ND, *tensors, *rest, out, T, D, NT, ND, B * T * D, *strides, BT=64, BD=BD,
-               num_warps=4)
+        launch(
+            _turn_kernel,
+            B * NT * ND,
+            *tensors,
+            *rest,
+            out,
+            T,
+            D,
+            NT,
+            ND,
+            B * T * D,
+            *strides,
+            BT=64,
+            BD=BD,
+            num_warps=4,
+        )
     return out.unbind()
 
 
@@ -400,7 +614,9 @@ def _segment_owner(plan, cu_seqlens):
     # The sequence of each slot of a packed batch; slots past its last segment do nothing.
     if cu_seqlens is None:
         return None
-    first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // plan.LS + torch.arange(plan.n_seq, device=cu_seqlens.device)
+    first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // plan.LS + torch.arange(
+        plan.n_seq, device=cu_seqlens.device
+    )
     slots = torch.arange(plan.slots, device=cu_seqlens.device)
     return (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
 
@@ -412,43 +628,80 @@ def _clear_kernel(ptr, cu_ptr, n, T, D, ROWS: tl.constexpr, COLUMNS: tl.constexp
     outside = (t < T) & ((t < tl.load(cu_ptr)) | (t >= tl.load(cu_ptr + n)))
     for d in range(0, D, COLUMNS):
         at = t.to(tl.int64)[:, None] * D + (d + c)[None, :]
-        tl.store(ptr + at, tl.zeros([ROWS, COLUMNS], ptr.dtype.element_ty),
-                 mask=outside[:, None] & (d + c < D)[None, :])
+        tl.store(
+            ptr + at,
+            tl.zeros([ROWS, COLUMNS], ptr.dtype.element_ty),
+            mask=outside[:, None] & (d + c < D)[None, :],
+        )
 
 
 def clear_outside(
-    cu_seqlens: Tensor, *tensors, # (n+1,) bounds in range; (1,T,D) contiguous: others, and None, are left alone
+    cu_seqlens: Tensor,
+    *tensors,  # (n+1,) bounds in range; (1,T,D) contiguous: others, and None, are left alone
 ):
     "Write zeros into the rows that belong to no sequence."
     for t in tensors:
         if t is not None and t.dim() == 3 and t.numel():
             _, T, D = t.shape
-            launch(_clear_kernel, _cdiv(T, 16), t, cu_seqlens, len(cu_seqlens) - 1, T, D, ROWS=16, COLUMNS=128,
-                   num_warps=4)
+            launch(
+                _clear_kernel,
+                _cdiv(T, 16),
+                t,
+                cu_seqlens,
+                len(cu_seqlens) - 1,
+                T,
+                D,
+                ROWS=16,
+                COLUMNS=128,
+                num_warps=4,
+            )
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-030
 def portable_tokens(
-    plan: PortablePlan, q: Tensor, k: Tensor, A: Tensor | None, # (B,T,N); A for "s6_time_varying"
+    plan: PortablePlan,
+    q: Tensor,
+    k: Tensor,
+    A: Tensor | None,  # (B,T,N); A for "s6_time_varying"
 ):
     "Return k, q (and A) of tokens as padded fp32 rows (B T, WIDTH NP), and |k|^2 (B T)."
     tok, kk = _empty(k)(plan.rows, plan.width * plan.NP), _empty(k)(plan.rows)
     A = A if plan.width == 3 else None
     if plan.rows:
         block = max(1, 512 // plan.NP)
-        launch(_token_kernel, _cdiv(plan.rows, block),
-            k, q, k if A is None else A, tok, kk, plan.rows, plan.T, plan.N, *_strides(k, q, A), NP=plan.NP,
-            ROWS=block, WIDTH=plan.width, num_warps=4)
+        launch(
+            _token_kernel,
+            _cdiv(plan.rows, block),
+            k,
+            q,
+            k if A is None else A,
+            tok,
+            kk,
+            plan.rows,
+            plan.T,
+            plan.N,
+            *_strides(k, q, A),
+            NP=plan.NP,
+            ROWS=block,
+            WIDTH=plan.width,
+            num_warps=4,
+        )
     return tok, kk
 
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-032
 @on_its_device
 def portable_forward(
     plan: PortablePlan,
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
-    bias: Tensor | None, skip: Tensor | None, z: Tensor | None, # (D,) twice, (B,T,D)
-    A: Tensor | None, # (D,N) or (B,T,N), S6 only
-    initial_state: Tensor | None, cu_seqlens: Tensor | None, # (n,D,N), (n+1,)
-    save: bool = True, # write the checkpoints that the backward needs
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,  # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,  # (D,) twice, (B,T,D)
+    A: Tensor | None,  # (D,N) or (B,T,N), S6 only
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,  # (n,D,N), (n+1,)
+    save: bool = True,  # write the checkpoints that the backward needs
 ):
     "Run the forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,N,D) fp32)."
     p, new = plan, _empty(x)
@@ -463,14 +716,49 @@ def portable_forward(
     owner = _segment_owner(p, cu_seqlens)
     carry, decay = (new(p.slots, p.N, p.D) if p.segmented else None for _ in range(2))
     for mode in (1, 2) if p.segmented else (0,):
-        launch(_scan_fwd_kernel, p.slots * p.blocks,
-            tok, kk, x, b, z if z is not None else x, A if A is not None else x, bias, skip, first, cu_seqlens,
-            owner, out, ckpt, final, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.D // p.pair, p.N, p.blocks,
-            *_strides(x, b, z), RULE=p.rule, MODE=mode, NP=p.NP, BD=p.BD, C=p.kept, U=p.group, PAIR=p.pair,
-            WIDTH=p.width, B_SCALAR=b.shape[-1] == 1 and p.D > 1, **_has(bias=bias, skip=skip, z=z, h0=first),
-            SAVE=save and mode != 1, PACKED=cu_seqlens is not None, num_warps=p.warps)
+        launch(
+            _scan_fwd_kernel,
+            p.slots * p.blocks,
+            tok,
+            kk,
+            x,
+            b,
+            z if z is not None else x,
+            A if A is not None else x,
+            bias,
+            skip,
+            first,
+            cu_seqlens,
+            owner,
+            out,
+            ckpt,
+            final,
+            carry,
+            decay,
+            p.T,
+            p.LS,
+            p.per_sequence,
+            p.D,
+            p.D // p.pair,
+            p.N,
+            p.blocks,
+            *_strides(x, b, z),
+            RULE=p.rule,
+            MODE=mode,
+            NP=p.NP,
+            BD=p.BD,
+            C=p.kept,
+            U=p.group,
+            PAIR=p.pair,
+            WIDTH=p.width,
+            B_SCALAR=b.shape[-1] == 1 and p.D > 1,
+            **_has(bias=bias, skip=skip, z=z, h0=first),
+            SAVE=save and mode != 1,
+            PACKED=cu_seqlens is not None,
+            num_warps=p.warps,
+        )
         if mode == 1:
-            first, = _contiguous(initial_state)
+            (first,) = _contiguous(initial_state)
             _carry(p, carry, decay, first, cu_seqlens, reverse=False)
     return out.to(x.dtype), _across(final), ckpt
 
@@ -487,6 +775,22 @@ def _stored(dtype):
 
 def _carry(p, carry, decay, edge, cu_seqlens, reverse):
     blocks = _cdiv(p.N * p.D, 256)
-    launch(_carry_kernel, p.n_seq * blocks,
-        carry, decay, edge, cu_seqlens, p.T, p.LS, p.per_sequence, p.D, p.N, blocks, BLOCK=256, **_has(edge=edge),
-        REVERSE=reverse, PACKED=cu_seqlens is not None, num_warps=4)
+    launch(
+        _carry_kernel,
+        p.n_seq * blocks,
+        carry,
+        decay,
+        edge,
+        cu_seqlens,
+        p.T,
+        p.LS,
+        p.per_sequence,
+        p.D,
+        p.N,
+        blocks,
+        BLOCK=256,
+        **_has(edge=edge),
+        REVERSE=reverse,
+        PACKED=cu_seqlens is not None,
+        num_warps=4,
+    )

@@ -14,24 +14,83 @@ import triton.language as tl
 from torch import Tensor
 
 from .launch import launch
-from .triton_portable import (
-    DECOUPLED, DIAGONAL, EXACT, PortablePlan, RULES, S6, S6_GIVEN, S6_TIMED, on_its_device, portable_tokens, _across,
-    _advance, _carry, _cdiv, _contiguous, _empty, _exp_minus, _gate, _has, _last_contiguous, _load_group,
-    _load_rows, _locate, _rate, _scan_fwd_kernel, _segment_owner, _sigmoid, _stored, _strides)
+from longhorn_kit.scan.triton_portable import (
+    DECOUPLED,
+    DIAGONAL,
+    EXACT,
+    PortablePlan,
+    RULES,
+    S6,
+    S6_GIVEN,
+    S6_TIMED,
+    on_its_device,
+    portable_tokens,
+    _across,
+    _advance,
+    _carry,
+    _cdiv,
+    _contiguous,
+    _empty,
+    _exp_minus,
+    _gate,
+    _has,
+    _last_contiguous,
+    _load_group,
+    _load_rows,
+    _locate,
+    _rate,
+    _scan_fwd_kernel,
+    _segment_owner,
+    _sigmoid,
+    _stored,
+    _strides,
+)
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-020
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _adjoint_kernel(
-        tok_ptr, kk_ptr, b_ptr, z_ptr, g_ptr, A_ptr, bias_ptr, cu_ptr, seq_ptr, carry_ptr, decay_ptr,
-        T, LS, SLOTS, D, N, ND, sb_b, sb_t, sz_b, sz_t, sg_b, sg_t,
-        RULE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr, WIDTH: tl.constexpr,
-        B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_Z: tl.constexpr, PACKED: tl.constexpr):
+    tok_ptr,
+    kk_ptr,
+    b_ptr,
+    z_ptr,
+    g_ptr,
+    A_ptr,
+    bias_ptr,
+    cu_ptr,
+    seq_ptr,
+    carry_ptr,
+    decay_ptr,
+    T,
+    LS,
+    SLOTS,
+    D,
+    N,
+    ND,
+    sb_b,
+    sb_t,
+    sz_b,
+    sz_t,
+    sg_b,
+    sg_t,
+    RULE: tl.constexpr,
+    NP: tl.constexpr,
+    BD: tl.constexpr,
+    C: tl.constexpr,
+    U: tl.constexpr,
+    WIDTH: tl.constexpr,
+    B_SCALAR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     # The adjoint of a segment alone and its decay product.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
-    batch, start, row, length, lo, chunk, seq = _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED)
-    if (lo > 0) & (lo < length): # no carry needs the first segment's own adjoint
+    batch, start, row, length, lo, chunk, seq = _locate(
+        slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED
+    )
+    if (lo > 0) & (lo < length):  # no carry needs the first segment's own adjoint
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
         n = tl.arange(0, NP)
@@ -48,7 +107,9 @@ def _adjoint_kernel(
         P = tl.full([NP, BD], 1.0, tl.float32)
         A = tl.zeros([NP, BD], tl.float32)
         if RULE >= S6:
-            A = tl.load(A_ptr + d[None, :].to(tl.int64) * N + n[:, None], mask=mnd, other=0.0).to(tl.float32)
+            A = tl.load(A_ptr + d[None, :].to(tl.int64) * N + n[:, None], mask=mnd, other=0.0).to(
+                tl.float32
+            )
         groups = (hi - lo + U - 1) // U
         for j in range(0, groups):
             t0 = lo + (groups - 1 - j) * U
@@ -76,7 +137,9 @@ def _adjoint_kernel(
                 k = tl.load(kp, mask=inside, other=0.0)[:, None]
                 q = tl.load(kp + NP, mask=inside, other=0.0)[:, None]
                 if RULE == S6_TIMED:
-                    A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros([NP, BD], tl.float32)
+                    A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros(
+                        [NP, BD], tl.float32
+                    )
                 a = _gate(k, ws[U - 1 - i][None, :], A, RULE)
                 G = a * (G + q * dys[U - 1 - i][None, :])
                 P = P * a
@@ -85,9 +148,35 @@ def _adjoint_kernel(
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-021
 @triton.jit
-def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr,
-              dx_ptr, db_ptr, dz_ptr, dtok_ptr, D,
-              RULE: tl.constexpr, NP: tl.constexpr, WIDTH: tl.constexpr, HAS_Z: tl.constexpr):
+def _bwd_step(
+    t,
+    S0,
+    S1,
+    G,
+    x,
+    v,
+    g,
+    z,
+    A,
+    dA,
+    skip,
+    d,
+    n,
+    md,
+    row,
+    length,
+    tok_ptr,
+    kk_ptr,
+    dx_ptr,
+    db_ptr,
+    dz_ptr,
+    dtok_ptr,
+    D,
+    RULE: tl.constexpr,
+    NP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_Z: tl.constexpr,
+):
     # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 without this read-out.
     t64 = row * 0 + t
     m = md & (t < length)
@@ -102,7 +191,9 @@ def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_
     if HAS_Z:
         sz = _sigmoid(z)
         y = tl.sum(q * S1, 0) + skip * x
-        tl.store(dz_ptr + o, (g * y * sz * (1.0 + z * (1.0 - sz))).to(dz_ptr.dtype.element_ty), mask=m)
+        tl.store(
+            dz_ptr + o, (g * y * sz * (1.0 + z * (1.0 - sz))).to(dz_ptr.dtype.element_ty), mask=m
+        )
         dy = g * z * sz
     w = _rate(v, kk, m, RULE)
     if RULE == S6_TIMED:
@@ -112,7 +203,7 @@ def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_
     if RULE == EXACT:
         r = x - tl.sum(k * S0, 0)
         dx = w * tl.sum(k * G, 0)
-        fall = dx * r # eps * d loss / d eps
+        fall = dx * r  # eps * d loss / d eps
         dk = tl.sum((w * r)[None, :] * G - dx[None, :] * S0, 1)
         G = G - k * dx[None, :]
     elif RULE == DIAGONAL:
@@ -144,9 +235,11 @@ def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_
         if RULE >= S6:
             dA += GS * w[None, :]
         else:
-            tl.store(dtok_ptr + t64 * (WIDTH * NP) + 2 * NP, tl.sum(GS * w[None, :], 1), mask=inside)
+            tl.store(
+                dtok_ptr + t64 * (WIDTH * NP) + 2 * NP, tl.sum(GS * w[None, :], 1), mask=inside
+            )
     if RULE <= EXACT:
-        dk = dk - 2.0 * kn * tl.sum(fall * w, 0) # through |k|^2 in eps
+        dk = dk - 2.0 * kn * tl.sum(fall * w, 0)  # through |k|^2 in eps
         dv = fall * (w * _exp_minus(v))
     dv = tl.where(m, dv, 0.0)
     tl.store(dx_ptr + o, (dx + skip * dy).to(dx_ptr.dtype.element_ty), mask=m)
@@ -158,17 +251,65 @@ def _bwd_step(t, S0, S1, G, x, v, g, z, A, dA, skip, d, n, md, row, length, tok_
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-023
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "first"])
 def _scan_bwd_kernel(
-        tok_ptr, kk_ptr, x_ptr, b_ptr, z_ptr, g_ptr, A_ptr, bias_ptr, skip_ptr, dhT_ptr, cu_ptr, seq_ptr,
-        ckpt_ptr, carry_ptr, scratch_ptr,
-        dx_ptr, db_ptr, dz_ptr, dtok_ptr, dbias_ptr, dskip_ptr, dA_ptr, dh0_ptr,
-        T, LS, SLOTS, D, N, ND, rows, sx_b, sx_t, sb_b, sb_t, sz_b, sz_t, sg_b, sg_t, first,
-        RULE: tl.constexpr, MODE: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr, C: tl.constexpr,
-        WIDTH: tl.constexpr, IN_REGISTERS: tl.constexpr, B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr,
-        HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, HAS_DHT: tl.constexpr, PACKED: tl.constexpr):
+    tok_ptr,
+    kk_ptr,
+    x_ptr,
+    b_ptr,
+    z_ptr,
+    g_ptr,
+    A_ptr,
+    bias_ptr,
+    skip_ptr,
+    dhT_ptr,
+    cu_ptr,
+    seq_ptr,
+    ckpt_ptr,
+    carry_ptr,
+    scratch_ptr,
+    dx_ptr,
+    db_ptr,
+    dz_ptr,
+    dtok_ptr,
+    dbias_ptr,
+    dskip_ptr,
+    dA_ptr,
+    dh0_ptr,
+    T,
+    LS,
+    SLOTS,
+    D,
+    N,
+    ND,
+    rows,
+    sx_b,
+    sx_t,
+    sb_b,
+    sb_t,
+    sz_b,
+    sz_t,
+    sg_b,
+    sg_t,
+    first,
+    RULE: tl.constexpr,
+    MODE: tl.constexpr,
+    NP: tl.constexpr,
+    BD: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IN_REGISTERS: tl.constexpr,
+    B_SCALAR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    HAS_DHT: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     pid = tl.program_id(0) + first
     slot = pid // ND
     pd = pid % ND
-    batch, start, row, length, lo, chunk, seq = _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED)
+    batch, start, row, length, lo, chunk, seq = _locate(
+        slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED
+    )
     if lo < tl.maximum(length, 1):
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
@@ -189,8 +330,12 @@ def _scan_bwd_kernel(
         g_ptr += batch * sg_b + start * sg_t
         dtok = dtok_ptr + (pd.to(tl.int64) * rows + row) * (WIDTH * NP) + n
         if not IN_REGISTERS:
-            scratch = (scratch_ptr + tl.program_id(0).to(tl.int64) * (C * NP * BD)
-                       + n[:, None] * BD + tl.arange(0, BD)[None, :])
+            scratch = (
+                scratch_ptr
+                + tl.program_id(0).to(tl.int64) * (C * NP * BD)
+                + n[:, None] * BD
+                + tl.arange(0, BD)[None, :]
+            )
         G = tl.zeros([NP, BD], tl.float32)
         A = tl.zeros([NP, BD], tl.float32)
         dA = tl.zeros([NP, BD], tl.float32)
@@ -210,8 +355,20 @@ def _scan_bwd_kernel(
         first = lo // C
         last = (hi + C - 1) // C
         if IN_REGISTERS:
-            raw = _load_group(xp, bp, zp, kk_ptr + row, row * 0 + tl.maximum(last - 1, 0) * C, length, md,
-                              sx_t, sb_t, sz_t, C, HAS_Z)
+            raw = _load_group(
+                xp,
+                bp,
+                zp,
+                kk_ptr + row,
+                row * 0 + tl.maximum(last - 1, 0) * C,
+                length,
+                md,
+                sx_t,
+                sb_t,
+                sz_t,
+                C,
+                HAS_Z,
+            )
             raw_g = _load_rows(gp, row * 0 + tl.maximum(last - 1, 0) * C, length, md, sg_t, C)
         for j in range(0, last - first):
             c = last - 1 - j
@@ -220,8 +377,12 @@ def _scan_bwd_kernel(
                 states = ()
                 xs, vs, zs, kks = raw
                 gs = raw_g
-                before = row * 0 + tl.maximum((c - 1) * C, lo) # the chunk before is on its way meanwhile
-                raw = _load_group(xp, bp, zp, kk_ptr + row, before, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
+                before = row * 0 + tl.maximum(
+                    (c - 1) * C, lo
+                )  # the chunk before is on its way meanwhile
+                raw = _load_group(
+                    xp, bp, zp, kk_ptr + row, before, length, md, sx_t, sb_t, sz_t, C, HAS_Z
+                )
                 raw_g = _load_rows(gp, before, length, md, sg_t, C)
                 for i in tl.static_range(C):
                     t = c * C + i
@@ -230,7 +391,9 @@ def _scan_bwd_kernel(
                     kp = tok_ptr + (row + t) * (WIDTH * NP) + n
                     k = tl.load(kp, mask=inside, other=0.0)[:, None]
                     if RULE == S6_TIMED:
-                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros([NP, BD], tl.float32)
+                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros(
+                            [NP, BD], tl.float32
+                        )
                     w = _rate(vs[i].to(tl.float32) + bias, kks[i], md & (t < length), RULE)
                     S = _advance(S, k, w[None, :], xs[i].to(tl.float32)[None, :], A, RULE)
                 for i in tl.static_range(C):
@@ -238,10 +401,34 @@ def _scan_bwd_kernel(
                     if HAS_Z:
                         z = zs[C - 1 - i].to(tl.float32)
                     G, dA, a, e = _bwd_step(
-                        c * C + (C - 1 - i), states[C - 1 - i], S, G, xs[C - 1 - i].to(tl.float32),
-                        vs[C - 1 - i].to(tl.float32) + bias, gs[C - 1 - i].to(tl.float32), z,
-                        A, dA, skip, d, n, md, row, length, tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok, D,
-                        RULE, NP, WIDTH, HAS_Z)
+                        c * C + (C - 1 - i),
+                        states[C - 1 - i],
+                        S,
+                        G,
+                        xs[C - 1 - i].to(tl.float32),
+                        vs[C - 1 - i].to(tl.float32) + bias,
+                        gs[C - 1 - i].to(tl.float32),
+                        z,
+                        A,
+                        dA,
+                        skip,
+                        d,
+                        n,
+                        md,
+                        row,
+                        length,
+                        tok_ptr,
+                        kk_ptr,
+                        dx_ptr,
+                        db_ptr,
+                        dz_ptr,
+                        dtok,
+                        D,
+                        RULE,
+                        NP,
+                        WIDTH,
+                        HAS_Z,
+                    )
                     S = states[C - 1 - i]
                     dbias += a
                     dskip += e
@@ -251,14 +438,20 @@ def _scan_bwd_kernel(
                     m = md & (t < length)
                     t64 = row * 0 + t
                     x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
-                    v = tl.load(b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m,
-                                other=0.0).to(tl.float32) + bias
+                    v = (
+                        tl.load(
+                            b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m, other=0.0
+                        ).to(tl.float32)
+                        + bias
+                    )
                     inside = (n * 0 + t) < length
                     kp = tok_ptr + (row + t) * (WIDTH * NP) + n
                     k = tl.load(kp, mask=inside, other=0.0)[:, None]
                     kk = tl.load(kk_ptr + row + t, mask=t < length, other=0.0)
                     if RULE == S6_TIMED:
-                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros([NP, BD], tl.float32)
+                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros(
+                            [NP, BD], tl.float32
+                        )
                     tl.store(scratch + i * (NP * BD), S)
                     S = _advance(S, k, _rate(v, kk, m, RULE)[None, :], x[None, :], A, RULE)
                 tl.debug_barrier()
@@ -268,16 +461,46 @@ def _scan_bwd_kernel(
                     m = md & (t < length)
                     t64 = row * 0 + t
                     x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
-                    v = tl.load(b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m,
-                                other=0.0).to(tl.float32) + bias
+                    v = (
+                        tl.load(
+                            b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m, other=0.0
+                        ).to(tl.float32)
+                        + bias
+                    )
                     g = tl.load(gp + t64 * sg_t, mask=m, other=0.0).to(tl.float32)
                     z = bias
                     if HAS_Z:
                         z = tl.load(zp + t64 * sz_t, mask=m, other=0.0).to(tl.float32)
                     S0 = tl.load(scratch + i * (NP * BD))
                     G, dA, a, e = _bwd_step(
-                        t, S0, S, G, x, v, g, z, A, dA, skip, d, n, md, row, length,
-                        tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok, D, RULE, NP, WIDTH, HAS_Z)
+                        t,
+                        S0,
+                        S,
+                        G,
+                        x,
+                        v,
+                        g,
+                        z,
+                        A,
+                        dA,
+                        skip,
+                        d,
+                        n,
+                        md,
+                        row,
+                        length,
+                        tok_ptr,
+                        kk_ptr,
+                        dx_ptr,
+                        db_ptr,
+                        dz_ptr,
+                        dtok,
+                        D,
+                        RULE,
+                        NP,
+                        WIDTH,
+                        HAS_Z,
+                    )
                     S = S0
                     dbias += a
                     dskip += e
@@ -291,8 +514,21 @@ def _scan_bwd_kernel(
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-034
 @triton.jit(do_not_specialize=["rows", "blocks", "N"])
-def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks, N,
-                NP: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _sum_kernel(
+    dtok_ptr,
+    drate_ptr,
+    k_ptr,
+    dk_ptr,
+    dq_ptr,
+    dA_ptr,
+    rows,
+    blocks,
+    N,
+    NP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     # Gradients of k, q (and A) summed over channel blocks in a fixed order, eight loads in flight.
     # With drate, dk comes as half its part at fixed rates, without the rates' own: each falls with |k|^2.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -308,8 +544,12 @@ def _sum_kernel(dtok_ptr, drate_ptr, k_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks
         for u in tl.static_range(8):
             part_rates = 0.0
             if drate_ptr is not None:
-                part_rates = tl.load(drate_ptr + r + (j + u) * rows.to(tl.int64), mask=r < rows, other=0.0)
-            loaded = loaded + ((tl.load(source + (j + u) * size, mask=there, other=0.0), part_rates),)
+                part_rates = tl.load(
+                    drate_ptr + r + (j + u) * rows.to(tl.int64), mask=r < rows, other=0.0
+                )
+            loaded = loaded + (
+                (tl.load(source + (j + u) * size, mask=there, other=0.0), part_rates),
+            )
         for u in tl.static_range(8):
             total += loaded[u][0]
             rates += loaded[u][1]
@@ -336,13 +576,29 @@ def _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS: tl.constexpr, COLU
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for r0 in range(0, rows, ROWS):
         r = r0 + tl.arange(0, ROWS)[:, None]
-        total += tl.load(parts_ptr + r.to(tl.int64) * M + c[None, :], mask=(r < rows) & (c < M)[None, :], other=0.0)
-    tl.store(out_ptr + c % D * W + c // D, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < M)
+        total += tl.load(
+            parts_ptr + r.to(tl.int64) * M + c[None, :],
+            mask=(r < rows) & (c < M)[None, :],
+            other=0.0,
+        )
+    tl.store(
+        out_ptr + c % D * W + c // D, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=c < M
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "W", "D", "blocks"])
-def _rows_kernel(parts_ptr, out_ptr, more_ptr, more_out_ptr, rows, W, D, blocks,
-                 ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _rows_kernel(
+    parts_ptr,
+    out_ptr,
+    more_ptr,
+    more_out_ptr,
+    rows,
+    W,
+    D,
+    blocks,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     # Sums of one or two tensors of parts, (rows,W,D) and (rows,D).
     block = tl.program_id(0)
     if block < blocks:
@@ -363,14 +619,29 @@ def _sum_of_rows(parts, dtype, turned=False):
 def _start_sums(parts, out, more, more_out, W, D):
     blocks = _cdiv(W * D, 32)
     if blocks:
-        launch(_rows_kernel, blocks + (0 if more is None else _cdiv(D, 32)), parts, out, more, more_out,
-               parts.shape[0], W, D, blocks, ROWS=64, COLUMNS=32, enable_fp_fusion=False)
+        launch(
+            _rows_kernel,
+            blocks + (0 if more is None else _cdiv(D, 32)),
+            parts,
+            out,
+            more,
+            more_out,
+            parts.shape[0],
+            W,
+            D,
+            blocks,
+            ROWS=64,
+            COLUMNS=32,
+            enable_fp_fusion=False,
+        )
 
 
 def _sums_of_rows(dbias, bias, dskip, skip):
     # The gradients of bias, or filters (D,W), and skip (D,), each None if its input is; both in one launch.
     if bias is None or skip is None:
-        each = lambda parts, like: None if like is None else _sum_of_rows(parts, like.dtype, parts.dim() == 3)
+        each = lambda parts, like: (
+            None if like is None else _sum_of_rows(parts, like.dtype, parts.dim() == 3)
+        )
         return each(dbias, bias), each(dskip, skip)
     one, two = (torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype)) for t in (bias, skip))
     _start_sums(dbias, one, dskip, two, dbias.shape[1] if dbias.dim() == 3 else 1, dskip.shape[1])
@@ -382,65 +653,172 @@ def _as(t, like):
     return t if t.dtype == like.dtype else t.to(like.dtype)
 
 
-def _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar, drate=None):
+def _collect(
+    p,
+    q,
+    k,
+    x,
+    b,
+    z,
+    bias,
+    skip,
+    A,
+    dx,
+    db,
+    dz,
+    dtok,
+    dbias,
+    dskip,
+    dA,
+    dinitial,
+    scalar,
+    drate=None,
+):
     # Sums over channel blocks, slots and channels in a fixed order.
     like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
     dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
     if p.rows:
         columns = triton.next_power_of_2(p.width * p.NP)
-        block = max(1, 128 // columns) # of one warp: with two, the compiler saves registers and waits for each load
-        launch(_sum_kernel, _cdiv(p.rows, block),
-            dtok, drate, None if drate is None else k.contiguous(), dk, dq, dA_t, p.rows, dtok.shape[0], p.N,
-            NP=p.NP, WIDTH=p.width, ROWS=block, COLUMNS=columns, num_warps=1, enable_fp_fusion=False)
+        block = max(
+            1, 128 // columns
+        )  # of one warp: with two, the compiler saves registers and waits for each load
+        launch(
+            _sum_kernel,
+            _cdiv(p.rows, block),
+            dtok,
+            drate,
+            None if drate is None else k.contiguous(),
+            dk,
+            dq,
+            dA_t,
+            p.rows,
+            dtok.shape[0],
+            p.N,
+            NP=p.NP,
+            WIDTH=p.width,
+            ROWS=block,
+            COLUMNS=columns,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
     if A is not None:
-        dA = _sum_of_rows(dA, A.dtype)[..., : p.N].contiguous() if p.width == 2 else dA_t.to(A.dtype)
+        dA = (
+            _sum_of_rows(dA, A.dtype)[..., : p.N].contiguous() if p.width == 2 else dA_t.to(A.dtype)
+        )
     db = db.sum(-1, keepdim=True) if scalar else db
-    return (_as(dq, q), _as(dk, k), _as(dx, x), _as(db, b), *_sums_of_rows(dbias, bias, dskip, skip),
-            None if z is None else _as(dz, z), dA, dinitial)
+    return (
+        _as(dq, q),
+        _as(dk, k),
+        _as(dx, x),
+        _as(db, b),
+        *_sums_of_rows(dbias, bias, dskip, skip),
+        None if z is None else _as(dz, z),
+        dA,
+        dinitial,
+    )
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-037
 def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
     # Checkpoints every C steps from those every `kept`: to the kernel, states that enter segments of `kept` steps.
     A = _across(A) if p.width == 2 else A
     packed, each = cu_seqlens is not None, max(1, _cdiv(p.T, p.kept))
-    cut = replace(p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each)
+    cut = replace(
+        p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each
+    )
     chunks = p.T // p.C + p.n_seq if packed else p.n_seq * _cdiv(p.T, p.C)
     dense, owner = _empty(x)(chunks, p.N, p.D), _segment_owner(cut, cu_seqlens)
-    launch(_scan_fwd_kernel, cut.slots * cut.blocks,
-        tok, kk, x, b, x, x if A is None else A, bias, None, None, cu_seqlens, owner, None, dense, None, kept, None,
-        cut.T, cut.LS, cut.per_sequence, cut.D, cut.D // cut.pair, cut.N, cut.blocks, *_strides(x, b, None),
-        RULE=p.rule, MODE=3, NP=p.NP, BD=p.BD, C=p.C, U=p.group, PAIR=cut.pair, WIDTH=p.width, B_SCALAR=scalar,
-        **_has(bias=bias, skip=None, z=None, h0=None), SAVE=True, PACKED=packed, num_warps=p.warps)
+    launch(
+        _scan_fwd_kernel,
+        cut.slots * cut.blocks,
+        tok,
+        kk,
+        x,
+        b,
+        x,
+        x if A is None else A,
+        bias,
+        None,
+        None,
+        cu_seqlens,
+        owner,
+        None,
+        dense,
+        None,
+        kept,
+        None,
+        cut.T,
+        cut.LS,
+        cut.per_sequence,
+        cut.D,
+        cut.D // cut.pair,
+        cut.N,
+        cut.blocks,
+        *_strides(x, b, None),
+        RULE=p.rule,
+        MODE=3,
+        NP=p.NP,
+        BD=p.BD,
+        C=p.C,
+        U=p.group,
+        PAIR=cut.pair,
+        WIDTH=p.width,
+        B_SCALAR=scalar,
+        **_has(bias=bias, skip=None, z=None, h0=None),
+        SAVE=True,
+        PACKED=packed,
+        num_warps=p.warps,
+    )
     return dense
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-039
-SCRATCHES = 2048 # programs of a launch that keep states in memory: 1 GiB with 128 of them
+SCRATCHES = 2048  # programs of a launch that keep states in memory: 1 GiB with 128 of them
+
 
 def _wide_gradients(x, b, z, scalar):
     # Memory (B,T,D) for the gradients of x, b (before a sum over channels) and z.
     kinds = x.dtype, torch.float32 if scalar else b.dtype, None if z is None else z.dtype
-    if x.is_contiguous(): # the quickest way
-        return [None if kind is None else torch.empty_like(x, dtype=_stored(kind)) for kind in kinds]
+    if x.is_contiguous():  # the quickest way
+        return [
+            None if kind is None else torch.empty_like(x, dtype=_stored(kind)) for kind in kinds
+        ]
     return [None if kind is None else _empty(x)(*x.shape, dtype=_stored(kind)) for kind in kinds]
 
 
 @on_its_device
 def portable_backward(
-    plan: PortablePlan, dout: Tensor, dfinal: Tensor | None, ckpt: Tensor,
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
-    A: Tensor | None, cu_seqlens: Tensor | None,
+    plan: PortablePlan,
+    dout: Tensor,
+    dfinal: Tensor | None,
+    ckpt: Tensor,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+    A: Tensor | None,
+    cu_seqlens: Tensor | None,
 ):
     "Return dq, dk, dx, db, dbias, dskip, dz, dA, dinitial; None if the input was None. The bits repeat."
     p, new = plan, _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
-    A = A.contiguous() if p.rule >= RULES["s6"] else A # its rows may be one row or parts of wider ones
+    A = (
+        A.contiguous() if p.rule >= RULES["s6"] else A
+    )  # its rows may be one row or parts of wider ones
     packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
     dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok = new(p.blocks, p.rows, p.width * p.NP)
-    sums = torch.zeros if packed else torch.empty # a packed batch can have slots that nothing writes
+    sums = (
+        torch.zeros if packed else torch.empty
+    )  # a packed batch can have slots that nothing writes
     dbias, dskip = (sums(p.slots, p.D, device=x.device, dtype=torch.float32) for _ in range(2))
-    dA = sums(p.slots, p.D, p.N, device=x.device, dtype=torch.float32) if p.rule >= RULES["s6"] else None
+    dA = (
+        sums(p.slots, p.D, p.N, device=x.device, dtype=torch.float32)
+        if p.rule >= RULES["s6"]
+        else None
+    )
     dinitial = new(p.n_seq, p.D, p.N)
     if p.n_seq * p.D:
         tok, kk, owner = *portable_tokens(p, q, k, A), _segment_owner(p, cu_seqlens)
@@ -451,17 +829,84 @@ def portable_backward(
         most = programs if p.in_registers else min(programs, SCRATCHES)
         scratch = None if p.in_registers else new(most, p.C, p.NP, p.BD)
         zz, AA = z if z is not None else x, A if A is not None else x
-        flags = dict(RULE=p.rule, NP=p.NP, BD=p.BD, C=p.C, WIDTH=p.width, B_SCALAR=scalar, PACKED=packed,
-                     num_warps=p.warps, **_has(bias=bias, z=z))
+        flags = dict(
+            RULE=p.rule,
+            NP=p.NP,
+            BD=p.BD,
+            C=p.C,
+            WIDTH=p.width,
+            B_SCALAR=scalar,
+            PACKED=packed,
+            num_warps=p.warps,
+            **_has(bias=bias, z=z),
+        )
         if p.segmented:
-            launch(_adjoint_kernel, programs,
-                tok, kk, b, zz, dout, AA, bias, cu_seqlens, owner, carry, decay, p.T, p.LS, p.per_sequence, p.D, p.N,
-                p.blocks, *_strides(b, z, dout), U=min(p.C, 8), **flags)
+            launch(
+                _adjoint_kernel,
+                programs,
+                tok,
+                kk,
+                b,
+                zz,
+                dout,
+                AA,
+                bias,
+                cu_seqlens,
+                owner,
+                carry,
+                decay,
+                p.T,
+                p.LS,
+                p.per_sequence,
+                p.D,
+                p.N,
+                p.blocks,
+                *_strides(b, z, dout),
+                U=min(p.C, 8),
+                **flags,
+            )
             _carry(p, carry, decay, dfinal, cu_seqlens, reverse=True)
         for first in range(0, programs, max(1, most)):
-            launch(_scan_bwd_kernel, min(most, programs - first),
-                tok, kk, x, b, zz, dout, AA, bias, skip, dfinal, cu_seqlens, owner, ckpt, carry, scratch,
-                dx, db, dz, dtok, dbias, dskip, dA, dinitial, p.T, p.LS, p.per_sequence, p.D, p.N, p.blocks, p.rows,
-                *_strides(x, b, z, dout), first, MODE=2 if p.segmented else 0, IN_REGISTERS=p.in_registers, **flags,
-                **_has(skip=skip, dht=dfinal))
-    return _collect(p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar)
+            launch(
+                _scan_bwd_kernel,
+                min(most, programs - first),
+                tok,
+                kk,
+                x,
+                b,
+                zz,
+                dout,
+                AA,
+                bias,
+                skip,
+                dfinal,
+                cu_seqlens,
+                owner,
+                ckpt,
+                carry,
+                scratch,
+                dx,
+                db,
+                dz,
+                dtok,
+                dbias,
+                dskip,
+                dA,
+                dinitial,
+                p.T,
+                p.LS,
+                p.per_sequence,
+                p.D,
+                p.N,
+                p.blocks,
+                p.rows,
+                *_strides(x, b, z, dout),
+                first,
+                MODE=2 if p.segmented else 0,
+                IN_REGISTERS=p.in_registers,
+                **flags,
+                **_has(skip=skip, dht=dfinal),
+            )
+    return _collect(
+        p, q, k, x, b, z, bias, skip, A, dx, db, dz, dtok, dbias, dskip, dA, dinitial, scalar
+    )

@@ -12,7 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .triton_diagonal import diagonal_plan
-from .triton_diagonal_backward import _over_channels, _over_d, _over_n, _over_states, _slope
+from longhorn_kit.scan.triton_diagonal_backward import (
+    _over_channels,
+    _over_d,
+    _over_n,
+    _over_states,
+    _slope,
+)
 from .triton_diagonal_forward import Rule, _itself, _rates_of, _weighed
 from .triton_gluon import LOG2E, _exp2, _float, _fnma, _reciprocal
 from .triton_portable import PortablePlan
@@ -87,7 +93,7 @@ def _s6_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.co
     kn, w, qn, d1 = _driven(t, sw, sd, sk, sq, OVER_N, OVER_D)
     gate = _exp2(w * _rates_of(A, sa, t, OVER_N, RULE))
     if RULE.fixed:
-        P = P + w # the sum of Delta: the kernel makes the product of gates of it
+        P = P + w  # the sum of Delta: the kernel makes the product of gates of it
     else:
         P = gate * P
     if REVERSE:
@@ -123,8 +129,26 @@ def _own_alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.c
 
 # %% ../../nbs/machine/triton_selective.ipynb #22_triton_selective-021
 @gluon.jit
-def _four_selective(S, after, G, A, dA, t0, py, pq, sw, sx, sh, sd, sk, sq, sa, HAS_Z: gl.constexpr,
-                    VEC: gl.constexpr, RULE: gl.constexpr):
+def _four_selective(
+    S,
+    after,
+    G,
+    A,
+    dA,
+    t0,
+    py,
+    pq,
+    sw,
+    sx,
+    sh,
+    sd,
+    sk,
+    sq,
+    sa,
+    HAS_Z: gl.constexpr,
+    VEC: gl.constexpr,
+    RULE: gl.constexpr,
+):
     # Four steps forward, the states before kept in registers, then back. A lane sums what it holds, then lanes meet.
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
@@ -228,18 +252,39 @@ def selective_takes(N: int) -> bool:
 
 
 _S6 = Rule(
-    rate=_s6_rate, enters=_weighed, step=_s6_next, drives=_weighed, alone=_s6_alone, slope=_s6_slope,
-    rate_again=_s6_rate_again, step_at=_loaded_next, four_steps=_four_selective, fall=_s6_fall, beside=1.0)
+    rate=_s6_rate,
+    enters=_weighed,
+    step=_s6_next,
+    drives=_weighed,
+    alone=_s6_alone,
+    slope=_s6_slope,
+    rate_again=_s6_rate_again,
+    step_at=_loaded_next,
+    four_steps=_four_selective,
+    fall=_s6_fall,
+    beside=1.0,
+)
 
 SELECTIVE_RULES = {
     "s6": _S6._replace(fixed=True),
     "s6_given": _S6._replace(
-        fixed=True, rate=_given_rate, slope=_given_slope, rate_again=_given_rate_again),
+        fixed=True, rate=_given_rate, slope=_given_slope, rate_again=_given_rate_again
+    ),
     "s6_time_varying": _S6._replace(timed=True),
     "decoupled": Rule(
-        rate=_own_rate, enters=_itself, step=_own_next, drives=_itself, alone=_own_alone, slope=_slope,
-        rate_again=_own_rate_again, step_at=_loaded_next, four_steps=_four_selective, fall=_own_fall,
-        bias_by=-LOG2E.value)}
+        rate=_own_rate,
+        enters=_itself,
+        step=_own_next,
+        drives=_itself,
+        alone=_own_alone,
+        slope=_slope,
+        rate_again=_own_rate_again,
+        step_at=_loaded_next,
+        four_steps=_four_selective,
+        fall=_own_fall,
+        bias_by=-LOG2E.value,
+    ),
+}
 
 
 def selective_plan(rule: str, *sizes, **options) -> PortablePlan:

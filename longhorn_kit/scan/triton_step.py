@@ -17,19 +17,59 @@ from torch.library import custom_op
 from .launch import changed, in_eager, launch, resolved, unwatched
 from .triton_conv import overlapped, updated
 from longhorn_kit.scan.triton_portable import (
-    RULES, S6, S6_TIMED, _advance, _cdiv, _contiguous, _empty, _has, _last_contiguous, _rate, _sigmoid,
-    _stored, on_its_device)
+    RULES,
+    S6,
+    S6_TIMED,
+    _advance,
+    _cdiv,
+    _contiguous,
+    _empty,
+    _has,
+    _last_contiguous,
+    _rate,
+    _sigmoid,
+    _stored,
+    on_its_device,
+)
 from .triton_portable_backward import _as
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
 def _step_kernel(
-        q_ptr, k_ptr, x_ptr, b_ptr, z_ptr, A_ptr, bias_ptr, skip_ptr, state_ptr, after_ptr, slot_ptr, out_ptr,
-        SLOTS, sq, sk, sx, sb, sz, sA, s_state, s_after,
-        RULE: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr,
-        B_SCALAR: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SKIP: tl.constexpr, HAS_Z: tl.constexpr, PDL: tl.constexpr):
+    q_ptr,
+    k_ptr,
+    x_ptr,
+    b_ptr,
+    z_ptr,
+    A_ptr,
+    bias_ptr,
+    skip_ptr,
+    state_ptr,
+    after_ptr,
+    slot_ptr,
+    out_ptr,
+    SLOTS,
+    sq,
+    sk,
+    sx,
+    sb,
+    sz,
+    sA,
+    s_state,
+    s_after,
+    RULE: tl.constexpr,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    BD: tl.constexpr,
+    B_SCALAR: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_SKIP: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    PDL: tl.constexpr,
+):
     # One step of BD channels of one sequence; `after` may be `state`: no other program reads these channels.
-    if PDL: # see `overlapped`
+    if PDL:  # see `overlapped`
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -45,7 +85,9 @@ def _step_kernel(
     if slot_ptr is not None:
         slot = tl.load(slot_ptr + row).to(tl.int64)
         real = (slot >= 0) & (slot < SLOTS)
-    S = tl.load(state_ptr + slot * s_state + dn, mask=m & real, other=0.0).to(tl.float32) # (N,D), as in the scans
+    S = tl.load(state_ptr + slot * s_state + dn, mask=m & real, other=0.0).to(
+        tl.float32
+    )  # (N,D), as in the scans
     k = tl.load(k_ptr + row * sk + n, mask=mn, other=0.0).to(tl.float32)
     q = tl.load(q_ptr + row * sq + n, mask=mn, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * sx + d, mask=md, other=0.0).to(tl.float32)
@@ -53,7 +95,7 @@ def _step_kernel(
     z = tl.zeros([BD], tl.float32)
     skip = tl.zeros([BD], tl.float32)
     A = tl.zeros([NP, 1], tl.float32)
-    if HAS_Z: # before the state is stored: the compiler moves no load ahead of a store
+    if HAS_Z:  # before the state is stored: the compiler moves no load ahead of a store
         z = tl.load(z_ptr + row * sz + d, mask=md, other=0.0).to(tl.float32)
     if HAS_SKIP:
         skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
@@ -72,12 +114,14 @@ def _step_kernel(
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-011
 @lru_cache(4096)
-def step_plan(B: int, D: int, N: int, wide: bool = True) -> tuple: # sequences, channels, state coordinates
+def step_plan(
+    B: int, D: int, N: int, wide: bool = True
+) -> tuple:  # sequences, channels, state coordinates
     "Return the channels per program and its warps: 16 numbers of the state per lane, or as many as suit the GPU."
     NP = triton.next_power_of_2(N)
     block, warps = (2048 // NP, 4) if NP < 128 else (32, 8)
     if wide and 768 <= B * _cdiv(D, 2 * block) <= 1056 and NP < 128:
-        block *= 2 # all programs run at once: 8 on each of 132 multiprocessors
+        block *= 2  # all programs run at once: 8 on each of 132 multiprocessors
     while block > 8 and (B * _cdiv(D, block) < 128 or block >= 2 * D):
         block, warps = block // 2, max(1, warps // 2)
     return block, warps
@@ -92,17 +136,55 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     block, warps = plan or step_plan(B, D, N, slots is None and A is None)
     out = _empty(x)(B, D, dtype=_stored(x.dtype))
     if B * D:
-        launch(_step_kernel, B * _cdiv(D, block),
-            q, k, x, b, z, A, bias, skip, state, after, slots, out,
-            len(state), q.stride(0), k.stride(0), x.stride(0), b.stride(0), 0 if z is None else z.stride(0), N,
-            state.stride(0), after.stride(0), RULE=RULES[rule], D=D, N=N, NP=triton.next_power_of_2(N), BD=block,
-            B_SCALAR=b.shape[-1] == 1 and D > 1, **_has(bias=bias, skip=skip, z=z),
-            **overlapped(x.device), num_warps=warps)
+        launch(
+            _step_kernel,
+            B * _cdiv(D, block),
+            q,
+            k,
+            x,
+            b,
+            z,
+            A,
+            bias,
+            skip,
+            state,
+            after,
+            slots,
+            out,
+            len(state),
+            q.stride(0),
+            k.stride(0),
+            x.stride(0),
+            b.stride(0),
+            0 if z is None else z.stride(0),
+            N,
+            state.stride(0),
+            after.stride(0),
+            RULE=RULES[rule],
+            D=D,
+            N=N,
+            NP=triton.next_power_of_2(N),
+            BD=block,
+            B_SCALAR=b.shape[-1] == 1 and D > 1,
+            **_has(bias=bias, skip=skip, z=z),
+            **overlapped(x.device),
+            num_warps=warps,
+        )
     return _as(out, x)
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-015
-def _fresh_step(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
-                bias: Tensor | None, skip: Tensor | None, z: Tensor | None) -> tuple[Tensor, Tensor]:
+def _fresh_step(
+    rule: str,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    A: Tensor | None,
+    state: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     state = state.contiguous()
     after = _empty(x)(*state.shape, dtype=_stored(state.dtype))
     return launch_step(rule, q, k, x, b, A, state, after, bias, skip, z), after.to(state.dtype)
@@ -116,8 +198,19 @@ def _(rule, q, k, x, b, A, state, bias, skip, z):
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, state)]
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-n20
-def _step_in_place(rule: str, q: Tensor, k: Tensor, x: Tensor, b: Tensor, A: Tensor | None, state: Tensor,
-                   bias: Tensor | None, skip: Tensor | None, z: Tensor | None, slots: Tensor | None = None) -> Tensor:
+def _step_in_place(
+    rule: str,
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,
+    A: Tensor | None,
+    state: Tensor,
+    bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+    slots: Tensor | None = None,
+) -> Tensor:
     return updated(state, lambda S: launch_step(rule, q, k, x, b, A, S, S, bias, skip, z, slots))
 
 
@@ -130,21 +223,30 @@ def _(rule, q, k, x, b, A, state, bias, skip, z, slots=None):
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-016
 def triton_step(
-    rule: str, # a key of `RULES`
-    q: Tensor, k: Tensor, x: Tensor, b: Tensor, # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
-    A: Tensor | None, state: Tensor, # (D,N), or (B,1,N) for "s6_time_varying"; (B,D,N), or a pool (slots,D,N)
-    bias: Tensor | None = None, skip: Tensor | None = None, z: Tensor | None = None, # (D,), (D,), (B,D)
-    inplace: bool = False, # write the next state into `state`
-    slots: Tensor | None = None, # (B,) rows of a pool, in place only
+    rule: str,  # a key of `RULES`
+    q: Tensor,
+    k: Tensor,
+    x: Tensor,
+    b: Tensor,  # (B,N) twice, (B,D), logits (B,D) or (B,1) of the step size or Delta
+    A: Tensor | None,
+    state: Tensor,  # (D,N), or (B,1,N) for "s6_time_varying"; (B,D,N), or a pool (slots,D,N)
+    bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    z: Tensor | None = None,  # (D,), (D,), (B,D)
+    inplace: bool = False,  # write the next state into `state`
+    slots: Tensor | None = None,  # (B,) rows of a pool, in place only
 ):
     "Run one step without gradients: return out (B,D) in x.dtype and the next state in state.dtype."
-    tensors, ops = (q, k, x, b, A, state, bias, skip, z), torch.ops.longhorn_kit # by name: see `triton_conv`
+    tensors, ops = (
+        (q, k, x, b, A, state, bias, skip, z),
+        torch.ops.longhorn_kit,
+    )  # by name: see `triton_conv`
     direct = in_eager(*tensors, slots)
     if not direct and unwatched():
         *tensors, slots = resolved(*tensors, slots)
     if not inplace:
         return (_fresh_step if direct else ops.step.default)(rule, *tensors)
     out = (_step_in_place if direct else ops.step_.default)(rule, *tensors, slots)
-    if tensors[5] is not state: # a copy with the right signs
+    if tensors[5] is not state:  # a copy with the right signs
         state.copy_(tensors[5])
     return out, changed(state) if direct else state

@@ -12,62 +12,67 @@ from torch import Tensor
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-011
 def effective_rate(
-    k: Tensor,    # (...,N) key
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D) or (...,1) rate eps
+    k: Tensor,  # (...,N) key
+    beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
+) -> Tensor:  # (...,D) or (...,1) rate eps
     "Return the implicit step's rate, `beta / (1 + beta |k|^2)`."
     return beta / (1 + beta * k.square().sum(-1, keepdim=True))
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-014
 def explicit_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size
-) -> Tensor:      # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) step size
+) -> Tensor:  # (...,D,N) next state
     "Take one gradient step on `|S k - x|^2 / 2`: `S + beta (x - S k) k^T`; DeltaNet's update if `|k| = 1`."
     residual = x - (S * k[..., None, :]).sum(-1)
     return S + (beta * residual)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-016
 def exact_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
+) -> Tensor:  # (...,D,N) next state
     "Minimise `|S_next - S|^2 + |S_next k - x|^2_beta`: Longhorn's exact update."
     return explicit_step(S, k, x, effective_rate(k, beta))
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-030
 def diagonal_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
+) -> Tensor:  # (...,D,N) next state
     "Replace `k k^T` of the exact step by its diagonal (the paper's layer)."
     rate, key = effective_rate(k, beta)[..., None], k[..., None, :]
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-039
 def decoupled_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) step size in [0,1]
-) -> Tensor:      # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
+) -> Tensor:  # (...,D,N) next state
     "Solve one proximal problem per coordinate, at rate `beta / (1 + beta k_n^2)`."
     step, key = (beta * torch.ones_like(x))[..., None], k[..., None, :]
     rate = step / (1 + step * key.square())
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 
-STEPS = {"diagonal": diagonal_step, "exact": exact_step, "decoupled": decoupled_step} # Longhorn's forms
+
+STEPS = {
+    "diagonal": diagonal_step,
+    "exact": exact_step,
+    "decoupled": decoupled_step,
+}  # Longhorn's forms
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-053
 def effective_rate_from_logits(
-    k: Tensor, # (...,N) key
-    v: Tensor, # (...,D) or (...,1) step-size logits, beta = sigmoid(v)
-) -> Tensor:   # (...,D) or (...,1) rate eps
+    k: Tensor,  # (...,N) key
+    v: Tensor,  # (...,D) or (...,1) step-size logits, beta = sigmoid(v)
+) -> Tensor:  # (...,D) or (...,1) rate eps
     "Return `effective_rate(k, sigmoid(v))` without overflow, for float32 or wider; v < -80 acts as -80."
     return 1 / (1 + k.square().sum(-1, keepdim=True) + torch.exp(-v.clamp(min=-80)))

@@ -13,35 +13,40 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
+from longhorn_kit.theory.closed_forms import (
+    decoupled_step,
+    diagonal_step,
+    exact_step,
+    explicit_step,
+)
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-017
 def transition_matrix(
-    step: Callable,     # step(S, k, x, beta) -> S
-    k: Tensor,          # (...,N) key
+    step: Callable,  # step(S, k, x, beta) -> S
+    k: Tensor,  # (...,N) key
     beta: float = 1.0,
-) -> Tensor:            # (...,N,N) transition A of `s <- A s + b`
+) -> Tensor:  # (...,N,N) transition A of `s <- A s + b`
     "Return the matrix `A` by which `step` multiplies the old state: `S A`."
     identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device).expand(*k.shape, k.shape[-1])
     return step(identity, k, torch.zeros_like(k), torch.full_like(k[..., :1], beta))
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-022
 def transition_eigenvalues(
-    step: Callable,     # step(S, k, x, beta) -> S
-    k: Tensor,          # (...,N) key
+    step: Callable,  # step(S, k, x, beta) -> S
+    k: Tensor,  # (...,N) key
     beta: float = 1.0,
-) -> Tensor:            # (...,N) eigenvalues in ascending order
+) -> Tensor:  # (...,N) eigenvalues in ascending order
     "Return the eigenvalues of the step's (symmetric) transition."
     return torch.linalg.eigvalsh(transition_matrix(step, k, beta))
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-030
 def run_stream(
-    step: Callable,       # update `step(S, k, x, beta) -> S`
-    keys: Tensor,         # (...,T,N) keys, in the order of writing
-    values: Tensor,       # (...,T,D) values
-    beta: float | Tensor = 1.0, # step size: a number, (D,), (...,T,D) or (...,T,1)
-    initial_state: Tensor | None = None, # (...,D,N) state before the first pair; zeros if None
-) -> Tensor:              # (...,T+1,D,N) the state before the first pair, then after each
+    step: Callable,  # update `step(S, k, x, beta) -> S`
+    keys: Tensor,  # (...,T,N) keys, in the order of writing
+    values: Tensor,  # (...,T,D) values
+    beta: float | Tensor = 1.0,  # step size: a number, (D,), (...,T,D) or (...,T,1)
+    initial_state: Tensor | None = None,  # (...,D,N) state before the first pair; zeros if None
+) -> Tensor:  # (...,T+1,D,N) the state before the first pair, then after each
     "Return all states of an update along a stream."
     S = values.new_zeros(*values.shape[:-2], values.shape[-1], keys.shape[-1])
     S = S if initial_state is None else initial_state.expand_as(S)
@@ -54,11 +59,11 @@ def run_stream(
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-042
 def recall_matrix(
-    step: Callable,    # update `step(S, k, x, beta) -> S`
-    keys: Tensor,      # (...,P,N) keys, in the order of writing
-    beta: float = 1.0, # step size
-    passes: int = 1,   # how many times the whole list is written
-) -> Tensor:           # (...,P,P) entry (i,j): the share of value j in the answer to key i
+    step: Callable,  # update `step(S, k, x, beta) -> S`
+    keys: Tensor,  # (...,P,N) keys, in the order of writing
+    beta: float = 1.0,  # step size
+    passes: int = 1,  # how many times the whole list is written
+) -> Tensor:  # (...,P,P) entry (i,j): the share of value j in the answer to key i
     "Return what each key recalls after all writes, as a mixture of the values; the identity is perfect."
     pairs, state_size = keys.shape[-2:]
     values = torch.eye(pairs, dtype=keys.dtype, device=keys.device)
@@ -70,6 +75,7 @@ def recall_matrix(
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-048
 class Learner(NamedTuple):
     "An update, and whether it needs keys of length one."
+
     step: Callable  # step(S, k, x, beta) -> S
     unit_keys: bool
 
@@ -79,28 +85,30 @@ class Learner(NamedTuple):
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-047
 def linear_attention_step(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: float | Tensor = 1.0, # step size: a number, or (...,D) or (...,1)
-) -> Tensor:      # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: float | Tensor = 1.0,  # step size: a number, or (...,D) or (...,1)
+) -> Tensor:  # (...,D,N) next state
     "Add the pair, `S + beta x k^T`."
     return S + (beta * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-049
 LEARNERS = {
-    "longhorn_exact": Learner(exact_step, False), "longhorn": Learner(diagonal_step, False),
+    "longhorn_exact": Learner(exact_step, False),
+    "longhorn": Learner(diagonal_step, False),
     "longhorn_decoupled": Learner(decoupled_step, False),
-    "deltanet": Learner(explicit_step, True), "linear_attention": Learner(linear_attention_step, True),
+    "deltanet": Learner(explicit_step, True),
+    "linear_attention": Learner(linear_attention_step, True),
 }
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-050
 def correlated_keys(
-    cosine: float | Tensor, # a number, or (draws,)
+    cosine: float | Tensor,  # a number, or (draws,)
     draws: int,
-    state_size: int,        # N
+    state_size: int,  # N
     generator: torch.Generator | None = None,
-) -> Tensor:                # (draws,2,N) pairs of keys of squared length N
+) -> Tensor:  # (draws,2,N) pairs of keys of squared length N
     "Draw dense keys in pairs with a given cosine."
     a, b = normalize(torch.randn(2, draws, state_size, generator=generator), dim=-1)
     b = normalize(b - (a * b).sum(-1, keepdim=True) * a, dim=-1)
@@ -109,9 +117,9 @@ def correlated_keys(
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-065
 def recall_error(
-    matrices: Tensor,            # (...,P,P) recall matrices, see `recall_matrix`
-    scale: float | Tensor = 1.0, # factor on the read-out
-) -> Tensor:                     # (...) 0 is perfect, 1 is an empty memory
+    matrices: Tensor,  # (...,P,P) recall matrices, see `recall_matrix`
+    scale: float | Tensor = 1.0,  # factor on the read-out
+) -> Tensor:  # (...) 0 is perfect, 1 is an empty memory
     "Return the expected relative squared error of recall for independent values of equal variance."
     pairs = matrices.shape[-1]
     identity = torch.eye(pairs, dtype=matrices.dtype, device=matrices.device)
@@ -119,18 +127,18 @@ def recall_error(
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-066
 def best_scale(
-    matrices: Tensor, # (draws,P,P) recall matrices, see `recall_matrix`
-) -> Tensor:          # () factor
+    matrices: Tensor,  # (draws,P,P) recall matrices, see `recall_matrix`
+) -> Tensor:  # () factor
     "Return the factor on the read-out that minimises the mean `recall_error`."
     return matrices.diagonal(dim1=-2, dim2=-1).sum() / matrices.square().sum()
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-067
 def random_keys(
     draws: int,
-    pairs: int,      # P
-    state_size: int, # N
+    pairs: int,  # P
+    state_size: int,  # N
     generator: torch.Generator | None = None,
-) -> Tensor:         # (draws,P,N) keys of squared length N
+) -> Tensor:  # (draws,P,N) keys of squared length N
     "Draw keys in independent directions; each coordinate has variance 1."
     directions = torch.randn(draws, pairs, state_size, generator=generator)
     return state_size**0.5 * normalize(directions, dim=-1)

@@ -15,31 +15,47 @@ from torch import Tensor
 @dataclass(frozen=True)
 class Symbol:
     "One row of the symbol table."
-    name: str             # in the kit's code
-    formula: str          # in our formulas, LaTeX
-    shape: str            # sizes separated by commas; empty for a size
+
+    name: str  # in the kit's code
+    formula: str  # in our formulas, LaTeX
+    shape: str  # sizes separated by commas; empty for a size
     meaning: str
-    paper: str = ""       # in the paper, LaTeX; empty if it has no symbol
-    official: str = ""    # name and layout in the official code
+    paper: str = ""  # in the paper, LaTeX; empty if it has no symbol
+    official: str = ""  # name and layout in the official code
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-018
-SYMBOLS = {symbol.name: symbol for symbol in (
-    Symbol("B", "B", "", "batch: sequences side by side"),
-    Symbol("T", "T", "", "time: steps of a sequence", official="L"),
-    Symbol("D", "D", "", "channels: numbers in a value (the layer's inner width)", "d"),
-    Symbol("N", "N", "", "state size: numbers per channel, and length of a key", "m", "dstate"),
-    Symbol("q", "q_t", "B,T,N", "query: what to look up", "q_t", "q (B,N,L)"),
-    Symbol("k", "k_t", "B,T,N", "key: where to write", "k_t", "k (B,N,L)"),
-    Symbol("x", "x_t", "B,T,D", "input, which is also the value to remember", "x_t", "u (B,D,L)"),
-    Symbol("b", "b_t", "B,T,D", "step-size logit, before the sigmoid", official="dt (B,D,L)"),
-    Symbol("b_bias", "b_0", "D", "learned offset of the logits", official="t_bias (D)"),
-    Symbol("beta", r"\beta_t", "B,T,D", "step size in (0,1): weight of the pair", r"\beta_t", "dt"),
-    Symbol("eps", r"\varepsilon_t", "B,T,D", "effective rate", r"\varepsilon_t, \Delta_t", "dt"),
-    Symbol("S", "S_t", "B,D,N", "state: the memory", "S_t", "x, ssm_state (B,D,N)"),
-    Symbol("D_skip", r"D_\text{skip}", "D", "weight of the direct path from input to output", official="D (D)"),
-    Symbol("z", "z_t", "B,T,D", "gate of the output, through SiLU", official="z (B,D,L)"),
-    Symbol("out", "o_t", "B,T,D", "output: the gated read-out", official="out (B,D,L)"),
-)}
+SYMBOLS = {
+    symbol.name: symbol
+    for symbol in (
+        Symbol("B", "B", "", "batch: sequences side by side"),
+        Symbol("T", "T", "", "time: steps of a sequence", official="L"),
+        Symbol("D", "D", "", "channels: numbers in a value (the layer's inner width)", "d"),
+        Symbol("N", "N", "", "state size: numbers per channel, and length of a key", "m", "dstate"),
+        Symbol("q", "q_t", "B,T,N", "query: what to look up", "q_t", "q (B,N,L)"),
+        Symbol("k", "k_t", "B,T,N", "key: where to write", "k_t", "k (B,N,L)"),
+        Symbol(
+            "x", "x_t", "B,T,D", "input, which is also the value to remember", "x_t", "u (B,D,L)"
+        ),
+        Symbol("b", "b_t", "B,T,D", "step-size logit, before the sigmoid", official="dt (B,D,L)"),
+        Symbol("b_bias", "b_0", "D", "learned offset of the logits", official="t_bias (D)"),
+        Symbol(
+            "beta", r"\beta_t", "B,T,D", "step size in (0,1): weight of the pair", r"\beta_t", "dt"
+        ),
+        Symbol(
+            "eps", r"\varepsilon_t", "B,T,D", "effective rate", r"\varepsilon_t, \Delta_t", "dt"
+        ),
+        Symbol("S", "S_t", "B,D,N", "state: the memory", "S_t", "x, ssm_state (B,D,N)"),
+        Symbol(
+            "D_skip",
+            r"D_\text{skip}",
+            "D",
+            "weight of the direct path from input to output",
+            official="D (D)",
+        ),
+        Symbol("z", "z_t", "B,T,D", "gate of the output, through SiLU", official="z (B,D,L)"),
+        Symbol("out", "o_t", "B,T,D", "output: the gated read-out", official="out (B,D,L)"),
+    )
+}
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-019
 def symbol_table() -> str:
@@ -49,13 +65,15 @@ def symbol_table() -> str:
         paper = f"${s.paper}$" if s.paper else "–"
         official = f"`{s.official}`" if s.official else "–"
         shape = f"({s.shape})" if s.shape else "size"
-        rows.append(f"| `{s.name}` | ${s.formula}$ | {shape} | {s.meaning} | {paper} | {official} |")
+        rows.append(
+            f"| `{s.name}` | ${s.formula}$ | {shape} | {s.meaning} | {paper} | {official} |"
+        )
     return "\n".join(rows)
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-024
 def shape_of(
-    name: str,   # a key of `SYMBOLS`
-    **sizes: int, # B, T, D, N as needed
+    name: str,  # a key of `SYMBOLS`
+    **sizes: int,  # B, T, D, N as needed
 ) -> tuple[int, ...]:
     "Return the shape of a symbol at given sizes; `()` for a size."
     if name not in SYMBOLS:
@@ -68,10 +86,11 @@ def shape_of(
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-033
 def swap_layout(
-    t: Tensor, # (B,T,C) ours, or (B,C,L) official
-) -> Tensor:   # (B,C,L) or (B,T,C)
+    t: Tensor,  # (B,T,C) ours, or (B,C,L) official
+) -> Tensor:  # (B,C,L) or (B,T,C)
     "Swap time and channels, in fresh contiguous memory."
-    if t.dim() != 3: raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
+    if t.dim() != 3:
+        raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
     return t.transpose(1, 2).contiguous()
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-036
@@ -84,39 +103,69 @@ def _expect(**given):
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-038
 def to_official(
-    q: Tensor,                   # (B,T,N) queries
-    k: Tensor,                   # (B,T,N) keys
-    x: Tensor,                   # (B,T,D) values
-    b: Tensor,                   # (B,T,D) or (B,T,1) step-size logits
-    b_bias: Tensor | None=None,  # (D,)
-    D_skip: Tensor | None=None,  # (D,)
-    z: Tensor | None=None,       # (B,T,D) gate
-) -> dict[str, Tensor | None]:   # u, q, k, dt, D, t_bias, z, in the official order
+    q: Tensor,  # (B,T,N) queries
+    k: Tensor,  # (B,T,N) keys
+    x: Tensor,  # (B,T,D) values
+    b: Tensor,  # (B,T,D) or (B,T,1) step-size logits
+    b_bias: Tensor | None = None,  # (D,)
+    D_skip: Tensor | None = None,  # (D,)
+    z: Tensor | None = None,  # (B,T,D) gate
+) -> dict[str, Tensor | None]:  # u, q, k, dt, D, t_bias, z, in the official order
     "Return `longhorn_scan`'s arguments in the official names, order and layout."
     if q.dim() != 3 or x.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; expected (B,T,N) and (B,T,D)")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; expected (B,T,N) and (B,T,D)"
+        )
     B, T, D = x.shape
     rate = (B, T, 1) if b.shape[-1:] == (1,) else x.shape
-    _expect(q=(q, (B, T, q.shape[-1]), "x"), k=(k, q.shape, "q"), b=(b, rate, "x"),
-            z=(z, x.shape, "x"), b_bias=(b_bias, (D,), "x"), D_skip=(D_skip, (D,), "x"))
-    return dict(u=swap_layout(x), q=swap_layout(q), k=swap_layout(k),
-                dt=swap_layout(b.expand(B, T, D)), D=D_skip, t_bias=b_bias, z=None if z is None else swap_layout(z))
+    _expect(
+        q=(q, (B, T, q.shape[-1]), "x"),
+        k=(k, q.shape, "q"),
+        b=(b, rate, "x"),
+        z=(z, x.shape, "x"),
+        b_bias=(b_bias, (D,), "x"),
+        D_skip=(D_skip, (D,), "x"),
+    )
+    return dict(
+        u=swap_layout(x),
+        q=swap_layout(q),
+        k=swap_layout(k),
+        dt=swap_layout(b.expand(B, T, D)),
+        D=D_skip,
+        t_bias=b_bias,
+        z=None if z is None else swap_layout(z),
+    )
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-039
 def from_official(
-    u: Tensor,                   # (B,D,L) values
-    q: Tensor,                   # (B,N,L) queries
-    k: Tensor,                   # (B,N,L) keys
-    dt: Tensor,                  # (B,D,L) step-size logits
-    D: Tensor | None=None,       # (D,)
-    t_bias: Tensor | None=None,  # (D,)
-    z: Tensor | None=None,       # (B,D,L) gate
-) -> dict[str, Tensor | None]:   # q, k, x, b, b_bias, D_skip, z, in the kit's order
+    u: Tensor,  # (B,D,L) values
+    q: Tensor,  # (B,N,L) queries
+    k: Tensor,  # (B,N,L) keys
+    dt: Tensor,  # (B,D,L) step-size logits
+    D: Tensor | None = None,  # (D,)
+    t_bias: Tensor | None = None,  # (D,)
+    z: Tensor | None = None,  # (B,D,L) gate
+) -> dict[str, Tensor | None]:  # q, k, x, b, b_bias, D_skip, z, in the kit's order
     "Undo `to_official`."
     if q.dim() != 3 or u.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; expected (B,N,L) and (B,D,L)")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; expected (B,N,L) and (B,D,L)"
+        )
     B, channels, L = u.shape
-    _expect(q=(q, (B, q.shape[1], L), "u"), k=(k, q.shape, "q"), dt=(dt, u.shape, "u"),
-            z=(z, u.shape, "u"), t_bias=(t_bias, (channels,), "u"), D=(D, (channels,), "u"))
-    return dict(q=swap_layout(q), k=swap_layout(k), x=swap_layout(u), b=swap_layout(dt),
-                b_bias=t_bias, D_skip=D, z=None if z is None else swap_layout(z))
+    _expect(
+        q=(q, (B, q.shape[1], L), "u"),
+        k=(k, q.shape, "q"),
+        dt=(dt, u.shape, "u"),
+        z=(z, u.shape, "u"),
+        t_bias=(t_bias, (channels,), "u"),
+        D=(D, (channels,), "u"),
+    )
+    return dict(
+        q=swap_layout(q),
+        k=swap_layout(k),
+        x=swap_layout(u),
+        b=swap_layout(dt),
+        b_bias=t_bias,
+        D_skip=D,
+        z=None if z is None else swap_layout(z),
+    )

@@ -16,27 +16,27 @@ from torch import Tensor
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-012
 def proximity(
-    S: Tensor,      # (...,D,N) candidate state
-    S_prev: Tensor, # (...,D,N) previous state
-) -> Tensor:        # (...) distance
+    S: Tensor,  # (...,D,N) candidate state
+    S_prev: Tensor,  # (...,D,N) previous state
+) -> Tensor:  # (...) distance
     "Return the squared distance moved, `|S - S_prev|^2` (Frobenius norm)."
     return (S - S_prev).square().sum((-2, -1))
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-013
 def recall_loss(
-    S: Tensor,    # (...,D,N) candidate state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D) or (...,1) weight of each channel
-) -> Tensor:      # (...) loss
+    S: Tensor,  # (...,D,N) candidate state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) weight of each channel
+) -> Tensor:  # (...) loss
     "Return the squared error `|S k - x|^2` with channel d weighted by `beta[d]`."
     return (beta * ((S * k[..., None, :]).sum(-1) - x).square()).sum(-1)
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-018
 def gradient_of(
-    f: Callable, # f(S) -> (...) one value for each problem of a batch
-    S: Tensor,   # (...,D,N) point
-) -> Tensor:     # (...,D,N) gradient
+    f: Callable,  # f(S) -> (...) one value for each problem of a batch
+    S: Tensor,  # (...,D,N) point
+) -> Tensor:  # (...,D,N) gradient
     "Return the gradient of `f` at `S` by autograd, detached."
     with torch.enable_grad():
         S = S.detach().requires_grad_()
@@ -45,54 +45,65 @@ def gradient_of(
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-020
 def implicit_gradient(
-    S: Tensor,      # (...,D,N) candidate state
-    S_prev: Tensor, # (...,D,N) previous state
-    k: Tensor,      # (...,N) key
-    x: Tensor,      # (...,D) value
-    beta: Tensor,   # (...,D) or (...,1) weight of each channel
-) -> Tensor:        # (...,D,N) gradient
+    S: Tensor,  # (...,D,N) candidate state
+    S_prev: Tensor,  # (...,D,N) previous state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) weight of each channel
+) -> Tensor:  # (...,D,N) gradient
     "Return the gradient of `proximity + recall_loss` in `S`, by formula."
     residual = (S * k[..., None, :]).sum(-1) - x
     return 2 * (S - S_prev) + 2 * (beta * residual)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-024
 def minimise_quadratic(
-    f: Callable, # f(S) -> (...) quadratic in S; S may carry one more leading dimension
-    S: Tensor,   # (...,D,N) any point: gives shape and dtype
-) -> Tensor:     # (...,D,N) minimiser
+    f: Callable,  # f(S) -> (...) quadratic in S; S may carry one more leading dimension
+    S: Tensor,  # (...,D,N) any point: gives shape and dtype
+) -> Tensor:  # (...,D,N) minimiser
     "Return the minimiser of a quadratic `f` by one dense solve; ValueError without one."
     M, lead = S.shape[-2:].numel(), [1] * (S.dim() - 2)
-    units = torch.eye(M, dtype=S.dtype, device=S.device).view(M, *lead, *S.shape[-2:]).expand(M, *S.shape)
+    units = (
+        torch.eye(M, dtype=S.dtype, device=S.device)
+        .view(M, *lead, *S.shape[-2:])
+        .expand(M, *S.shape)
+    )
     g = gradient_of(f, torch.cat([torch.zeros_like(S)[None], units])).flatten(-2)  # (M+1,...,M)
     hessian = (g[1:] - g[0]).movedim(0, -1)
     solution = torch.linalg.solve_ex(hessian, -g[0])[0].view_as(S)
     rest, scale = gradient_of(f, solution).abs().max(), g.abs().max()
     if not rest <= 1e-6 * scale:
-        raise ValueError(f"not quadratic, or without a minimum: gradient {rest:.1e} at the solution")
+        raise ValueError(
+            f"not quadratic, or without a minimum: gradient {rest:.1e} at the solution"
+        )
     if not (torch.linalg.eigvalsh(hessian) > 0).all():
         raise ValueError("no unique minimum: the Hessian is not positive definite")
     return solution
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-026
 def minimise_descent(
-    f: Callable,            # f(S) -> (...) smooth and convex, one value for each problem
-    S: Tensor,              # (...,D,N) starting point
-    tolerance: float=1e-10, # largest gradient entry at the end, relative to the start
-    max_steps: int=5000,
-) -> Tensor:                # (...,D,N) minimiser
+    f: Callable,  # f(S) -> (...) smooth and convex, one value for each problem
+    S: Tensor,  # (...,D,N) starting point
+    tolerance: float = 1e-10,  # largest gradient entry at the end, relative to the start
+    max_steps: int = 5000,
+) -> Tensor:  # (...,D,N) minimiser
     "Return the minimiser of `f` by Barzilai-Borwein descent; RuntimeError if it does not converge."
     g, step = gradient_of(f, S), 1e-6
     goal = tolerance * g.abs().max().item()
     for n in range(max_steps):
-        still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax((-2, -1), keepdim=True) # only rounding
-        if (g.abs() <= goal).all() or n and still.all(): return S
+        still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax(
+            (-2, -1), keepdim=True
+        )  # only rounding
+        if (g.abs() <= goal).all() or n and still.all():
+            return S
         S_next = S - step * g
         g_next = gradient_of(f, S_next)
         dS, dg = S_next - S, g_next - g
         curvature = (dS * dg).sum((-2, -1), keepdim=True)
         step = torch.where(curvature > 0, dS.square().sum((-2, -1), keepdim=True) / curvature, step)
         S, g = S_next, g_next
-    raise RuntimeError(f"gradient {g.abs().max():.1e} after {max_steps} steps of descent, not {goal:.1e}")
+    raise RuntimeError(
+        f"gradient {g.abs().max():.1e} after {max_steps} steps of descent, not {goal:.1e}"
+    )
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-028
 def _names(term: Callable) -> list[str]:
@@ -102,29 +113,34 @@ def _names(term: Callable) -> list[str]:
 def _check_sizes(S, k, x):
     "Check that key and value fit the state's columns and rows."
     if k.shape[-1] != S.shape[-1] or x.shape[-1] != S.shape[-2]:
-        raise ValueError(f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected "
-                         f"(...,{S.shape[-1]}) and (...,{S.shape[-2]}) to match S {tuple(S.shape)}")
-
+        raise ValueError(
+            f"k has shape {tuple(k.shape)}, x {tuple(x.shape)}; expected "
+            f"(...,{S.shape[-1]}) and (...,{S.shape[-2]}) to match S {tuple(S.shape)}"
+        )
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-030
 class Objective:
     "A distance plus a loss, which one step of a layer minimises over its next state S."
+
     def __init__(
         self,
-        distance: Callable, # distance(S, S_prev, ...) -> (...), e.g. `proximity`
-        loss: Callable,     # loss(S, k, x, ...) -> (...), e.g. `recall_loss`
-        name: str="",       # for tables and error messages
+        distance: Callable,  # distance(S, S_prev, ...) -> (...), e.g. `proximity`
+        loss: Callable,  # loss(S, k, x, ...) -> (...), e.g. `recall_loss`
+        name: str = "",  # for tables and error messages
     ):
         self.distance, self.loss = distance, loss
         self.name = name or f"{distance.__name__} + {loss.__name__}"
         self.params = sorted({*_names(distance), *_names(loss)} - {"S", "S_prev", "k", "x"})
 
-    def __repr__(self): return f"Objective({self.name}; params: {', '.join(self.params) or 'none'})"
+    def __repr__(self):
+        return f"Objective({self.name}; params: {', '.join(self.params) or 'none'})"
 
     def __call__(self, S, S_prev, k, x, **params) -> Tensor:
         "Return the objective's value (...) at the candidate state `S`."
         if set(params) != set(self.params):
-            raise ValueError(f"{self.name} takes the parameters {self.params}; got {sorted(params)}")
+            raise ValueError(
+                f"{self.name} takes the parameters {self.params}; got {sorted(params)}"
+            )
         _check_sizes(S, k, x)
         given = dict(S=S, S_prev=S_prev, k=k, x=x, **params)
         ask = lambda term: term(**{name: given[name] for name in _names(term)})
@@ -135,7 +151,9 @@ class Objective:
         f = lambda S: self(S, S_prev, k, x, **params)
         return gradient_of(f, S.expand(*f(S).shape, *S.shape[-2:]))
 
-    def minimise(self, S_prev: Tensor, k: Tensor, x: Tensor, method: str = "solve", **params: Any) -> Tensor:
+    def minimise(
+        self, S_prev: Tensor, k: Tensor, x: Tensor, method: str = "solve", **params: Any
+    ) -> Tensor:
         "Return the minimiser (...,D,N) in float64, by a dense solve or (method='descend') descent."
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
         if method not in methods:
@@ -143,22 +161,26 @@ class Objective:
         S_prev, k, x = S_prev.double(), k.double(), x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
         f = lambda S: self(S, S_prev, k, x, **params)
-        return methods[method](f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])) # one state per problem
+        return methods[method](
+            f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])
+        )  # one state per problem
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-031
 IMPLICIT = Objective(proximity, recall_loss, "implicit step")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-038
 def tangent_loss(
-    S: Tensor,      # (...,D,N) candidate state
-    S_prev: Tensor, # (...,D,N) previous state
-    k: Tensor,      # (...,N) key
-    x: Tensor,      # (...,D) value
-    beta: Tensor,   # (...,D) or (...,1) weight of each channel
-) -> Tensor:        # (...) loss
+    S: Tensor,  # (...,D,N) candidate state
+    S_prev: Tensor,  # (...,D,N) previous state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D) or (...,1) weight of each channel
+) -> Tensor:  # (...) loss
     "Return `recall_loss`'s tangent plane at the previous state."
     loss = recall_loss(S_prev, k, x, beta)
-    slope = gradient_of(lambda S: recall_loss(S, k, x, beta), S_prev.expand(*loss.shape, *S_prev.shape[-2:]))
+    slope = gradient_of(
+        lambda S: recall_loss(S, k, x, beta), S_prev.expand(*loss.shape, *S_prev.shape[-2:])
+    )
     return loss + (slope * (S - S_prev)).sum((-2, -1))
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-039
@@ -166,12 +188,12 @@ EXPLICIT = Objective(proximity, tangent_loss, "explicit step")
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-051
 def trajectory(
-    step: Callable, # step(S, k, x, **params) -> next S
-    S: Tensor, # (...,D,N) initial state
-    k: Tensor, # (T,...,N) keys
-    x: Tensor, # (T,...,D) values
-    **params: Any, # the same at every step, e.g. beta
-) -> Tensor:        # (T+1,...,D,N) states, the initial one first
+    step: Callable,  # step(S, k, x, **params) -> next S
+    S: Tensor,  # (...,D,N) initial state
+    k: Tensor,  # (T,...,N) keys
+    x: Tensor,  # (T,...,D) values
+    **params: Any,  # the same at every step, e.g. beta
+) -> Tensor:  # (T+1,...,D,N) states, the initial one first
     "Return the states that a step rule visits on a stream of pairs."
     states = [S]
     for k_t, x_t in zip(k, x):

@@ -16,26 +16,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from .closed_forms import decoupled_step, diagonal_step, exact_step, explicit_step
+from longhorn_kit.theory.closed_forms import (
+    decoupled_step,
+    diagonal_step,
+    exact_step,
+    explicit_step,
+)
 from .exact_vs_diagonal import linear_attention_step
 from .objective import IMPLICIT, Objective, gradient_of, proximity
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-007
 def fading(
-    S: Tensor,         # (...,D,N) candidate state
-    S_prev: Tensor,    # (...,D,N) previous state
-    a: float | Tensor, # gates in (0,1], broadcast to (...,D,N)
-) -> Tensor:           # (...)
+    S: Tensor,  # (...,D,N) candidate state
+    S_prev: Tensor,  # (...,D,N) previous state
+    a: float | Tensor,  # gates in (0,1], broadcast to (...,D,N)
+) -> Tensor:  # (...)
     "Return the gated family's distance, `|S - S_prev|_a^2 + |S|_{1-a}^2`."
     return (a * (S - S_prev).square() + (1 - a) * S.square()).sum((-2, -1))
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-008
 def reward(
-    S: Tensor,         # (...,D,N) candidate state
-    k: Tensor,         # (...,N) key
-    x: Tensor,         # (...,D) value
-    c: float | Tensor, # write strength: a number, or (...,D)
-) -> Tensor:           # (...) loss
+    S: Tensor,  # (...,D,N) candidate state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    c: float | Tensor,  # write strength: a number, or (...,D)
+) -> Tensor:  # (...) loss
     "Return the gated family's loss, `-2 <S k, c x>`."
     return -2 * ((S * k[..., None, :]).sum(-1) * c * x).sum(-1)
 
@@ -44,94 +49,110 @@ GATED = Objective(fading, reward, "gated family")
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-010
 def gated_step(
-    S: Tensor,               # (...,D,N) state: S, k and x are the same in every step below
-    k: Tensor,               # (...,N) key
-    x: Tensor,               # (...,D) value
-    a: float | Tensor,       # gates in (0,1], broadcast to (...,D,N)
-    c: float | Tensor = 1.0, # write strength: a number, or (...,D)
-) -> Tensor:                 # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state: S, k and x are the same in every step below
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    a: float | Tensor,  # gates in (0,1], broadcast to (...,D,N)
+    c: float | Tensor = 1.0,  # write strength: a number, or (...,D)
+) -> Tensor:  # (...,D,N) next state
     "Fade, then add: `a * S + (c x) k^T`, the minimiser of `GATED`."
     return a * S + (c * x)[..., None] * k[..., None, :]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-014
-def retnet_step(S: Tensor, k: Tensor, x: Tensor, gamma: Tensor) -> Tensor: # gamma: decay of the head, fixed
+def retnet_step(
+    S: Tensor, k: Tensor, x: Tensor, gamma: Tensor
+) -> Tensor:  # gamma: decay of the head, fixed
     "Return RetNet's update, `gamma S + x k^T`."
     return gated_step(S, k, x, gamma)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-016
-def gla_step(S: Tensor, k: Tensor, x: Tensor, alpha: Tensor) -> Tensor: # alpha (...,N): gate of each key channel
+def gla_step(
+    S: Tensor, k: Tensor, x: Tensor, alpha: Tensor
+) -> Tensor:  # alpha (...,N): gate of each key channel
     "Return the update of GLA, RWKV-5 (constant gate) and RWKV-6, `S diag(alpha) + x k^T`."
     return gated_step(S, k, x, alpha[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-017
-def hgrn2_step(S: Tensor, k: Tensor, x: Tensor) -> Tensor: # k in (0,1) is one minus the gate
+def hgrn2_step(S: Tensor, k: Tensor, x: Tensor) -> Tensor:  # k in (0,1) is one minus the gate
     "Return HGRN2's update, `S diag(1 - k) + x k^T`."
     return gla_step(S, k, x, 1 - k)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-019
-def mamba_step(S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor) -> Tensor: # dt (...,D) > 0; A (D,N) < 0
+def mamba_step(
+    S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor
+) -> Tensor:  # dt (...,D) > 0; A (D,N) < 0
     "Return Mamba's update (S6), `exp(dt A) S + (dt x) k^T`."
     return gated_step(S, k, x, torch.exp(dt[..., None] * A), dt)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-020
-def mamba_input_a_step(S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A_t: Tensor) -> Tensor: # A_t (...,N) > 0, by token
+def mamba_input_a_step(
+    S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A_t: Tensor
+) -> Tensor:  # A_t (...,N) > 0, by token
     "Return the update with input-dependent A, `exp(-dt A_t) S + (dt x) k^T`."
     return mamba_step(S, k, x, dt, -A_t[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-021
-def mamba2_step(S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor) -> Tensor: # of the head; dt > 0, A < 0
+def mamba2_step(
+    S: Tensor, k: Tensor, x: Tensor, dt: Tensor, A: Tensor
+) -> Tensor:  # of the head; dt > 0, A < 0
     "Return Mamba-2's update (SSD), `exp(dt A) S + dt x k^T` with one number as gate."
     return gated_step(S, k, x, torch.exp(torch.as_tensor(dt * A)), dt)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-023
 def mlstm_step(
-    S: Tensor, k: Tensor, x: Tensor, f: Tensor, i: Tensor, # gates, i > 0; if D = 1 and x = 1, S is the normaliser
+    S: Tensor,
+    k: Tensor,
+    x: Tensor,
+    f: Tensor,
+    i: Tensor,  # gates, i > 0; if D = 1 and x = 1, S is the normaliser
 ) -> Tensor:
     "Return mLSTM's update, `f S + i x k^T`."
     return gated_step(S, k, x, f, i)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-025
-def rglru_step(S: Tensor, k: Tensor, x: Tensor, a: Tensor) -> Tensor: # N = 1, k ones, x gated; a (...,D): gates
+def rglru_step(
+    S: Tensor, k: Tensor, x: Tensor, a: Tensor
+) -> Tensor:  # N = 1, k ones, x gated; a (...,D): gates
     "Return Griffin's update (RG-LRU), `a s + sqrt(1 - a^2) x`."
     return gated_step(S, k, x, a[..., None], (1 - a.square()).sqrt())
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-029
-def gated_deltanet_step( # k of length one; alpha: gate; beta (...,1): step size
-    S: Tensor, k: Tensor, x: Tensor, alpha: Tensor, beta: Tensor,
+def gated_deltanet_step(  # k of length one; alpha: gate; beta (...,1): step size
+    S: Tensor, k: Tensor, x: Tensor, alpha: Tensor, beta: Tensor
 ) -> Tensor:
     "Return Gated DeltaNet's update, `alpha S (I - beta k k^T) + beta x k^T`."
     return explicit_step(alpha * S, k, x, beta)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-031
 def rwkv7_step(
-    S: Tensor,     # (...,D,N) state
-    k: Tensor,     # (...,N) key to write under
-    x: Tensor,     # (...,D) value
-    w: Tensor,     # (...,N) gate of each key channel, above exp(-exp(-1/2)) in the published layer
-    kappa: Tensor, # (...,N) key to erase, of length one
-    r: Tensor,     # (...,N) erasing rate of each key channel, in (0,1)
-) -> Tensor:       # (...,D,N) next state
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key to write under
+    x: Tensor,  # (...,D) value
+    w: Tensor,  # (...,N) gate of each key channel, above exp(-exp(-1/2)) in the published layer
+    kappa: Tensor,  # (...,N) key to erase, of length one
+    r: Tensor,  # (...,N) erasing rate of each key channel, in (0,1)
+) -> Tensor:  # (...,D,N) next state
     "Return RWKV-7's update, `S (diag(w) - kappa (r kappa)^T) + x k^T`."
     stored = (S * kappa[..., None, :]).sum(-1, keepdim=True)
     return gla_step(S, k, x, w) - stored * (r * kappa)[..., None, :]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-034
 def ttt_linear_step(
-    S: Tensor,           # (...,D,N) state before the batch
-    k: Tensor,           # (...,C,N) keys of the batch
-    x: Tensor,           # (...,C,D) values of the batch
-    eta: float | Tensor, # learning rate
-) -> Tensor:             # (...,D,N) state after the batch
+    S: Tensor,  # (...,D,N) state before the batch
+    k: Tensor,  # (...,C,N) keys of the batch
+    x: Tensor,  # (...,C,D) values of the batch
+    eta: float | Tensor,  # learning rate
+) -> Tensor:  # (...,D,N) state after the batch
     "Return TTT-Linear's core, `S - eta G`, G the gradient of `sum_i |S k_i - x_i|^2 / 2` at `S`."
     return S - eta * (k @ S.mT - x).mT @ k
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-037
 def separate_recall_loss(
-    S: Tensor,    # (...,D,N) state
-    k: Tensor,    # (...,N) key
-    x: Tensor,    # (...,D) value
-    beta: Tensor, # (...,D,N) or (...,D,1) weight of each coordinate
-) -> Tensor:      # (...) loss
+    S: Tensor,  # (...,D,N) state
+    k: Tensor,  # (...,N) key
+    x: Tensor,  # (...,D) value
+    beta: Tensor,  # (...,D,N) or (...,D,1) weight of each coordinate
+) -> Tensor:  # (...) loss
     "Return the squared error when every state coordinate must give the whole answer."
     return (beta * (S * k[..., None, :] - x[..., None]).square()).sum((-2, -1))
 
@@ -140,33 +161,38 @@ SEPARATE = Objective(proximity, separate_recall_loss, "one regression per coordi
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-039
 def discounted_weight(
-    k: Tensor,    # (...,N) key
-    beta: Tensor, # (...,D) or (...,1) step size
-) -> Tensor:      # (...,D,N) or (...,1,N) weight of each coordinate
+    k: Tensor,  # (...,N) key
+    beta: Tensor,  # (...,D) or (...,1) step size
+) -> Tensor:  # (...,D,N) or (...,1,N) weight of each coordinate
     "Return the weights for which the diagonal form minimises `SEPARATE`, equation (5)."
     others = k.square().sum(-1, keepdim=True) - k.square()
     return beta[..., None] / (1 + beta[..., None] * others[..., None, :])
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-044
-def _same(keys): return keys
-def _unit(keys): return normalize(keys, dim=-1)
+def _same(keys):
+    return keys
+
+
+def _unit(keys):
+    return normalize(keys, dim=-1)
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-045
 @dataclass(frozen=True)
 class Layer:
     "One row of the zoo: the objective of a layer, its update, and its source."
-    name: str        # in its paper
-    family: str      # "adds", "fades", "explicit" or "implicit"
-    objective: str   # LaTeX
-    update: str      # LaTeX
-    source: str      # authors and year
-    arxiv: tuple     # arXiv identifiers
-    step: Callable   # step(S, k, x, **gates) -> S
-    oracle: Callable # oracle(S, k, x, **gates) -> S, computed without the closed form
-    gates: dict      # parameter -> (low, high, shape); shape is "" for one number, or "D", "N", "DN"
-    keys: Callable = _same # applied to the keys before the step
-    batch: int = 1   # pairs that one step takes; with more than one, k is (batch,N) and x (batch,D)
-    remark: str = "" # parts that the row leaves out
+
+    name: str  # in its paper
+    family: str  # "adds", "fades", "explicit" or "implicit"
+    objective: str  # LaTeX
+    update: str  # LaTeX
+    source: str  # authors and year
+    arxiv: tuple  # arXiv identifiers
+    step: Callable  # step(S, k, x, **gates) -> S
+    oracle: Callable  # oracle(S, k, x, **gates) -> S, computed without the closed form
+    gates: dict  # parameter -> (low, high, shape); shape is "" for one number, or "D", "N", "DN"
+    keys: Callable = _same  # applied to the keys before the step
+    batch: int = 1  # pairs that one step takes; with more than one, k is (batch,N) and x (batch,D)
+    remark: str = ""  # parts that the row leaves out
     where: str = ""  # LaTeX of the gate in the objective
 
     @property
@@ -176,21 +202,29 @@ class Layer:
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-046
 def draw_gates(
-    layer: Layer, D: int, N: int, generator: torch.Generator | None = None,
-) -> dict: # parameter name -> tensor, for `layer.step`
+    layer: Layer, D: int, N: int, generator: torch.Generator | None = None
+) -> dict:  # parameter name -> tensor, for `layer.step`
     "Draw each parameter of a layer uniformly from its range; `kappa` has length one."
     sizes = {"D": D, "N": N}
+
     def draw(low, high, shape):
-        return low + (high - low) * torch.rand([sizes[s] for s in shape] or [1], generator=generator)
+        return low + (high - low) * torch.rand(
+            [sizes[s] for s in shape] or [1], generator=generator
+        )
+
     gates = {name: draw(*gate) for name, gate in layer.gates.items()}
-    return {name: normalize(gate, dim=-1) if name == "kappa" else gate for name, gate in gates.items()}
+    return {
+        name: normalize(gate, dim=-1) if name == "kappa" else gate for name, gate in gates.items()
+    }
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-048
 def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, **more):
     "Return a row of the gated family; `choose(k, **gates)` gives the lemma's (a, c), `rest` is LaTeX for 1 - a."
+
     def oracle(S, k, x, **gates):
         chosen_a, chosen_c = choose(k, **gates)
         return GATED.minimise(S, k, x, a=chosen_a, c=chosen_c)
+
     rest = rest or "1-" + a
     fade = rf"\Vert S-S'\Vert^2_{{{a}}}+\Vert S\Vert^2_{{{rest}}}" if a else r"\Vert S-S'\Vert^2"
     objective = rf"{fade}-2\langle Sk,{c}x\rangle"
@@ -199,135 +233,295 @@ def _gated(name, a, c, update, source, arxiv, step, choose, gates, rest=None, **
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-050
 _ATTENTION = [
-    _gated("Linear attention", "", "", r"S'+x\,k^\top", "Katharopoulos et al. 2020", ("2006.16236",),
-           linear_attention_step, lambda k: (1.0, 1.0), gates={}),
-    _gated("RetNet", r"\gamma", "", r"\gamma\,S'+x\,k^\top", "Sun et al. 2023", ("2307.08621",),
-           retnet_step, lambda k, gamma: (gamma, 1.0), gates=dict(gamma=(0.9, 1, "")),
-           remark="q and k are rotated by position"),
-    _gated("GLA", r"\alpha_t", "", r"S'\,\mathrm{diag}(\alpha_t)+x\,k^\top",
-           "Yang et al. 2023", ("2312.06635",),
-           gla_step, lambda k, alpha: (alpha, 1.0), gates=dict(alpha=(0.9, 1, "N"))),
+    _gated(
+        "Linear attention",
+        "",
+        "",
+        r"S'+x\,k^\top",
+        "Katharopoulos et al. 2020",
+        ("2006.16236",),
+        linear_attention_step,
+        lambda k: (1.0, 1.0),
+        gates={},
+    ),
+    _gated(
+        "RetNet",
+        r"\gamma",
+        "",
+        r"\gamma\,S'+x\,k^\top",
+        "Sun et al. 2023",
+        ("2307.08621",),
+        retnet_step,
+        lambda k, gamma: (gamma, 1.0),
+        gates=dict(gamma=(0.9, 1, "")),
+        remark="q and k are rotated by position",
+    ),
+    _gated(
+        "GLA",
+        r"\alpha_t",
+        "",
+        r"S'\,\mathrm{diag}(\alpha_t)+x\,k^\top",
+        "Yang et al. 2023",
+        ("2312.06635",),
+        gla_step,
+        lambda k, alpha: (alpha, 1.0),
+        gates=dict(alpha=(0.9, 1, "N")),
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-052
 _RWKV = [
-    _gated("RWKV-5", "w", "", r"S'\,\mathrm{diag}(w)+x\,k^\top", "Peng et al. 2024", ("2404.05892",),
-           gla_step, lambda k, alpha: (alpha, 1.0), gates=dict(alpha=(0.9, 1, "N")),
-           remark="w is fixed; the read-out is (S' + x (u * k)^T) q, with a bonus u for the current token"),
-    _gated("RWKV-6", "w_t", "", r"S'\,\mathrm{diag}(w_t)+x\,k^\top", "Peng et al. 2024", ("2404.05892",),
-           gla_step, lambda k, alpha: (alpha, 1.0), gates=dict(alpha=(0.9, 1, "N")),
-           remark="read-out as RWKV-5"),
-    _gated("HGRN2", "1-k", "", r"S'\,\mathrm{diag}(1-k)+x\,k^\top", "Qin et al. 2024", ("2404.07904",),
-           hgrn2_step, lambda k: (1 - k, 1.0), gates={}, rest="k",
-           keys=lambda keys: 0.3 * torch.sigmoid(keys),
-           remark="k in (0,1) is one minus the gate, which has a lower bound"),
+    _gated(
+        "RWKV-5",
+        "w",
+        "",
+        r"S'\,\mathrm{diag}(w)+x\,k^\top",
+        "Peng et al. 2024",
+        ("2404.05892",),
+        gla_step,
+        lambda k, alpha: (alpha, 1.0),
+        gates=dict(alpha=(0.9, 1, "N")),
+        remark="w is fixed; the read-out is (S' + x (u * k)^T) q, with a bonus u for the current token",
+    ),
+    _gated(
+        "RWKV-6",
+        "w_t",
+        "",
+        r"S'\,\mathrm{diag}(w_t)+x\,k^\top",
+        "Peng et al. 2024",
+        ("2404.05892",),
+        gla_step,
+        lambda k, alpha: (alpha, 1.0),
+        gates=dict(alpha=(0.9, 1, "N")),
+        remark="read-out as RWKV-5",
+    ),
+    _gated(
+        "HGRN2",
+        "1-k",
+        "",
+        r"S'\,\mathrm{diag}(1-k)+x\,k^\top",
+        "Qin et al. 2024",
+        ("2404.07904",),
+        hgrn2_step,
+        lambda k: (1 - k, 1.0),
+        gates={},
+        rest="k",
+        keys=lambda keys: 0.3 * torch.sigmoid(keys),
+        remark="k in (0,1) is one minus the gate, which has a lower bound",
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-054
 _STATE_SPACE = [
-    _gated("Mamba (S6)", "a", r"\Delta_t\odot ", r"e^{\Delta_t A}\odot S'+(\Delta_t\odot x)\,k^\top",
-           "Gu & Dao 2023", ("2312.00752",),
-           mamba_step, lambda k, dt, A: (torch.exp(dt[:, None] * A), dt),
-           gates=dict(dt=(0.02, 0.1, "D"), A=(-8, -0.5, "DN")), where=r"a=e^{\Delta_t A}"),
-    _gated("Mamba, input-dependent A", "a", r"\Delta_t\odot ",
-           r"e^{-\Delta_t\otimes A_t}\odot S'+(\Delta_t\odot x)\,k^\top",
-           "Liu et al. 2024 (ablation)", ("2407.14207",),
-           mamba_input_a_step, lambda k, dt, A_t: (torch.exp(-dt[:, None] * A_t), dt),
-           gates=dict(dt=(0.02, 0.1, "D"), A_t=(0.5, 8, "N")), where=r"a=e^{-\Delta_t\otimes A_t}"),
-    _gated("Mamba-2 (SSD)", "a", r"\Delta_t\,", r"e^{\Delta_t A}\,S'+\Delta_t\,x\,k^\top",
-           "Dao & Gu 2024", ("2405.21060",),
-           mamba2_step, lambda k, dt, A: (torch.exp(dt * A), dt),
-           gates=dict(dt=(0.02, 0.1, ""), A=(-2, -1, "")), where=r"a=e^{\Delta_t A}"),
+    _gated(
+        "Mamba (S6)",
+        "a",
+        r"\Delta_t\odot ",
+        r"e^{\Delta_t A}\odot S'+(\Delta_t\odot x)\,k^\top",
+        "Gu & Dao 2023",
+        ("2312.00752",),
+        mamba_step,
+        lambda k, dt, A: (torch.exp(dt[:, None] * A), dt),
+        gates=dict(dt=(0.02, 0.1, "D"), A=(-8, -0.5, "DN")),
+        where=r"a=e^{\Delta_t A}",
+    ),
+    _gated(
+        "Mamba, input-dependent A",
+        "a",
+        r"\Delta_t\odot ",
+        r"e^{-\Delta_t\otimes A_t}\odot S'+(\Delta_t\odot x)\,k^\top",
+        "Liu et al. 2024 (ablation)",
+        ("2407.14207",),
+        mamba_input_a_step,
+        lambda k, dt, A_t: (torch.exp(-dt[:, None] * A_t), dt),
+        gates=dict(dt=(0.02, 0.1, "D"), A_t=(0.5, 8, "N")),
+        where=r"a=e^{-\Delta_t\otimes A_t}",
+    ),
+    _gated(
+        "Mamba-2 (SSD)",
+        "a",
+        r"\Delta_t\,",
+        r"e^{\Delta_t A}\,S'+\Delta_t\,x\,k^\top",
+        "Dao & Gu 2024",
+        ("2405.21060",),
+        mamba2_step,
+        lambda k, dt, A: (torch.exp(dt * A), dt),
+        gates=dict(dt=(0.02, 0.1, ""), A=(-2, -1, "")),
+        where=r"a=e^{\Delta_t A}",
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-056
 _LSTM = [
-    _gated("mLSTM (xLSTM)", "f_t", r"i_t\,", r"f_t\,S'+i_t\,x\,k^\top", "Beck et al. 2024", ("2405.04517",),
-           mlstm_step, lambda k, f, i: (f, i), gates=dict(f=(0.9, 1, ""), i=(0.5, 2, "")),
-           remark="the read-out is S q / max(|n q|, 1) with n = f n' + i k"),
-    _gated("Griffin (RG-LRU)", "a_t", r"c_t\odot ", r"a_t\odot s'+c_t\odot x",
-           "De et al. 2024", ("2402.19427",),
-           rglru_step, lambda k, a: (a[:, None], (1 - a**2).sqrt()), gates=dict(a=(0.9, 0.99, "D")),
-           where=r"c_t=\sqrt{1-a_t^2}", keys=lambda k: torch.ones_like(k[..., :1]), remark="no keys: N = 1, k = 1"),
+    _gated(
+        "mLSTM (xLSTM)",
+        "f_t",
+        r"i_t\,",
+        r"f_t\,S'+i_t\,x\,k^\top",
+        "Beck et al. 2024",
+        ("2405.04517",),
+        mlstm_step,
+        lambda k, f, i: (f, i),
+        gates=dict(f=(0.9, 1, ""), i=(0.5, 2, "")),
+        remark="the read-out is S q / max(|n q|, 1) with n = f n' + i k",
+    ),
+    _gated(
+        "Griffin (RG-LRU)",
+        "a_t",
+        r"c_t\odot ",
+        r"a_t\odot s'+c_t\odot x",
+        "De et al. 2024",
+        ("2402.19427",),
+        rglru_step,
+        lambda k, a: (a[:, None], (1 - a**2).sqrt()),
+        gates=dict(a=(0.9, 0.99, "D")),
+        where=r"c_t=\sqrt{1-a_t^2}",
+        keys=lambda k: torch.ones_like(k[..., :1]),
+        remark="no keys: N = 1, k = 1",
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-058
-def _slope(S, k, x): # gradient of half the squared error; k (N,) or (C,N), x (D,) or (C,D)
+def _slope(S, k, x):  # gradient of half the squared error; k (N,) or (C,N), x (D,) or (C,D)
     return gradient_of(lambda S: (k @ S.mT - x).square().sum() / 2, S)
 
+
 _DELTA = [
-    Layer("DeltaNet", "explicit", r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\Vert Sk-x\Vert^2",
-          r"S'(I-\beta_t kk^\top)+\beta_t\,x\,k^\top",
-          "Schlag et al. 2021, Yang et al. 2024", ("2102.11174", "2406.06484"),
-          explicit_step, lambda S, k, x, beta: S - beta * _slope(S, k, x),
-          gates=dict(beta=(0.8, 1, "")), keys=_unit),
-    Layer("Gated DeltaNet", "explicit", r"\mathrm{the\ same,\ from}\ \alpha_t S'",
-          r"\alpha_t S'(I-\beta_t kk^\top)+\beta_t\,x\,k^\top", "Yang et al. 2024", ("2412.06464",),
-          gated_deltanet_step, lambda S, k, x, alpha, beta: alpha * S - beta * _slope(alpha * S, k, x),
-          gates=dict(alpha=(0.9, 1, ""), beta=(0.8, 1, "")), keys=_unit),
+    Layer(
+        "DeltaNet",
+        "explicit",
+        r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\Vert Sk-x\Vert^2",
+        r"S'(I-\beta_t kk^\top)+\beta_t\,x\,k^\top",
+        "Schlag et al. 2021, Yang et al. 2024",
+        ("2102.11174", "2406.06484"),
+        explicit_step,
+        lambda S, k, x, beta: S - beta * _slope(S, k, x),
+        gates=dict(beta=(0.8, 1, "")),
+        keys=_unit,
+    ),
+    Layer(
+        "Gated DeltaNet",
+        "explicit",
+        r"\mathrm{the\ same,\ from}\ \alpha_t S'",
+        r"\alpha_t S'(I-\beta_t kk^\top)+\beta_t\,x\,k^\top",
+        "Yang et al. 2024",
+        ("2412.06464",),
+        gated_deltanet_step,
+        lambda S, k, x, alpha, beta: alpha * S - beta * _slope(alpha * S, k, x),
+        gates=dict(alpha=(0.9, 1, ""), beta=(0.8, 1, "")),
+        keys=_unit,
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-059
-def _rwkv7_oracle(S, k, x, w, kappa, r): # decay, erase under kappa with rates r, write under k
+def _rwkv7_oracle(S, k, x, w, kappa, r):  # decay, erase under kappa with rates r, write under k
     return S * w - _slope(S, kappa, torch.zeros_like(x)) * r + torch.outer(x, k)
 
 # %% ../../nbs/theory/04_zoo.ipynb #32f80139
 _TEST_TIME = [
-    Layer("RWKV-7", "explicit",
-          r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\Vert S\kappa\Vert^2,\ \mathrm{decay,\ write}",
-          r"S'(\mathrm{diag}(w_t)-\kappa\,(r_t\odot\kappa)^\top)+x\,k^\top",
-          "Peng et al. 2025", ("2503.14456",), rwkv7_step, _rwkv7_oracle,
-          gates=dict(w=(0.95, 1, "N"), kappa=(-0.3, 0.3, "N"), r=(0.8, 1, "N")), keys=_unit,
-          remark="kappa has length one, k here too; r is the paper's a; the read-out has a bonus for this token"),
-    Layer("TTT-Linear", "explicit",
-          r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\sum_{i\leq C}\Vert Sk_i-x_i\Vert^2",
-          r"S'-\eta\sum_{i\leq C}(S'k_i-x_i)\,k_i^\top", "Sun et al. 2024", ("2407.04620",),
-          ttt_linear_step, lambda S, k, x, eta: S - eta * _slope(S, k, x),
-          gates=dict(eta=(0.8, 1, "")), keys=_unit, batch=4,
-          remark="minibatch of C; the normalisation and the skip inside its loss are left out"),
+    Layer(
+        "RWKV-7",
+        "explicit",
+        r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\Vert S\kappa\Vert^2,\ \mathrm{decay,\ write}",
+        r"S'(\mathrm{diag}(w_t)-\kappa\,(r_t\odot\kappa)^\top)+x\,k^\top",
+        "Peng et al. 2025",
+        ("2503.14456",),
+        rwkv7_step,
+        _rwkv7_oracle,
+        gates=dict(w=(0.95, 1, "N"), kappa=(-0.3, 0.3, "N"), r=(0.8, 1, "N")),
+        keys=_unit,
+        remark="kappa has length one, k here too; r is the paper's a; the read-out has a bonus for this token",
+    ),
+    Layer(
+        "TTT-Linear",
+        "explicit",
+        r"\mathrm{gradient\ step\ on}\ \frac{1}{2}\sum_{i\leq C}\Vert Sk_i-x_i\Vert^2",
+        r"S'-\eta\sum_{i\leq C}(S'k_i-x_i)\,k_i^\top",
+        "Sun et al. 2024",
+        ("2407.04620",),
+        ttt_linear_step,
+        lambda S, k, x, eta: S - eta * _slope(S, k, x),
+        gates=dict(eta=(0.8, 1, "")),
+        keys=_unit,
+        batch=4,
+        remark="minibatch of C; the normalisation and the skip inside its loss are left out",
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-061
 _LONGHORN = [
-    Layer("Longhorn, exact", "implicit", r"\Vert S-S'\Vert^2+\Vert Sk-x\Vert^2_{\beta_t}",
-          r"S'(I-\varepsilon_t kk^\top)+\varepsilon_t\,x\,k^\top", "Liu et al. 2024", ("2407.14207",),
-          exact_step, lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, beta=beta),
-          gates=dict(beta=(0.5, 1, "D")), remark="update for one channel"),
-    Layer("Longhorn, diagonal", "implicit", r"\Vert S-S'\Vert^2+\sum_n\Vert s_nk_n-x\Vert^2_{\beta_{tn}}",
-          r"(1-\varepsilon_t\otimes k^2)\odot S'+(\varepsilon_t\odot x)\,k^\top",
-          "Liu et al. 2024", ("2407.14207",), diagonal_step,
-          lambda S, k, x, beta: SEPARATE.minimise(S, k, x, beta=discounted_weight(k, beta)),
-          gates=dict(beta=(0.5, 1, "D")), remark="the published layer; beta_n as in equation (5)"),
-    Layer("Longhorn, decoupled", "implicit", r"\Vert S-S'\Vert^2+\sum_n\Vert s_nk_n-x\Vert^2_{\beta_t}",
-          r"(1-\varepsilon_{tn}\otimes k^2)\odot S'+(\varepsilon_{tn}\odot x)\,k^\top", "this book", (),
-          decoupled_step, lambda S, k, x, beta: SEPARATE.minimise(S, k, x, beta=beta[:, None]),
-          gates=dict(beta=(0.5, 1, "D")), remark="an ablation"),
+    Layer(
+        "Longhorn, exact",
+        "implicit",
+        r"\Vert S-S'\Vert^2+\Vert Sk-x\Vert^2_{\beta_t}",
+        r"S'(I-\varepsilon_t kk^\top)+\varepsilon_t\,x\,k^\top",
+        "Liu et al. 2024",
+        ("2407.14207",),
+        exact_step,
+        lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, beta=beta),
+        gates=dict(beta=(0.5, 1, "D")),
+        remark="update for one channel",
+    ),
+    Layer(
+        "Longhorn, diagonal",
+        "implicit",
+        r"\Vert S-S'\Vert^2+\sum_n\Vert s_nk_n-x\Vert^2_{\beta_{tn}}",
+        r"(1-\varepsilon_t\otimes k^2)\odot S'+(\varepsilon_t\odot x)\,k^\top",
+        "Liu et al. 2024",
+        ("2407.14207",),
+        diagonal_step,
+        lambda S, k, x, beta: SEPARATE.minimise(S, k, x, beta=discounted_weight(k, beta)),
+        gates=dict(beta=(0.5, 1, "D")),
+        remark="the published layer; beta_n as in equation (5)",
+    ),
+    Layer(
+        "Longhorn, decoupled",
+        "implicit",
+        r"\Vert S-S'\Vert^2+\sum_n\Vert s_nk_n-x\Vert^2_{\beta_t}",
+        r"(1-\varepsilon_{tn}\otimes k^2)\odot S'+(\varepsilon_{tn}\odot x)\,k^\top",
+        "this book",
+        (),
+        decoupled_step,
+        lambda S, k, x, beta: SEPARATE.minimise(S, k, x, beta=beta[:, None]),
+        gates=dict(beta=(0.5, 1, "D")),
+        remark="an ablation",
+    ),
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-062
-ZOO = {layer.name: layer
-       for layer in _ATTENTION + _RWKV + _STATE_SPACE + _LSTM + _DELTA + _TEST_TIME + _LONGHORN}
+ZOO = {
+    layer.name: layer
+    for layer in _ATTENTION + _RWKV + _STATE_SPACE + _LSTM + _DELTA + _TEST_TIME + _LONGHORN
+}
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-065
 def verify(
-    layer: Layer, trials: int = 10, seed: int = 0,
-    shape: tuple = (3, 4), # (D,N) of the state
+    layer: Layer,
+    trials: int = 10,
+    seed: int = 0,
+    shape: tuple = (3, 4),  # (D,N) of the state
 ) -> float:
     "Return the largest difference between a layer's closed form and its oracle, over random float64 problems."
     generator, (D, N), differences = torch.Generator().manual_seed(seed), shape, []
     for _ in range(trials):
-        k, x = torch.randn(layer.batch, N + D, generator=generator, dtype=torch.float64).split([N, D], -1)
+        k, x = torch.randn(layer.batch, N + D, generator=generator, dtype=torch.float64).split(
+            [N, D], -1
+        )
         k = layer.keys(k)
         S = torch.randn(D, k.shape[-1], generator=generator, dtype=torch.float64)
         k, x = (k, x) if layer.batch > 1 else (k[0], x[0])
         gates = {name: gate.double() for name, gate in draw_gates(layer, D, N, generator).items()}
-        differences.append((layer.step(S, k, x, **gates) - layer.oracle(S, k, x, **gates)).abs().max())
-    return torch.stack(differences).max().item() # Python's max would pass over a NaN
+        differences.append(
+            (layer.step(S, k, x, **gates) - layer.oracle(S, k, x, **gates)).abs().max()
+        )
+    return torch.stack(differences).max().item()  # Python's max would pass over a NaN
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-071
 FAMILIES = {
-    "adds": ("adds", "#B8A800"), "fades": ("adds and fades", "#D55E00"),
-    "explicit": ("corrects: explicit step", "#56B4E9"), "implicit": ("corrects: implicit step", "#0072B2"),
+    "adds": ("adds", "#B8A800"),
+    "fades": ("adds and fades", "#D55E00"),
+    "explicit": ("corrects: explicit step", "#56B4E9"),
+    "implicit": ("corrects: implicit step", "#0072B2"),
 }
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-072
@@ -336,6 +530,8 @@ def zoo_markdown(layers: Iterable | None = None) -> str:
     lines = ["| layer | one step minimises | update | source |", "|---|---|---|---|"]
     for layer in ZOO.values() if layers is None else layers:
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in layer.arxiv)
-        where = f", ${layer.where}$" if layer.where else "" # a long cell breaks before its gate
-        lines.append(f"| {layer.name} | ${layer.objective}${where} | ${layer.update}$ | {layer.source} {links} |")
+        where = f", ${layer.where}$" if layer.where else ""  # a long cell breaks before its gate
+        lines.append(
+            f"| {layer.name} | ${layer.objective}${where} | ${layer.update}$ | {layer.source} {links} |"
+        )
     return "\n".join(lines)
