@@ -5,6 +5,7 @@ import configparser
 import re
 import shutil
 from pathlib import Path
+
 from setuptools import setup
 from setuptools.command.build_py import build_py
 

@@ -177,6 +177,7 @@ def on_gpu(args):
             "bench.py: no GPU here; --device interpret runs the same code without times that mean anything"
         )
     import bench_gpu
+
     from longhorn_kit.records import commit_of_kit, version_of
 
     return bench_gpu.main(
@@ -242,6 +243,7 @@ def draw_record(
 ):
     "The roofline at the first shape that was timed, and times against T, B and N, as far as there are any."
     import matplotlib.pyplot as plt
+
     from longhorn_kit.plots import COLORS
     from longhorn_kit.scan.speed import OF_FORM, draw_against, draw_roofline, plain_rows
 

@@ -404,7 +404,7 @@ def main():
     errors = checks()
     print("relative errors against float64:", errors, flush=True)
     if args.check:
-        return
+        return None
     if DEVICE == "cpu":
         raise SystemExit("decode_times.py: no GPU here; --check runs the checks alone")
     bandwidth = copy_bandwidth()

@@ -193,7 +193,9 @@ def merged(record, path):
 
 def main(argv=None):
     import tempfile
+
     import torch
+
     from longhorn_kit.records import commit_of_kit, write_json
 
     args, begin = parse(argv), time.monotonic()

@@ -5,9 +5,9 @@ backward is timed only if every gradient agrees with the oracle's.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Callable
 
 import torch
 import torch.nn.functional as F

@@ -11,10 +11,21 @@ __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 
            'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
-import atexit, contextlib, io, math, os, re, shutil, signal, subprocess, sys, threading
+import atexit
+import contextlib
+import io
+import math
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Callable, Generic, Iterable, Iterator, Literal, TypeVar, Union
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union
 
 import tyro
 
@@ -234,8 +245,9 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
     def on_estimate(found):
         if printed or not (found.jobs or waiting):
             return
-        from longhorn_kit.lab.run import roughly
         from tqdm import tqdm
+
+        from longhorn_kit.lab.run import roughly
 
         recorded = 60 * claim.minutes.get(options.scale, 0)
         pace = found.whole / recorded if recorded else 0.0

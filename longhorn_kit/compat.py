@@ -6,7 +6,10 @@
 __all__ = ['NEEDS_TRITON', 'BOX_OPERATORS', 'use_triton', 'declare_box_operators', 'mend_torchvision']
 
 # %% ../nbs/machine/compat.ipynb #compat-003
-import ast, os, symtable, sys
+import ast
+import os
+import symtable
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 

@@ -13,12 +13,26 @@ __all__ = ['HERE', 'PATH_START', 'FULL_PATH', 'LONE_SURROGATES', 'CONTROL', 'bes
            'quoted', 'progress', 'plural']
 
 # %% ../nbs/machine/records.ipynb #records-003
-import ctypes, dataclasses, errno, hashlib, json, math, os, platform, re, shlex, shutil, subprocess, sys, time
+import ctypes
+import dataclasses
+import errno
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any
 
 import longhorn_kit
 

@@ -1,11 +1,11 @@
 """Checks of every mixer. `python -m pytest -m mixer -k NAME` runs all of them for one; a failure starts with the docstring of its check."""
 
 import pytest
-from sweep import slow_case
 
 from longhorn_kit.models import MIXERS
 from longhorn_kit.models.matrix_mixers import MatrixMixer
 from longhorn_kit.models.mixer import ScanMixer
+from sweep import slow_case
 
 NAMES = sorted(MIXERS)
 KINDS = {name: getattr(MIXERS[name], "func", MIXERS[name]) for name in NAMES}

@@ -12,8 +12,6 @@ import torch.nn.functional as F
 from mambapy.mamba import MambaBlock, MambaConfig
 
 from fla_files import naive
-from sweep import slow_case
-from mixers import MATRICES, SCANS, every_family, every_matrix, every_mixer
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.models import LMConfig, SequenceLM, lm
 from longhorn_kit.models.baselines import (
@@ -39,6 +37,8 @@ from longhorn_kit.models.matrix_mixers import (
     scan_backend,
 )
 from longhorn_kit.models.mixer import Mixer, build_mixer
+from mixers import MATRICES, SCANS, every_family, every_matrix, every_mixer
+from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
 
@@ -348,8 +348,8 @@ def from_transformers(kind):
     mend_torchvision()
     pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
     from transformers import Mamba2Config, MambaConfig
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
     from transformers.models.mamba.modeling_mamba import MambaMixer
+    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
     return {"mamba": (MambaMixer, MambaConfig), "mamba2": (Mamba2Mixer, Mamba2Config)}[kind]
 
@@ -515,7 +515,7 @@ def test_every_model_learns_a_short_text_and_goes_on_with_it(name):
 def test_starting_values_are_those_of_the_sources():
     layer = Mamba2(768)
     assert (layer.n_heads, layer.d_value, layer.d_key) == (24, 64, 128)
-    assert 1 <= layer.A_log.exp().min() and layer.A_log.exp().max() <= 16
+    assert layer.A_log.exp().min() >= 1 and layer.A_log.exp().max() <= 16
     assert (RetNet(768).n_heads, RetNet(768).d_key, RetNet(768).d_value) == (3, 256, 512)
     assert (GLA(1024).n_heads, GLA(1024).d_key, GLA(1024).d_value) == (4, 128, 256)
     assert (DeltaNet(1024).n_heads, DeltaNet(1024).d_key, DeltaNet(1024).d_value) == (8, 128, 128)

@@ -14,7 +14,6 @@ from triton.compiler import CompiledKernel
 
 from sweep import slow_case
 
-
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
 sys.path.insert(0, str(KERNELS))
 bench, bench_cpu, gpu, peers, table = map(

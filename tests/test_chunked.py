@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from scan_cases import call, gradients, inputs, leaves
-from sweep import slow_case
 from longhorn_kit.scan import chunked
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
+from scan_cases import call, gradients, inputs, leaves
+from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
 

@@ -355,6 +355,7 @@ def test_needles_are_compared_at_the_longest_text_after_lessons():
 
 def test_state_numbers_of_the_records_are_those_of_the_models():
     import torch
+
     from longhorn_kit.lab.language import state_numbers
     from longhorn_kit.models.lm import LMConfig, SequenceLM
 

@@ -1,13 +1,21 @@
 """The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
 
-import dataclasses, errno, json, lzma, os, re, signal, subprocess, sys, time
+import dataclasses
+import errno
+import json
+import lzma
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
-import fakes
 import pytest
 import torch
 
-from sweep import slow_case
+import fakes
 from longhorn_kit import __version__, cli
 from longhorn_kit.lab import claims, use
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset
@@ -16,6 +24,7 @@ from longhorn_kit.lab.run import Estimate, Here
 from longhorn_kit.lab.vision_training import VISION_PRESETS, VisionConfig
 from longhorn_kit.models import MIXERS, SequenceLM
 from longhorn_kit.records import read_jsonl, read_record
+from sweep import slow_case
 
 LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
 

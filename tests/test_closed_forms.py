@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from test_objective import problem
 from longhorn_kit.theory.closed_forms import (
     decoupled_step,
     diagonal_step,
@@ -12,6 +12,7 @@ from longhorn_kit.theory.closed_forms import (
     exact_step,
     explicit_step,
 )
+from test_objective import problem
 
 pytestmark = pytest.mark.numeric
 

@@ -1,13 +1,22 @@
 """The commands of the page on clusters, as `torchrun` starts them: two launchers stand for two machines, gloo for NCCL."""
 
-import json, os, re, signal, socket, subprocess, sys, time
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
+
 import pytest
+
 from fakes import kills
 from layouts import free_port
-from sweep import slow_case
 from longhorn_kit import cli
 from longhorn_kit.records import read_json, read_jsonl
+from sweep import slow_case
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--d-model 16 --n-layer 1 --context 32 --batch-size 4 --eval-every 400 --save-every 400"
@@ -236,7 +245,17 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
         started = time.monotonic()
         launcher = torchrun(
             node,
-            *"--nnodes 1 --nproc-per-node 2 --max-restarts 3 --rdzv-backend c10d --rdzv-id".split(),
+            *[
+                "--nnodes",
+                "1",
+                "--nproc-per-node",
+                "2",
+                "--max-restarts",
+                "3",
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-id",
+            ],
             n,
             "--rdzv-endpoint",
             f"localhost:{free_port()}",

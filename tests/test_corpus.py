@@ -1,15 +1,28 @@
-import errno, fcntl, gzip, itertools, json, math, multiprocessing, os, pickle, signal, sys, time
+import errno
+import fcntl
+import gzip
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import time
+
 import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
-from sweep import slow_case
+
 from longhorn_kit import cli, records
 from longhorn_kit.lab import corpus, data
 from longhorn_kit.lab.corpus import prepare
 from longhorn_kit.lab.data import SEPARATOR, load_documents
 from longhorn_kit.records import exclusive_lock, read_json
+from sweep import slow_case
 from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, write_records  # noqa: F401
 
 

@@ -1,12 +1,19 @@
-import gzip, io, json, lzma, os
+import gzip
+import io
+import json
+import lzma
+import os
 from collections import Counter
+
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from longhorn_kit import cli
 from longhorn_kit.lab import data
 from longhorn_kit.lab.corpus import prepare

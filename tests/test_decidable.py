@@ -9,7 +9,6 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from sweep import slow_case
 
 from longhorn_kit import cli
 from longhorn_kit.lab import claims, extrapolation, language, one_pass, published
@@ -17,6 +16,7 @@ from longhorn_kit.lab.claims import all_claims, find_claim, find_experiment, out
 from longhorn_kit.lab.looks import QUESTIONS
 from longhorn_kit.lab.plan import GROUPS
 from longhorn_kit.records import read_record, to_plain
+from sweep import slow_case
 
 RECORDS = Path(__file__).parents[1] / "nbs/lab/results"
 NO_CODE = {

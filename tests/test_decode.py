@@ -1,18 +1,23 @@
 """Decode steps: kernels against the reference, in place or not, and a prefill followed by steps against one pass."""
 
-import json, os, pathlib, subprocess, sys
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from rounding import bound
-from scan_cases import DEVICE, captured, error
 from longhorn_kit.models.mixer import build_mixer
-from longhorn_kit.scan import triton_conv, triton_step as step_module
+from longhorn_kit.scan import triton_conv
+from longhorn_kit.scan import triton_step as step_module
 from longhorn_kit.scan.op import FORMS, longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton_step import triton_step
+from rounding import bound
+from scan_cases import DEVICE, captured, error
 
 pytestmark = pytest.mark.numeric
 

@@ -1,6 +1,10 @@
 """lm-eval on checkpoints of the kit: its numbers are the model's own, contexts come twice, and every failure is one sentence."""
 
-import json, math, re, shutil, sys
+import json
+import math
+import re
+import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,13 +12,13 @@ import torch
 from safetensors import SafetensorError
 
 import test_cli
-from sweep import slow_case
 from longhorn_kit import cli, records
 from longhorn_kit.extras import pip_command
 from longhorn_kit.lab import evaluation, published
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.records import write_json
+from sweep import slow_case
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance

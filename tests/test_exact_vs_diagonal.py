@@ -1,15 +1,16 @@
 """Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
 
-import base64, json, re
+import base64
+import json
+import re
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rounding import bound, error
-from test_zoo import draw
 from longhorn_kit.theory.closed_forms import (
     decoupled_step,
     diagonal_step,
@@ -28,6 +29,8 @@ from longhorn_kit.theory.exact_vs_diagonal import (
     transition_eigenvalues,
     transition_matrix,
 )
+from rounding import bound, error
+from test_zoo import draw
 
 pytestmark = pytest.mark.numeric
 

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mixers import every_mixer
-from rounding import bound
 from longhorn_kit.lab import extrapolation as ex
 from longhorn_kit.lab.compare import about_length, compare_length, compare_needles
 from longhorn_kit.lab.data import get_tokenizer
@@ -22,6 +20,8 @@ from longhorn_kit.lab.presets import override
 from longhorn_kit.lab.run import run
 from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record, write_record
+from mixers import every_mixer
+from rounding import bound
 
 pytestmark = pytest.mark.numeric
 

@@ -10,11 +10,13 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+
 import pytest
 import torch
 from packaging.requirements import Requirement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
 from longhorn_kit import LMConfig, SequenceLM, __version__, longhorn_scan, longhorn_step
 from longhorn_kit.compat import NEEDS_TRITON, CellsWithoutTriton
 from longhorn_kit.extras import EXTRAS, PUBLISHED, need, pip_command

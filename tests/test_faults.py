@@ -1,20 +1,28 @@
 """Records, claims, exports and prepared text survive kills, damage and full disks: `make faults`. Children are forked from one warm process."""
 
-import itertools, json, os, random, re, resource, shutil, signal, sys
+import itertools
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
 from pathlib import Path
 
-import fakes
 import pytest
 import torch
-from test_corpus import sources
-from test_vision_training import filled
 
+import fakes
 from longhorn_kit import cli, records
 from longhorn_kit.lab import claims, corpus, run
 from longhorn_kit.lab.checkpoint import checkpoints, read_checkpoint
 from longhorn_kit.lab.language_training import save_lm
 from longhorn_kit.lab.ledger import ledger, ledger_html, ledger_text
 from longhorn_kit.models import LMConfig, SequenceLM
+from test_corpus import sources
+from test_vision_training import filled
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RESULTS = Path(__file__).parents[1] / "nbs" / "lab" / "results"
@@ -350,9 +358,50 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
 # ---- training: the same tests for every trainer
 
 TRAINERS = {
-    "train-lm": "train-lm --preset laptop --d-model 8 --n-layer 1 --context 16 --batch-size 2 --steps 6 --warmup 1 --lr 0.01 "
-    "--eval-every 3 --log-every 1 --save-every 2 --data text.txt --cpu".split(),
-    "train-vision": "train-vision --preset digits --data images --epochs 2 --batch-size 8 --ema 0.5 --save-every 2 --cpu".split(),
+    "train-lm": [
+        "train-lm",
+        "--preset",
+        "laptop",
+        "--d-model",
+        "8",
+        "--n-layer",
+        "1",
+        "--context",
+        "16",
+        "--batch-size",
+        "2",
+        "--steps",
+        "6",
+        "--warmup",
+        "1",
+        "--lr",
+        "0.01",
+        "--eval-every",
+        "3",
+        "--log-every",
+        "1",
+        "--save-every",
+        "2",
+        "--data",
+        "text.txt",
+        "--cpu",
+    ],
+    "train-vision": [
+        "train-vision",
+        "--preset",
+        "digits",
+        "--data",
+        "images",
+        "--epochs",
+        "2",
+        "--batch-size",
+        "8",
+        "--ema",
+        "0.5",
+        "--save-every",
+        "2",
+        "--cpu",
+    ],
 }
 
 

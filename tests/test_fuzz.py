@@ -4,7 +4,14 @@ python -m pytest tests/test_fuzz.py -m slow           # a part, in a minute (mak
 python -m pytest tests/test_fuzz.py -m release        # 500 command lines and 500 calls, in ten minutes
 """
 
-import os, random, re, resource, select, signal, sys, time
+import os
+import random
+import re
+import resource
+import select
+import signal
+import sys
+import time
 import traceback
 
 import numpy as np
@@ -12,7 +19,7 @@ import pytest
 import torch
 
 from longhorn_kit import cli
-from longhorn_kit.models import LMConfig, MIXERS, SequenceLM
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import causal_conv1d, longhorn_scan, longhorn_step
 

@@ -1,6 +1,11 @@
 """The project keeps its shape: imports, one place per mechanism, pages, wording."""
 
-import ast, io, json, re, textwrap, tokenize
+import ast
+import io
+import json
+import re
+import textwrap
+import tokenize
 from functools import cache
 from pathlib import Path
 

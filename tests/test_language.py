@@ -1,17 +1,27 @@
 """Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
 
-import json, lzma, math, os, re, shutil, signal, sys
+import json
+import lzma
+import math
+import os
+import re
+import shutil
+import signal
+import sys
 from collections import Counter
-from itertools import product
-from unittest.mock import Mock
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-import numpy as np, pytest, torch
-from hypothesis import given, settings, strategies as st
-from mixers import every_family
-from test_corpus import characters
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from longhorn_kit import cli
 from longhorn_kit.lab import evaluation, language, language_training, presets, training
 from longhorn_kit.lab.claims import outcomes
@@ -44,13 +54,15 @@ from longhorn_kit.lab.language_training import (
     trained_tokenizer,
 )
 from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
-from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.processes import TrainingDiverged
 from longhorn_kit.lab.recipe import TrainConfig, learning_rate
+from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.training import train
-from longhorn_kit.records import read_json, read_record
-from longhorn_kit.models import LMConfig, MIXERS, SequenceLM, files, lm
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
 from longhorn_kit.models.lm import count_parameters
+from longhorn_kit.records import read_json, read_record
+from mixers import every_family
+from test_corpus import characters
 
 RECIPE = TrainConfig(
     steps=4,

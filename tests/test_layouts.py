@@ -1,6 +1,11 @@
 """Copies and slices of a model on several processes train alike, resume each other's checkpoints, and end together."""
 
-import dataclasses, math, os, shutil, socket, sys
+import dataclasses
+import math
+import os
+import shutil
+import socket
+import sys
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -9,11 +14,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from layouts import Alone, Pool
-from rounding import bound
-from sweep import slow_case
-from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
+from layouts import Alone, Pool
 from longhorn_kit.lab import checkpoint, training
 from longhorn_kit.lab.checkpoint import checkpoints
 from longhorn_kit.lab.data import Sampler
@@ -22,6 +24,9 @@ from longhorn_kit.lab.processes import leave, make_accelerator, only_run_in, see
 from longhorn_kit.lab.recipe import evaluate
 from longhorn_kit.lab.training import train
 from longhorn_kit.records import read_json, read_jsonl
+from rounding import bound
+from sweep import slow_case
+from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
 SHORT = dataclasses.replace(CONFIG, steps=20)
 LAYOUTS = {
@@ -130,9 +135,9 @@ def images(folder, sharding, stop=None):
     "Train on images, whose order and augmentation are the same in any layout; without Mixup, which pairs images within a process."
     from longhorn_kit.lab import (
         images as lab_images,
-        vision as lab_vision,
-        vision_training,
     )  # seconds, which the other tests' processes save
+    from longhorn_kit.lab import vision as lab_vision
+    from longhorn_kit.lab import vision_training
 
     accelerator, options = (
         make_accelerator(cpu=True),

@@ -1,16 +1,20 @@
 """The claims ledger: every state that a record file can be in, and every way to show the rows."""
 
-import ast, json, re, shlex, subprocess, sys
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
 from xml.etree import ElementTree
 
-import fakes
 import pytest
 
-from sweep import slow_case
+import fakes
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
-from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.compare import contrast_rows, looks_of
+from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.front import Finding, Shown, favours, front, leader
 from longhorn_kit.lab.ledger import (
     Row,
@@ -27,6 +31,7 @@ from longhorn_kit.lab.ledger import (
 from longhorn_kit.lab.plan import models_of
 from longhorn_kit.lab.stats import LEVEL, Comparison, Contrast, judge
 from longhorn_kit.records import read_record, records_root, write_record
+from sweep import slow_case
 
 
 @pytest.fixture
@@ -283,7 +288,7 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     place, ticks = axis(rows, "points", (100, 200))
     assert (
         place(0) == 150 < place(1)
-        and 100 <= place(-1e9)
+        and place(-1e9) >= 100
         and place(1e9) <= 200
         and ticks[1] == 0 == ticks[0] + ticks[2]
     )

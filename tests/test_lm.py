@@ -1,25 +1,32 @@
 """The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
 
-import contextlib, errno, json, math, os, random, re
+import contextlib
+import errno
+import json
+import math
+import os
+import random
+import re
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
+from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
+from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
+from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 from mixers import every_family, every_mixer
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import rms
-from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
-from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
-from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 
 pytestmark = pytest.mark.numeric
 

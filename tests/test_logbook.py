@@ -1,10 +1,11 @@
 """The ledger as a logbook: the layout that Trackio reads, whole folders, and no page of a person lost."""
 
-import json, re
+import json
+import re
 
-import fakes
 import pytest
 
+import fakes
 from longhorn_kit import cli
 from longhorn_kit.lab import claims
 from longhorn_kit.lab.ledger import Row, ledger, ledger_json

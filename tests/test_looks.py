@@ -22,10 +22,10 @@ from longhorn_kit.lab.looks import (
     common_place,
     fit_growth,
     fit_tokens,
-    rows_of_claim,
-    runs_of,
     questions_of,
     rate_at,
+    rows_of_claim,
+    runs_of,
     stage_of,
     walk,
 )

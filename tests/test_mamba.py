@@ -1,6 +1,9 @@
 """Mamba's functions against its published definitions in float64, over sizes, options, layouts and dtypes."""
 
-import gc, importlib, itertools, math
+import gc
+import importlib
+import itertools
+import math
 
 import pytest
 import torch

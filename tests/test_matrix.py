@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from fla_files import naive, ops_folder

@@ -1,13 +1,16 @@
 """Measurements after a run: losses are those of a document read alone, shares are those of a step, files repeat to the byte."""
 
-import copy, itertools, json, math
+import copy
+import itertools
+import json
+import math
 from types import SimpleNamespace
 
 import numpy as np
-import pytest, torch
+import pytest
+import torch
 import torch.nn.functional as F
-from mixers import every_family, every_family_of_kit
-from sweep import slow_case
+
 from longhorn_kit.lab import measures
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.language_training import Texts, new_model
@@ -15,6 +18,8 @@ from longhorn_kit.models import LMConfig
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.theory.closed_forms import STEPS
 from longhorn_kit.theory.exact_vs_diagonal import transition_matrix
+from mixers import every_family, every_family_of_kit
+from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
 

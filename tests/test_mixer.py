@@ -1,14 +1,30 @@
 """Every mixer decodes what it trains and looks only back; Longhorn against a restatement with a dense solve."""
 
-import copy, functools, math, re, statistics, time
+import copy
+import functools
+import math
+import re
+import statistics
+import time
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given, settings, strategies as st
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
+from longhorn_kit.models import MIXERS, Longhorn, lm
+from longhorn_kit.models.memory import is_plain
+from longhorn_kit.models.mixer import (
+    Mixer,
+    ScanCache,
+    build_mixer,
+    mixer_options,
+    register_mixer,
+    to_length,
+)
 from mixers import (
     FAMILIES,
     GROWING,
@@ -26,16 +42,6 @@ from mixers import (
 from rounding import bound, error
 from sweep import slow_case
 from test_baselines import perturbed
-from longhorn_kit.models import MIXERS, Longhorn, lm
-from longhorn_kit.models.memory import is_plain
-from longhorn_kit.models.mixer import (
-    Mixer,
-    ScanCache,
-    build_mixer,
-    mixer_options,
-    register_mixer,
-    to_length,
-)
 
 pytestmark = pytest.mark.numeric
 

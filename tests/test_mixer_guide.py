@@ -1,7 +1,13 @@
 """The contributing guide on mixers: its layer passes the checks of the command that it names, and broken layers read what is wrong."""
 
-import os, re, shlex, subprocess, sys, textwrap
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
+
 import pytest
 
 ROOT = Path(__file__).parents[1]

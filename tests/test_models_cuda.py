@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from mixers import every_layer, parts
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.lm import document_bounds
+from mixers import every_layer, parts
 
 pytestmark = pytest.mark.cuda
 

@@ -5,9 +5,9 @@ import shutil
 import pytest
 import torch
 
-from scan_cases import call, gradients, inputs, leaves
 from longhorn_kit.scan import chunked, native
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
+from scan_cases import call, gradients, inputs, leaves
 
 pytestmark = [
     pytest.mark.numeric,

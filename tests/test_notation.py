@@ -1,10 +1,12 @@
-import json, re
+import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longhorn_kit.scan.reference import reference_scan
 from longhorn_kit.theory.notation import (

@@ -1,19 +1,23 @@
 """One pass over the text: the first plan's comparisons, and jobs of the second plan that repeat to the bit."""
 
-import math, os
+import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest, torch
-from hypothesis import given, strategies as st
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from longhorn_kit import cli
 from longhorn_kit.lab import one_pass
 from longhorn_kit.lab.claims import find_claim, outcomes
 from longhorn_kit.lab.language_training import new_model, open_texts
-from longhorn_kit.lab.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
 from longhorn_kit.lab.looks import LOOKS, rows_of_claim
 from longhorn_kit.lab.measures import load_arrays
+from longhorn_kit.lab.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
 from longhorn_kit.lab.plan import (
     FIRST_PLAN,
     GROUPS,

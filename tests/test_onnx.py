@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.export import Dim
 
-from mixers import NAMES, OPTIONS, parts
-from sweep import slow_case
 from longhorn_kit import LMConfig, Longhorn, SequenceLM
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.chunked import onnx_scan
+from mixers import NAMES, OPTIONS, parts
+from sweep import slow_case
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason='needs the extra "onnx"')

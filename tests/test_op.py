@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sweep import slow_case
 from longhorn_kit.scan.arguments import read_bounds
 from longhorn_kit.scan.op import (
     BACKENDS,
@@ -18,6 +17,7 @@ from longhorn_kit.scan.op import (
     selective_scan,
     selective_step,
 )
+from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
 

@@ -1,4 +1,8 @@
-import json, re, runpy, subprocess, sys
+import json
+import re
+import runpy
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -7,7 +11,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longhorn_kit.lab import planner
-from longhorn_kit.lab.presets import find_preset
 from longhorn_kit.lab.planner import (
     LANGUAGE,
     PARTS,
@@ -19,6 +22,7 @@ from longhorn_kit.lab.planner import (
     recorded_steps,
     waits,
 )
+from longhorn_kit.lab.presets import find_preset
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.records import write_json
 

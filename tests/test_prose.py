@@ -15,15 +15,19 @@ in the cell above it. The others are listed below: in `DERIVED` with the formula
 which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
 """
 
-import json, math, re
+import json
+import math
+import re
 from functools import cache
 from pathlib import Path
+
 import pytest
-from test_site import build
+
 from longhorn_kit.lab import claims
 from longhorn_kit.lab import published as papers
 from longhorn_kit.lab.ledger import ledger
 from longhorn_kit.records import read_json
+from test_site import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
@@ -384,7 +388,10 @@ def test_a_wrong_number_is_found(monkeypatch):
 
 
 def test_the_mixer_of_the_contributing_guide_works():
-    import textwrap, torch
+    import textwrap
+
+    import torch
+
     from longhorn_kit.models.mixer import MIXERS
 
     code = re.search(

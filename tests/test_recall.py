@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from longhorn_kit.lab import claims, recall
 from longhorn_kit.lab.recall import (

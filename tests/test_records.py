@@ -1,23 +1,37 @@
-import copy, errno, io, json, math, os, pickle, platform, re, resource, subprocess, sys
+import copy
+import errno
+import io
+import json
+import math
+import os
+import pickle
+import platform
+import re
+import resource
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 import longhorn_kit
 from longhorn_kit import records
-from hypothesis import given, settings, strategies as st
 from longhorn_kit.records import (
+    FullPath,
     append_jsonl,
     atomic_folder,
-    commit_of_kit,
     check_folder,
+    commit_of_kit,
     environment,
     exclusive_lock,
     progress,
     read_json,
     read_jsonl,
-    FullPath,
     read_record,
     to_plain,
     without_machine_paths,

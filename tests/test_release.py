@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,12 +1,14 @@
 """The report page: well-formed, alone, escaped, described, and written whole or not at all."""
 
-import errno, re, tomllib
+import errno
+import re
+import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 
-import fakes
 import pytest
 
+import fakes
 from longhorn_kit.lab import claims, report
 from longhorn_kit.lab.ledger import ledger
 from longhorn_kit.records import write_record

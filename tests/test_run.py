@@ -1,16 +1,27 @@
 """Experiments give the same record on every engine and after every accident."""
 
-import contextlib, json, os, random, re, shutil, signal, subprocess, sys, textwrap, time
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import fakes, toy
-from sweep import slow_case
+import fakes
+import toy
 from longhorn_kit.lab import run as lab_run
 from longhorn_kit.lab.run import Lost, Results, StayingProcesses, run
 from longhorn_kit.records import read_record
+from sweep import slow_case
 
 TESTS = Path(__file__).parent
 EXPECTED = {"diagonal", "exact", "mamba"}

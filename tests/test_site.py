@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from urllib.parse import unquote
 from xml.etree import ElementTree
+
 import pytest
 from bs4 import BeautifulSoup
 

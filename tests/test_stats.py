@@ -1,8 +1,13 @@
 """The rules for comparisons, against least squares, SciPy's own tests and closed testing, and by their words."""
 
-import dataclasses, itertools, math, pytest
+import dataclasses
+import itertools
+import math
+
 import numpy as np
-from hypothesis import given, strategies as st
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats as reference
 
 from longhorn_kit.lab.stats import (

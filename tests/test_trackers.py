@@ -1,14 +1,16 @@
 """Trackers show what metrics.jsonl has: TensorBoard's own reader for its files, stand-ins for the packages with a server."""
 
-import dataclasses, sys
+import dataclasses
+import sys
+
 import numpy as np
 import pytest
-from test_training import CONFIG, Interrupting, failing, run
 
-from sweep import slow_case
 from longhorn_kit import cli
 from longhorn_kit.extras import pip_command
 from longhorn_kit.records import read_json, read_jsonl
+from sweep import slow_case
+from test_training import CONFIG, Interrupting, failing, run
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 COMMANDS = {

@@ -1,12 +1,24 @@
 """Tests of the training loop."""
 
-import dataclasses, errno, math, multiprocessing, os, pickle, shutil, signal, sys, time
+import dataclasses
+import errno
+import math
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import time
 from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
+
 from longhorn_kit import records
 from longhorn_kit.lab import training
 from longhorn_kit.lab.checkpoint import checkpoints, tidy
@@ -20,8 +32,8 @@ from longhorn_kit.lab.recipe import (
     learning_rate,
     parameter_groups,
 )
-from longhorn_kit.models.memory import chunked_cross_entropy
 from longhorn_kit.lab.training import train
+from longhorn_kit.models.memory import chunked_cross_entropy
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 
 CONFIG = TrainConfig(

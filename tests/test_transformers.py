@@ -1,23 +1,12 @@
 "The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
 
-import copy, math
+import copy
+import math
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
-from mixers import every_family, every_family_of_kit, every_mixer
-from sweep import slow_case
-from longhorn_kit.models import LMConfig, SequenceLM
-from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
-from longhorn_kit.models.transformers import (
-    LonghornConfig,
-    LonghornForCausalLM,
-    LonghornForSequenceClassification,
-    from_transformers,
-    read_mask,
-    to_transformers,
-)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +19,19 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+
+from longhorn_kit.models import LMConfig, SequenceLM
+from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
+from longhorn_kit.models.transformers import (
+    LonghornConfig,
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    from_transformers,
+    read_mask,
+    to_transformers,
+)
+from mixers import every_family, every_family_of_kit, every_mixer
+from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
 
@@ -485,6 +487,7 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
 
 def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from longhorn_kit.lab.data import get_tokenizer
     from longhorn_kit.lab.evaluation import hf_tokenizer
     from longhorn_kit.models import LMConfig, SequenceLM

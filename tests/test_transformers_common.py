@@ -6,7 +6,12 @@ folder; without a network the file is skipped. Three modules that its tests impo
 loading, saving, resizing, initialisation, gradient checkpointing, batching and outputs; tests/test_transformers.py has the rest.
 """
 
-import io, subprocess, sys, tarfile, types, unittest
+import io
+import subprocess
+import sys
+import tarfile
+import types
+import unittest
 from importlib import metadata
 from pathlib import Path
 

@@ -1,18 +1,27 @@
 "Folders for other people: with the kit and without it, fine-tuned, with adapters, and with a card that invents nothing."
 
-import inspect, json, os, re, shutil, subprocess, sys, warnings
+import inspect
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
-from sweep import slow_case
 import torch
 
+from sweep import slow_case
+
 pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from longhorn_kit import __version__
 from longhorn_kit.lab.data import get_tokenizer
 from longhorn_kit.lab.evaluation import export_checkpoint, free_word, hf_tokenizer, load_pair
 from longhorn_kit.lab.language_training import train_lm
-from longhorn_kit import __version__
-from mixers import every_family, every_mixer
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
 from longhorn_kit.models.transformers import (
@@ -21,7 +30,7 @@ from longhorn_kit.models.transformers import (
     padding_note,
     to_transformers,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from mixers import every_family, every_mixer
 
 WITHOUT_KIT = """
 import sys

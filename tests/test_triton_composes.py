@@ -19,6 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from layouts import Pool
+from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.chunked import chunked_scan
+from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
+from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
+from longhorn_kit.scan.triton_pointwise import add_norm, to_length
 from scan_cases import (
     DEVICE,
     assert_close,
@@ -34,11 +39,6 @@ from scan_cases import (
     poisoned,
 )
 from sweep import slow_case
-from longhorn_kit.scan import triton_op
-from longhorn_kit.scan.chunked import chunked_scan
-from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
-from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
-from longhorn_kit.scan.triton_pointwise import add_norm, to_length
 
 pytestmark = pytest.mark.numeric
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 
+from longhorn_kit.scan import triton_diagonal, triton_op
 from scan_cases import (
     DEVICE,
     assert_close,
@@ -21,7 +22,6 @@ from scan_cases import (
     poisoned,
     within,
 )
-from longhorn_kit.scan import triton_diagonal, triton_op
 
 pytestmark = pytest.mark.cuda
 BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16

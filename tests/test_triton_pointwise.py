@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from sweep import slow_case
 from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, memory, mixer
 from longhorn_kit.models.lm import Block
 from longhorn_kit.models.memory import chunked_cross_entropy
+from sweep import slow_case
 
 tp = pytest.importorskip("longhorn_kit.scan.triton_pointwise", reason="Triton is not installed")
 

@@ -5,6 +5,8 @@ from itertools import product
 import pytest
 import torch
 
+from longhorn_kit.scan import triton_op, triton_portable
+from longhorn_kit.scan.op import longhorn_scan, selective_scan
 from scan_cases import (
     DEVICE,
     assert_close,
@@ -22,8 +24,6 @@ from scan_cases import (
     within,
 )
 from sweep import slow_case
-from longhorn_kit.scan import triton_op, triton_portable
-from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying")
 small = pytest.mark.skipif(

@@ -1,6 +1,13 @@
 """Type checkers see the package's annotations, and `help()` explains every argument."""
 
-import inspect, os, re, shutil, subprocess, sys, sysconfig, venv
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest

@@ -1,6 +1,8 @@
 """The vision backbones: timm's own checks on them, reversal, positions at other sizes, bad input."""
 
-import math, subprocess, sys
+import math
+import subprocess
+import sys
 
 import pytest
 import torch

@@ -4,7 +4,9 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import numpy as np, pytest, torch
+import numpy as np
+import pytest
+import torch
 from datasets import Value
 from PIL import Image
 

@@ -1,19 +1,32 @@
 """`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, other sizes, weights to start from, timm's script."""
 
-import argparse, dataclasses, io, json, multiprocessing, os, random, re, shutil, signal, subprocess, sys, tarfile, time
+import argparse
+import dataclasses
+import io
+import json
+import multiprocessing
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from layouts import Pool
 from PIL import Image
 from safetensors.torch import load_file
 
-from sweep import slow_case
+from layouts import Pool
 from longhorn_kit import cli
-from longhorn_kit.lab import images as images_module, vision_training as lab
+from longhorn_kit.lab import images as images_module
+from longhorn_kit.lab import vision_training as lab
 from longhorn_kit.lab.images import (
     Augmented,
     ImageBatches,
@@ -32,6 +45,7 @@ from longhorn_kit.lab.vision_training import (
 )
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import read_json, read_jsonl
+from sweep import slow_case
 
 
 def picture(number, label):

@@ -1,6 +1,7 @@
 """The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
 
-import math, re
+import math
+import re
 from dataclasses import replace
 
 import pytest

@@ -69,7 +69,7 @@ def in_child(command, output, errors):
 
 
 if __name__ == "__main__":
-    import torch, triton  # noqa: F401
+    import triton  # noqa: F401
 
     sys.path[0] = ""  # as for `python -c`
     for line in sys.stdin:

@@ -14,9 +14,8 @@ likely reason is the instruction cache: in the backward, too, halving the loop's
 
 import sys
 
-from shared import SHAPES, inputs
-
 import torch
+from shared import SHAPES, inputs
 from torch import empty
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -15,9 +15,9 @@ from unittest.mock import patch
 
 import torch
 import triton
+from shared import SHAPES, inputs
 from triton.testing import do_bench_cudagraph
 
-from shared import SHAPES, inputs
 from longhorn_kit.records import commit_of_kit
 from longhorn_kit.scan import triton_exact
 

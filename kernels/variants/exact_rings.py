@@ -13,9 +13,9 @@ import pathlib
 
 import torch
 import triton
+from shared import SHAPES, inputs
 from triton.testing import do_bench
 
-from shared import SHAPES, inputs
 from longhorn_kit.scan import triton_exact, triton_exact_backward
 
 RINGS = dict(forward=(3, 4, 5, 6, 8), backward=(2, 3, 4))

@@ -12,9 +12,9 @@ import pathlib
 
 import torch
 import triton
+from shared import SHAPES, inputs
 from triton.testing import do_bench
 
-from shared import SHAPES, inputs
 from longhorn_kit.scan import triton_op
 
 PORTABLE = [

@@ -10,10 +10,9 @@ import argparse
 import json
 import pathlib
 
-from shared import OFFICIAL, SHAPES, inputs
-
 import torch
 import triton
+from shared import OFFICIAL, SHAPES, inputs
 from triton.testing import do_bench
 
 from longhorn_kit.scan import triton_op

@@ -6,15 +6,19 @@
 __all__ = ['LISTED', 'checkpoints', 'tidy', 'write_checkpoint', 'read_checkpoint', 'load_state']
 
 # %% ../../nbs/machine/checkpoint.ipynb #checkpoint-003
-import hashlib, io, warnings
+import hashlib
+import io
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.utils._pytree import tree_map
+
 from .processes import gathered, is_main_process, together
 from longhorn_kit.records import (
     atomic_path,

@@ -9,7 +9,9 @@ __all__ = ['SCALES', 'PLATFORM', 'BASES', 'CLAIMS', 'PAPER_KERNEL', 'Claim', 'ou
            'find_claim', 'find_experiment', 'runnable']
 
 # %% ../../nbs/machine/claims.ipynb #39_claims-003
-import difflib, importlib, math
+import difflib
+import importlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -46,7 +48,7 @@ from longhorn_kit.lab.compare import (
     no_fast_kernel,
     reads,
 )
-from .looks import POOLS, QUESTIONS, by_looks, rows_of_claim, questions_of
+from .looks import POOLS, QUESTIONS, by_looks, questions_of, rows_of_claim
 from longhorn_kit.lab.plan import (
     EXPLORATORY,
     about_one_pass,

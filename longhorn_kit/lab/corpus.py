@@ -6,13 +6,28 @@
 __all__ = ['PARTS', 'tokenise', 'Corpus', 'prepare']
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-003
-import ctypes, glob, hashlib, io, itertools, json, math, os, shutil, signal, sys, threading, time
+import ctypes
+import glob
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import closing, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
+
 import numpy as np
+
 from longhorn_kit.lab.data import (
     VAL_PART,
     CharTokenizer,

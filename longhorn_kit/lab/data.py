@@ -8,21 +8,55 @@ __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_has
            'CharTokenizer', 'get_tokenizer', 'holds_whole', 'pieces_of', 'hold_out_long', 'Sampler']
 
 # %% ../../nbs/machine/data.ipynb #data-003
-import codecs, glob, gzip, hashlib, io, itertools, json, logging, lzma, os, pickle, re, shutil, sys, sysconfig, zlib
+import codecs
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import logging
+import lzma
+import os
+import pickle
+import re
+import shutil
+import sys
+import sysconfig
+import zlib
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
+
 import numpy as np
 
 from ..records import atomic_folder, in_one_line, plural, read_json, warn
 
 # %% ../../nbs/machine/data.ipynb #data-007
-PACKAGES = (
-    "asyncio collections concurrent ctypes email html http importlib json logging multiprocessing re "
-    "tomllib unittest urllib wsgiref xml xmlrpc zoneinfo"
-).split()
+PACKAGES = [
+    "asyncio",
+    "collections",
+    "concurrent",
+    "ctypes",
+    "email",
+    "html",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+    "multiprocessing",
+    "re",
+    "tomllib",
+    "unittest",
+    "urllib",
+    "wsgiref",
+    "xml",
+    "xmlrpc",
+    "zoneinfo",
+]
 LARGEST_FILE = 150_000  # bytes
 
 # %% ../../nbs/machine/data.ipynb #data-008
@@ -352,10 +386,28 @@ def parquet_records(path, text_column):
 
 # %% ../../nbs/machine/data.ipynb #data-027e
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet")
-NO_TEXT = (
-    ".7z .arrow .avro .bin .bz2 .csv .feather .npy .npz .orc .pkl .pt .rar .safetensors .tar .tgz .tsv "
-    ".xls .xlsx .zip"
-).split()
+NO_TEXT = [
+    ".7z",
+    ".arrow",
+    ".avro",
+    ".bin",
+    ".bz2",
+    ".csv",
+    ".feather",
+    ".npy",
+    ".npz",
+    ".orc",
+    ".pkl",
+    ".pt",
+    ".rar",
+    ".safetensors",
+    ".tar",
+    ".tgz",
+    ".tsv",
+    ".xls",
+    ".xlsx",
+    ".zip",
+]
 
 # %% ../../nbs/machine/data.ipynb #data-027e-2
 def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str, str]]:
@@ -424,7 +476,7 @@ def folder_files(folder):
     return texts
 
 # %% ../../nbs/machine/data.ipynb #data-028
-@lru_cache(maxsize=None)
+@cache
 def warn_once(message: str) -> None:
     "Print a warning in the first process, once: a source is looked up several times."
     if os.environ.get("RANK", "0") == "0":

@@ -11,11 +11,20 @@ __all__ = ['PAD', 'FILES', 'ALL_FILES', 'REMEDY', 'LOCAL', 'RECALL', 'TASK_PRESE
            'export_target', 'export_model']
 
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-003
-import contextlib, copy, difflib, io, json, logging, re, time, warnings
+import contextlib
+import copy
+import difflib
+import io
+import json
+import logging
+import re
+import time
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterable, Iterator
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -43,8 +52,9 @@ from longhorn_kit.records import (
 def harness() -> Any:
     "Return the package lm_eval with its output reduced."
     need("evaluation", "eval")
-    import longhorn_kit.models.transformers, lm_eval.models.huggingface  # noqa: F401, registers the model
-    import datasets, transformers
+    import datasets
+    import lm_eval.models.huggingface  # noqa: F401, registers the model
+    import transformers
 
     datasets.disable_progress_bars()
     transformers.utils.logging.disable_progress_bar()

@@ -10,14 +10,17 @@ __all__ = ['NEEDLES', 'NOUNS', 'COLOURS', 'LONGEST', 'LAPTOP', 'PRESETS', 'ELSEW
            'summarize']
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-003
-import hashlib, json, math
+import hashlib
+import json
+import math
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +30,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils._pytree import tree_map_only
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n03
+from . import language
 from .corpus import prepare
 from .fit import fit
-from . import language
 from longhorn_kit.lab.language_training import (
     check_vocabulary,
     open_texts,
@@ -37,8 +40,8 @@ from longhorn_kit.lab.language_training import (
     trained_tokenizer,
 )
 from .presets import LM_PRESETS, LMPreset, override
-from .run import Experiment, Results
 from .recipe import TrainConfig
+from .run import Experiment, Results
 from ..models import SequenceLM
 from ..records import atomic_file, check_ranges, read_json, read_record
 

@@ -6,7 +6,8 @@
 __all__ = ['fit']
 
 # %% ../../nbs/machine/fit.ipynb #fit-003
-import math, warnings
+import math
+import warnings
 from collections.abc import Callable, Iterator
 
 import torch

@@ -7,13 +7,22 @@ __all__ = ['BROKEN', 'open_part', 'check_readable', 'can_decode', 'open_source',
            'transforms', 'ImageBatches']
 
 # %% ../../nbs/machine/images.ipynb #images-003
-import ctypes, glob, io, os, re, signal, sys, tarfile, time
+import ctypes
+import glob
+import io
+import os
+import re
+import signal
+import sys
+import tarfile
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
-from typing import Any, Callable, Iterator
 
 import numpy as np
 import torch

@@ -6,7 +6,12 @@
 __all__ = ['PRESETS', 'EXPERIMENT', 'Language', 'scale_of', 'summarize', 'write_text']
 
 # %% ../../nbs/lab/34_language.ipynb #34_language-003
-import json, lzma, math, os, shutil, time
+import json
+import lzma
+import math
+import os
+import shutil
+import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median

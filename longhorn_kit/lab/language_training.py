@@ -6,7 +6,10 @@
 __all__ = ['new_model', 'save_lm', 'tokens_hash', 'fit', 'train_lm']
 
 # %% ../../nbs/machine/language_training.ipynb #language_training-n04
-import glob, hashlib, json, shlex
+import glob
+import hashlib
+import json
+import shlex
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path

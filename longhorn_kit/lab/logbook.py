@@ -7,8 +7,9 @@ __all__ = ['TITLE', 'PARTS', 'logbook_cell', 'claim_page', 'index_page', 'logboo
            'write_logbook']
 
 # %% ../../nbs/machine/logbook.ipynb #logbook-003
-import hashlib, json
-from datetime import datetime, timezone
+import hashlib
+import json
+from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
@@ -111,7 +112,7 @@ def write_logbook(rows: list[Row], folder: str | Path) -> Path:  # rows: from `l
     "Write the ledger as a logbook, and return its folder; ValueError or OSError if it cannot."
     folder = Path(folder)
     check_logbook_folder(folder)
-    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    time = datetime.now(UTC).isoformat(timespec="seconds")
     plain = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
     files = {
         "metadata.json": plain({"space_id": None, "emoji": "🎯", "created_at": time}),

@@ -11,7 +11,9 @@ __all__ = ['SEARCH_SEEDS', 'POOLS', 'AFTER_THE_PLAN', 'RERUNS', 'ALL_MODELS', 'P
            'rows_of_claim', 'waiting', 'row_of', 'looks_hash']
 
 # %% ../../nbs/machine/looks.ipynb #looks-003
-import hashlib, json, math
+import hashlib
+import json
+import math
 from dataclasses import asdict, dataclass, field, replace
 from statistics import mean
 
@@ -513,7 +515,7 @@ class Looks:
         }
         self.fits = {claim: [] for claim in self.questions}  # one dict of `Fit` per look
         self.judged = {}  # claim -> list of `Judgement`
-        self.needs = {name: LOOKS[0] for name in self.models} | self.needs
+        self.needs = dict.fromkeys(self.models, LOOKS[0]) | self.needs
         for look in range(len(LOOKS)):
             self.take(look)
 

@@ -8,7 +8,10 @@ __all__ = ['MULTIPLES', 'OTHER_FORM', 'WINDOWS', 'documents_of', 'parts_of', 're
            'measure_run', 'save_arrays', 'load_arrays']
 
 # %% ../../nbs/machine/measures.ipynb #measures-003
-import io, math, zipfile, zlib
+import io
+import math
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path

@@ -11,13 +11,14 @@ __all__ = ['CHUNK', 'STOP_AT', 'MODELS', 'SAME', 'SIZES', 'STATES', 'GPU', 'PRES
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-003
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import count, takewhile
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Annotated, Any, Iterator, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n03
 import torch

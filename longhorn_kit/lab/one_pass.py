@@ -6,7 +6,11 @@
 __all__ = ['EVERYTHING', 'PRESETS', 'FACTS', 'SEARCHED', 'KEPT', 'EXPERIMENT', 'OnePass', 'check_scale', 'summarize']
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-003
-import copy, json, math, os, time
+import copy
+import json
+import math
+import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -33,8 +37,8 @@ from longhorn_kit.lab.looks import (
     Seeded,
     all_looks,
     common_place,
-    loss_of,
     looks_hash,
+    loss_of,
     planned_models,
     rate_at,
     stage_of,

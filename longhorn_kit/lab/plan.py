@@ -8,7 +8,8 @@ __all__ = ['GROUPS', 'RATES', 'EXPLORATORY', 'RECIPE', 'FIRST_PLAN', 'Model', 'G
            'compare_tokens_saved', 'about_one_pass', 'plan_hash']
 
 # %% ../../nbs/machine/plan.ipynb #plan-003
-import hashlib, json
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 

@@ -9,7 +9,9 @@ __all__ = ['MOVED', 'recorded_work', 'work_of', 'parts_of', 'scaled_parts', 'Pla
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+
 import numpy as np
+
 from .presets import LMPreset, find_preset, model_config
 from .recipe import TrainConfig
 from ..models.lm import LMConfig, count_parameters

@@ -7,13 +7,22 @@ __all__ = ['SIGNS_OF_LOSS', 'check_launcher', 'make_accelerator', 'distributed',
            'TrainingDiverged', 'WorkerLost', 'peers_watched']
 
 # %% ../../nbs/machine/processes.ipynb #processes-003
-import gc, os, signal, socket, threading, time, warnings
+import gc
+import os
+import signal
+import socket
+import threading
+import time
+import warnings
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
-from typing import Any, Iterator
+from typing import Any
+
 import psutil  # which Accelerate needs
 import torch
 from torch import nn
+
 from .recipe import blocks_of
 from ..records import exclusive_lock
 

@@ -10,12 +10,12 @@ __all__ = ['WRITES', 'MEMORIES', 'PRESETS', 'EXPERIMENT', 'draw_streams', 'look_
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-003
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterator
 
 import torch
 import torch.nn.functional as F

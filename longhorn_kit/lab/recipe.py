@@ -6,15 +6,19 @@
 __all__ = ['Recipe', 'TrainConfig', 'evaluate', 'LossOnly']
 
 # %% ../../nbs/machine/recipe.ipynb #recipe-003
-import math, random, sys
+import math
+import random
+import sys
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
+
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
 from ..models.lm import document_bounds
 from ..records import check_ranges, plural
 
@@ -53,8 +57,20 @@ class Recipe:
 
     unit = "images"  # unit of `size`
     may_change = frozenset(  # on resuming: no result depends on them
-        "eval_every log_every save_every save_seconds save_total_limit gradient_accumulation_steps cpu compile "
-        "sharding checkpoint_blocks async_save track".split()
+        [
+            "eval_every",
+            "log_every",
+            "save_every",
+            "save_seconds",
+            "save_total_limit",
+            "gradient_accumulation_steps",
+            "cpu",
+            "compile",
+            "sharding",
+            "checkpoint_blocks",
+            "async_save",
+            "track",
+        ]
     )
 
     def __post_init__(self):

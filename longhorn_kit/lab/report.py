@@ -6,7 +6,7 @@
 __all__ = ['duration', 'rows_of', 'again', 'flat', 'facts', 'part_of', 'write_report']
 
 # %% ../../nbs/machine/report.ipynb #40_report-003
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from . import claims
@@ -14,10 +14,10 @@ from longhorn_kit.lab.ledger import (
     Ledger,
     Row,
     by_claim,
+    counted,
     read_outcomes,
     rerun_command,
     templates,
-    counted,
 )
 from ..records import atomic_file, readable
 
@@ -118,7 +118,7 @@ def write_report(
             runs=[part_of(record, ledger or []) for record in readable(list(records))],
             groups=by_claim(ledger or []),
             later=list(later),
-            now=datetime.now(timezone.utc),
+            now=datetime.now(UTC),
         )
     )
     with atomic_file(path) as file:

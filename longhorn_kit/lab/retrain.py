@@ -7,7 +7,8 @@ __all__ = ['FIRST', 'MEAN', 'recorded_runs', 'choose_run', 'config_of', 'check_p
            'recorded_losses', 'compare_first', 'Retrained', 'retrain']
 
 # %% ../../nbs/machine/retrain.ipynb #retrain-003
-import json, tarfile
+import json
+import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path

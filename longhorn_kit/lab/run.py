@@ -10,7 +10,18 @@ __all__ = ['ERRORS', 'LOSSES', 'SAME_COST', 'BAR', 'LOST', 'Experiment', 'Result
            'collect', 'stop', 'run', 'finished', 'keep_other_record', 'finish', 'engine_for', 'visible_gpus']
 
 # %% ../../nbs/machine/run.ipynb #run-003
-import hashlib, heapq, json, math, multiprocessing, os, shutil, signal, sys, threading, time, traceback
+import hashlib
+import heapq
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress

@@ -7,11 +7,13 @@ __all__ = ['KINDS', 'MEASURED', 'EXPERIMENT', 'run_to_time', 'seconds_of', 'Thro
            'run_job', 'summarize']
 
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-003
-import re, time
+import re
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 import torch

@@ -10,6 +10,7 @@ import uuid
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
+
 from ..extras import pip_command
 from ..records import read_jsonl, to_plain
 

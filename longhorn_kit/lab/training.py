@@ -6,13 +6,20 @@
 __all__ = ['train']
 
 # %% ../../nbs/machine/training.ipynb #training-003
-import hashlib, math, socket, sys, time, uuid
+import hashlib
+import math
+import socket
+import sys
+import time
+import uuid
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
 import torch
 from torch import nn
+
 from longhorn_kit.lab.checkpoint import (
     Saving,
     checkpoints,
@@ -25,9 +32,9 @@ from .data import Sampler, fingerprint
 from longhorn_kit.lab.processes import (
     TrainingDiverged,
     check_alike,
+    graceful_shutdown,
     gradients_exchanged,
     make_accelerator,
-    graceful_shutdown,
     only_run_in,
     peers_watched,
     see_folder,
@@ -42,14 +49,13 @@ from longhorn_kit.lab.recipe import (
     checkpoint_blocks,
     compile_blocks,
     evaluate,
-    learning_rate,
     fork_rng,
+    learning_rate,
     parameter_groups,
     seed_all,
     set_lr,
 )
 from .trackers import check_tracker, open_tracker
-from ..scan.arguments import documented
 from longhorn_kit.records import (
     append_jsonl,
     check_same_settings,
@@ -62,6 +68,7 @@ from longhorn_kit.records import (
     write_jsonl,
     write_record,
 )
+from ..scan.arguments import documented
 
 # %% ../../nbs/machine/training.ipynb #training-012
 class Average:

@@ -7,10 +7,15 @@ __all__ = ['NoDefault', 'UsageError', 'writable_folder', 'model_folder', 'stream
            'Generate', 'evaluate_from', 'Eval', 'Export']
 
 # %% ../../nbs/machine/use.ipynb #36_use-003
-import contextlib, itertools, re, sys, tempfile
+import contextlib
+import itertools
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Callable, Iterable, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -91,6 +96,7 @@ def load_writer(folder: Path, tokenizer: str | None) -> tuple:
 def generate_from(o: Any, folder: Path) -> None:
     "Print the prompt and its continuation, token by token."
     import torch
+
     from longhorn_kit.records import readable
 
     model, tokenizer = load_writer(folder, o.tokenizer)

@@ -7,7 +7,8 @@ __all__ = ['PRESETS', 'EXPERIMENT', 'ImageSet', 'digits', 'cifar10', 'normalizer
            'measurements', 'seeds_of', 'jobs', 'run_job', 'summarize', 'batches', 'cut', 'cutmix', 'learn']
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-003
-import math, time
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -22,13 +23,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n03
+from timm.optim import param_groups_weight_decay  # after the kit's models: they mend torchvision
+
 from .compare import own_seeds
 from .fit import fit
 from .run import Experiment, Results
 from .stats import LOOKS
 from .vision_speed import DEITS, MODELS, PLAIN, make_model, memory, speed
 from ..records import check_ranges
-from timm.optim import param_groups_weight_decay  # after the kit's models: they mend torchvision
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-008
 class ImageSet(NamedTuple):

@@ -8,10 +8,12 @@ __all__ = ['FromEpochs', 'VISION_PRESETS', 'LARGEST_SIDE', 'VisionConfig', 'Visi
            'eval_vision', 'read_model', 'check_sizes_of', 'check_classes']
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-003
-import time, zlib
+import time
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Iterable, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import tyro

@@ -7,9 +7,11 @@ __all__ = ['state_hash', 'save_model', 'load_model', 'run_facts', 'card_facts', 
            'match_parameters']
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-003
-import hashlib, json, re
-from contextlib import suppress
+import hashlib
+import json
+import re
 from bisect import bisect_left
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 

@@ -8,15 +8,14 @@ __all__ = ['LMConfig', 'RMSNorm', 'SwiGLU', 'Block', 'Backbone', 'mean_loss', 'c
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-003
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Callable, ClassVar, Iterator
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..scan.arguments import documented, in_functorch, shown
-from ..scan.launch import unwatched
 from longhorn_kit.models.memory import (
     chunked_cross_entropy,
     is_plain,
@@ -38,6 +37,8 @@ from longhorn_kit.models.mixer import (
     redraw,
     start_with,
 )
+from ..scan.arguments import documented, in_functorch, shown
+from ..scan.launch import unwatched
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented

@@ -6,7 +6,8 @@
 __all__ = ['chunked_cross_entropy']
 
 # %% ../../nbs/machine/memory.ipynb #memory-003
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F

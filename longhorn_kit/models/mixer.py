@@ -6,12 +6,14 @@
 __all__ = ['MIXERS', 'register_mixer', 'mixer_options', 'build_mixer', 'Mixer', 'ScanCache', 'ScanMixer', 'Longhorn']
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-003
-import inspect, math
+import inspect
+import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial, wraps
 from numbers import Integral
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F

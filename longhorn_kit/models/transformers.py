@@ -7,7 +7,8 @@ __all__ = ['AUTO_MAP', 'LOSS', 'PUBLIC', 'PACKAGE', 'LonghornConfig', 'LonghornM
            'LonghornForSequenceClassification', 'to_transformers', 'from_transformers', 'export_folder', 'padding_note']
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-003
-import re, warnings
+import re
+import warnings
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
-from ..compat import mend_torchvision
 from .. import __version__
+from ..compat import mend_torchvision
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
 from .memory import wide

@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n04
-import ast, inspect, os, textwrap
+import ast
+import inspect
+import os
+import textwrap
 from dataclasses import is_dataclass
 from importlib.util import find_spec
 from typing import TypeVar

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import custom_op, register_autograd
 
-from .arguments import exporting, in_range, outside, s6_form
 from . import native
+from .arguments import exporting, in_range, outside, s6_form
 from .exact_chunks import exact_pull, exact_run, fresh, rate_and_slope
 from .onnx import in_order, onnx_exporting
 from .reference import STEPS, no_autocast, s6_update, skip_and_gate, widened

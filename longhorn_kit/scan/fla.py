@@ -6,7 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/machine/fla.ipynb #fla-n04
-import functools, importlib, logging, re
+import functools
+import importlib
+import logging
+import re
 from importlib import metadata
 from importlib.util import find_spec
 

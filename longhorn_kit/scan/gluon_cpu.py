@@ -6,9 +6,10 @@
 __all__ = ['Block', 'Pointer', 'Shared', 'Interpreter', 'gluon_on_cpu']
 
 # %% ../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n05
-import math, types
+import math
+import types
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 import torch
 import triton

@@ -6,7 +6,12 @@
 __all__ = ['FLAGS', 'INSTRUCTIONS', 'FORMS', 'STEPS', 'build', 'library', 'compiles', 'Sizes', 'call', 'forward', 'backward']
 
 # %% ../../nbs/machine/native.ipynb #native-004
-import ctypes, hashlib, os, platform, shlex, subprocess
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path

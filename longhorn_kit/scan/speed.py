@@ -7,7 +7,8 @@ __all__ = ['PER_STATE', 'PER_CHANNEL', 'OF_FORM', 'scan_bytes', 'scan_operations
            'scan_floors', 'draw_roofline', 'code_floors', 'row_floors', 'against', 'draw_against']
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-imports
-import itertools, math
+import itertools
+import math
 from typing import Any
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-plain

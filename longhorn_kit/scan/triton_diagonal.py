@@ -53,7 +53,7 @@ def _segment_steps(B, T, D, NP, direction):
         steps = 256 if B * D < 32768 else 128
     else:
         few, steps = B * D * NP < 524288, 512
-    return steps if few and (B == 1 or T > steps) else 0
+    return steps if few and (B == 1 or steps < T) else 0
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-065
 KEPT = 16  # steps between the states kept for the backward: a chunk of either kernel

@@ -32,8 +32,10 @@ from longhorn_kit.scan.triton_gluon import (
     _load,
     _mask,
     _reciprocal,
+    _rows_apart,
+    _slot,
+    _store,
 )
-from .triton_gluon import _rows_apart, _slot, _store
 
 # %% ../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
 @gluon.jit

@@ -23,8 +23,10 @@ from longhorn_kit.scan.triton_gluon import (
     _mask,
     _reciprocal,
     _rows_apart,
+    _slot,
+    _stack8,
+    _store,
 )
-from .triton_gluon import _slot, _stack8, _store
 
 # %% ../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-023
 class Rule(NamedTuple):

@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/machine/triton_exact.ipynb #triton_exact-004
-import ctypes, functools
+import ctypes
+import functools
 from contextlib import suppress
 
 import torch
@@ -17,13 +18,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from .launch import launch
-from .triton_gluon import LOG2E, _copy, _dot, _fnma, _held, _load
-from .triton_gluon import _mask, _reciprocal, _rows_apart, _store
 from longhorn_kit.scan.triton_gluon import (
+    LOG2E,
+    _copy,
+    _dot,
+    _fnma,
+    _held,
+    _load,
+    _mask,
     _masked,
     _one_stride,
     _ready,
+    _reciprocal,
+    _rows_apart,
     _steps,
+    _store,
     _unpadded,
     _vector,
     _wide_rate,
@@ -70,7 +79,7 @@ def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, g
     )
     rest = ()
     for i in gl.static_range(16):
-        if BEGIN <= i and i < END:
+        if i >= BEGIN and i < END:
             rest = rest + (_fnma(row[i], u, acc[i]),)
         else:
             rest = rest + (acc[i],)

@@ -20,8 +20,6 @@ from longhorn_kit.scan.triton_exact import (
     _columns,
     _copy_chunk,
     _first_channel,
-)
-from longhorn_kit.scan.triton_exact import (
     _from_columns,
     _halves,
     _leave_to_cache,
@@ -37,15 +35,13 @@ from longhorn_kit.scan.triton_gluon import (
     _exp,
     _load,
     _mask,
-    _reciprocal,
-    _rows_apart,
-    _store,
-)
-from longhorn_kit.scan.triton_gluon import (
     _masked,
     _one_stride,
     _ready,
+    _reciprocal,
+    _rows_apart,
     _steps,
+    _store,
     _unpadded,
     _wide_rate,
 )

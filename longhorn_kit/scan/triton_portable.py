@@ -464,7 +464,7 @@ def portable_plan(
     kept = checkpoint_every or fastest
     C = min(kept, fastest)
     if segment is None:
-        segment = SEGMENT if B * D < FEW_CHANNELS[direction] and (B == 1 or T > SEGMENT) else 0
+        segment = SEGMENT if FEW_CHANNELS[direction] > B * D and (B == 1 or T > SEGMENT) else 0
     segment = 0 if rule == "exact" else _cdiv(segment, kept) * kept
     if block is None:
         block = 32

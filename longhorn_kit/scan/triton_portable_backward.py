@@ -18,13 +18,11 @@ from longhorn_kit.scan.triton_portable import (
     DECOUPLED,
     DIAGONAL,
     EXACT,
-    PortablePlan,
     RULES,
     S6,
     S6_GIVEN,
     S6_TIMED,
-    on_its_device,
-    portable_tokens,
+    PortablePlan,
     _across,
     _advance,
     _carry,
@@ -44,6 +42,8 @@ from longhorn_kit.scan.triton_portable import (
     _sigmoid,
     _stored,
     _strides,
+    on_its_device,
+    portable_tokens,
 )
 
 # %% ../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-020

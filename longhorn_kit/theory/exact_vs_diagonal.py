@@ -7,7 +7,8 @@ __all__ = ['LEARNERS', 'transition_matrix', 'transition_eigenvalues', 'run_strea
            'linear_attention_step', 'correlated_keys', 'recall_error', 'best_scale', 'random_keys']
 
 # %% ../../nbs/theory/03_exact_vs_diagonal.ipynb #03_exact_vs_diagonal-003
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor

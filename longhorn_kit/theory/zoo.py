@@ -9,8 +9,8 @@ __all__ = ['GATED', 'SEPARATE', 'ZOO', 'FAMILIES', 'gated_step', 'retnet_step', 
            'zoo_markdown']
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-003
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Callable, Iterable
 
 import torch
 from torch import Tensor

@@ -78,6 +78,7 @@ def gpu_runs(record):
 def laptop_runs(record):
     "Return one run per model and seed, in bits per byte, and the text."
     import torch
+
     from longhorn_kit.lab.corpus import prepare
     from longhorn_kit.lab.language import state_numbers
     from longhorn_kit.models import LMConfig, SequenceLM
