@@ -23,14 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-n03
-from timm.optim import param_groups_weight_decay  # after the kit's models: they mend torchvision
-
 from .compare import own_seeds
 from .fit import fit
 from .run import Experiment, Results
 from .stats import LOOKS
 from .vision_speed import DEITS, MODELS, PLAIN, make_model, memory, speed
 from ..records import check_ranges
+
+# isort: split
+# after the kit's models: they mend torchvision, which timm imports
+from timm.optim import param_groups_weight_decay
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-008
 class ImageSet(NamedTuple):

@@ -14,7 +14,9 @@ from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from typing import Any, Literal  # noqa: F401  transformers annotates its fields with it, and `inspect` looks for it here
+
+# transformers annotates its fields with Literal, and `inspect` looks for it here
+from typing import Any, Literal  # noqa: F401
 
 import torch
 from torch import Tensor, nn

@@ -10,8 +10,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, PatchEmbed
-from timm.models import checkpoint_seq, register_notrace_function
 from torch import Tensor, nn
 
 from .baselines import draw_time_steps
@@ -30,6 +28,11 @@ from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
+
+# isort: split
+# after vision_timm: it mends torchvision, which timm imports
+from timm.layers import DropPath, PatchEmbed
+from timm.models import checkpoint_seq, register_notrace_function
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-009
 @register_notrace_function

@@ -61,7 +61,8 @@ def changed(state: Tensor) -> Tensor:
     return state
 
 # %% ../../nbs/machine/launch.ipynb #launch-011
-_COMPILED = {}  # by kernel, GPU and assumptions: the compiled kernel, its options in order, and what the key names by id
+# by kernel, GPU and assumptions: the compiled kernel, its options in order, what the key names by id
+_COMPILED = {}
 
 
 def _assumed(args):

@@ -151,7 +151,7 @@ def code_floors(
     B: int,
     T: int,
     D: int,
-    counts: list,  # of kernels that run one after the other, per step of 32 channels: instructions "total", "wavefronts"
+    counts: list,  # per kernel, of a step of 32 channels: instructions "total", "wavefronts"
     rates: dict,  # as for `scan_floors`
 ) -> dict:  # milliseconds by "issue" and "wavefronts"
     "Return the least times to issue the instructions of kernels, and to serve those of them that access memory."
