@@ -41,10 +41,12 @@ def readme() -> str:
     "Return README.md; with absolute links if the repository is published."
     settings = configparser.ConfigParser()
     settings.read(ROOT / "settings.ini", encoding="utf-8")
-    text, about = (ROOT / "README.md").read_text(encoding="utf-8"), settings["DEFAULT"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    about = settings["DEFAULT"]
     if not about.getboolean("published"):
         return text
-    place, tag = about["git_url"], f"v{about['version']}"
+    place = about["git_url"]
+    tag = f"v{about['version']}"
     raw = place.replace("https://github.com", "https://raw.githubusercontent.com")
     text = re.sub(r'(!\[[^\]]*\]\(|src="|srcset=")(?!https?:)', rf"\g<1>{raw}/{tag}/", text)
     return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{place}/blob/{tag}/", text)

@@ -33,7 +33,8 @@ class Entry:
 
 def comments(source: str) -> dict:
     "Line number -> text of its comment; a line that holds a comment alone continues the one above."
-    found, alone = {}, set()
+    found = {}
+    alone = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             found[token.start[0]] = token.string.lstrip("# ").rstrip()
@@ -85,10 +86,8 @@ def share(text: str, types: dict) -> dict:
         }
         rest = [one for one in types if one not in found]
         return found | dict.fromkeys(rest, text[: labels[0].start()].rstrip("; ,"))
-    parts, tensors = (
-        pieces(text),
-        [one for one, kind in types.items() if re.search("Tensor|array", kind)],
-    )
+    parts = pieces(text)
+    tensors = [one for one, kind in types.items() if re.search("Tensor|array", kind)]
     later = list(types)[list(types).index(tensors[0]) :] if tensors else []
     for names in (list(types), *([tensors, later] if text.startswith("(") else [])):
         if len(parts) == len(names):
@@ -112,7 +111,8 @@ def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, f
     listed += [("*", arguments.vararg, None)] if arguments.vararg else []
     listed += [("", *pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults)]
     listed += [("**", arguments.kwarg, None)] if arguments.kwarg else []
-    lines, result = {}, ""
+    lines = {}
+    result = ""
     for _, arg, default in listed:
         line = (default or arg).end_lineno
         lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(
@@ -207,7 +207,8 @@ def class_(node, module: str, notes: dict) -> Entry:
             )
         elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
             made = function(item, module, notes, node.name)
-            entry.signature, entry.rows = made.signature, made.rows
+            entry.signature = made.signature
+            entry.rows = made.rows
         elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
             method = function(item, module, notes, node.name)
             if method.doc or any(row[3] for row in method.rows):
@@ -218,7 +219,8 @@ def class_(node, module: str, notes: dict) -> Entry:
 @cache
 def exported(source: str, module: str) -> list:
     "The entries of one `#| export` cell, in the order of the source; private names are left out."
-    notes, entries = comments(source), []
+    notes = comments(source)
+    entries = []
     for node in ast.parse(source).body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             entries.append(function(node, module, notes))

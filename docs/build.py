@@ -17,7 +17,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-ROOT, NOTEBOOKS, SITE = HERE.parent, HERE.parent / "nbs", HERE / "_site"
+ROOT = HERE.parent
+NOTEBOOKS = HERE.parent / "nbs"
+SITE = HERE / "_site"
 WORK = (
     HERE / "_build"
 )  # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
@@ -50,7 +52,8 @@ def repository(settings: Path = ROOT / "settings.ini") -> str:
     return parser["DEFAULT"]["git_url"] if parser["DEFAULT"].getboolean("published") else ""
 
 
-REPOSITORY, COMMIT = repository(), os.environ.get("GITHUB_SHA", "main")
+REPOSITORY = repository()
+COMMIT = os.environ.get("GITHUB_SHA", "main")
 
 
 def notebooks() -> list:
@@ -130,7 +133,9 @@ def local_links(source: str, path: Path, files: set) -> str:
     "Links to files of the repository lead to it or name the file; files beside notebooks are copied (see `files`)."
 
     def replace(match):
-        text, target, anchor = match[1], match[2], match[3] or ""
+        text = match[1]
+        target = match[2]
+        anchor = match[3] or ""
         file = (path.parent / target).resolve()
         if not file.exists() or not file.is_relative_to(ROOT):
             raise ValueError(f"{path.relative_to(ROOT)}: the link to {target} leads nowhere")
@@ -139,7 +144,8 @@ def local_links(source: str, path: Path, files: set) -> str:
         if file.is_relative_to(NOTEBOOKS) and file.suffix in (".html", ".svg", ".mp4"):
             files.add(file)
             return f'<a href="{target}{anchor}">{text}</a>'
-        kind, name = "tree" if file.is_dir() else "blob", file.relative_to(ROOT).as_posix()
+        kind = "tree" if file.is_dir() else "blob"
+        name = file.relative_to(ROOT).as_posix()
         if not REPOSITORY:
             return text if text == name else f"{text} (`{name}`)"
         return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{name}{anchor})"
@@ -173,7 +179,8 @@ def plain(markdown: str) -> str:
 
 def give_captions(cells: list) -> None:
     "The italic paragraph after a figure becomes its caption, and its first sentence what a screen reader says."
-    heading, phone = "", False
+    heading = ""
+    phone = False
     for cell, following in zip(cells, [*cells[1:], None]):
         if cell["cell_type"] == "markdown":
             found = re.findall(r"^#+ (.*)$", cell["source"], re.MULTILINE)
@@ -233,7 +240,8 @@ def colab_address(path: Path) -> str:
 
 def furniture(path: Path, module: str | None) -> str:
     "Return the line under the title: for whom a machine page is, and links to Colab, notebook and module once published."
-    name, code = path.relative_to(NOTEBOOKS).as_posix(), f"Module <code>{module}</code>"
+    name = path.relative_to(NOTEBOOKS).as_posix()
+    code = f"Module <code>{module}</code>"
     links = ['<span class="machine">For contributors</span>'] * name.startswith("machine/")
     if not REPOSITORY:
         links += [f"<span>{code}</span>"] * bool(module)
@@ -251,10 +259,12 @@ def furniture(path: Path, module: str | None) -> str:
 
 def page(notebook: dict, path: Path, public: set = frozenset(), files: set | None = None) -> dict:
     "The notebook as a reader of the site should see it; `public` names the entries that are shown unfolded."
-    cells, module = [], module_of(notebook)
+    cells = []
+    module = module_of(notebook)
     for number, cell in enumerate(notebook["cells"]):
         cell = {**cell, "metadata": {}}
-        marks, old = directives(cell), notebook["cells"][number]["metadata"]
+        marks = directives(cell)
+        old = notebook["cells"][number]["metadata"]
         if {"hide", "default_exp"} & set(marks):
             continue
         entries = entries_of(cell, module)
@@ -353,7 +363,8 @@ def survey(books: dict) -> dict:
     "Everything the pages link to: definitions, modules, imports and equations of every page."
     names = {"definitions": {}, "modules": {}, "imports": {}, "equations": {}, "lines": {}}
     for path, notebook in books.items():
-        doc, module = page_name(path), module_of(notebook)
+        doc = page_name(path)
+        module = module_of(notebook)
         names["imports"][doc] = imported_names(notebook)
         text = "\n".join(c["source"] for c in notebook["cells"] if c["cell_type"] == "markdown")
         names["equations"][doc] = re.findall(r"\\tag\{(\w+)\}", text)
@@ -410,7 +421,9 @@ def package_page(books: dict) -> str:
 
 def write_pages(folder: Path) -> dict:
     "Every notebook as a page in `folder`/pages; returns what `survey` found, which is in `folder`/names.json too."
-    pages, files, public = folder / "pages", set(), public_names()
+    pages = folder / "pages"
+    files = set()
+    public = public_names()
     books = {path: read(path) for path in notebooks()}
     for path, notebook in books.items():
         target = pages / path.relative_to(NOTEBOOKS)
@@ -443,12 +456,14 @@ import sys; sys.path.insert(0, "/content/longhorn-kit")"""
 def write_colab(folder: Path) -> None:
     "The notebooks with a first cell that installs the kit in Colab; the workflow puts them on the branch `colab`."
     for path in notebooks():
-        notebook, place = read(path), path.relative_to(NOTEBOOKS)
+        notebook = read(path)
+        place = path.relative_to(NOTEBOOKS)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":  # what links to a notebook leads to it in Colab
-                absolute = lambda m: (
-                    f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
-                )
+
+                def absolute(m):
+                    return f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
+
                 cell["source"] = LINK.sub(absolute, local_links(cell["source"], path, set()))
         source = COLAB.format(
             repository=REPOSITORY, commit=COMMIT, folder=path.parent.relative_to(ROOT).as_posix()
@@ -543,10 +558,8 @@ def readme_blocks() -> dict:
     from longhorn_kit.lab.front import findings, findings_markdown, reproduced, speed, users
     from longhorn_kit.lab.ledger import measured_minutes
 
-    rows, found = (
-        from_root(index_cell("index-008")["source"]),
-        from_root(index_cell("index-010")["source"]),
-    )
+    rows = from_root(index_cell("index-008")["source"])
+    found = from_root(index_cell("index-010")["source"])
     return {
         "users": users(),
         "rows": rows.partition("\n\n")[2],

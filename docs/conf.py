@@ -15,11 +15,13 @@ extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "sphinx-mat
 html_theme = "furo"
 html_theme_options = {"top_of_page_buttons": []}
 html_static_path = ["static"]
-html_css_files, html_js_files = ["site.css"], ["site.js"]
+html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_favicon = "static/mark.svg"
 html_show_sphinx = html_copy_source = html_use_index = False
 html_domain_indices = False
-pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
+pygments_style = "a11y-high-contrast-light"
+pygments_dark_style = "github-dark"
 exclude_patterns = ["**.ipynb_checkpoints"]
 add_module_names = toc_object_entries = False
 smartquotes_action = "qe"  # no dashes: `--plan` stays what is typed
@@ -76,11 +78,9 @@ def definition(text, doc):
     match = NAME.fullmatch(text)
     if not match or len(match[1]) < 3:
         return None
-    name, known, imported = (
-        match[1].rstrip("."),
-        NAMES["definitions"],
-        NAMES["imports"].get(doc, {}),
-    )
+    name = match[1].rstrip(".")
+    known = NAMES["definitions"]
+    imported = NAMES["imports"].get(doc, {})
     own = next((m for m, d in NAMES["modules"].items() if d == doc), None)
     for full in (imported.get(name), f"{own}.{name}", name, f"longhorn_kit.{name}"):
         if full in known:
@@ -157,17 +157,21 @@ def link_numbers(app, doctree, doc):
         addnodes.desc_signature,
     )
     for node in list(doctree.findall(nodes.Text)):
-        text, pieces, done = str(node), [], 0
+        text = str(node)
+        pieces = []
+        done = 0
         if inside(node, *skip):
             continue
         for match in sorted(
             [*EQUATION.finditer(text), *ARXIV.finditer(text)], key=lambda m: m.start()
         ):
             if match.re is ARXIV:
-                target, anchor = "references", f"arxiv-{match[1]}"
+                target = "references"
+                anchor = f"arxiv-{match[1]}"
             else:
                 elsewhere = text[match.end() + len(match[2]) :] == " of " and page_after(node, doc)
-                target, anchor = elsewhere or doc, f"equation-{match[1]}"
+                target = elsewhere or doc
+                anchor = f"equation-{match[1]}"
                 if match[1] not in NAMES["equations"].get(target, []):
                     continue
             pieces += [
@@ -176,7 +180,8 @@ def link_numbers(app, doctree, doc):
             ]
             done = match.end()
         if pieces:
-            parent, place = node.parent, node.parent.index(node)
+            parent = node.parent
+            place = node.parent.index(node)
             parent.children[place : place + 1] = []
             parent.insert(place, [*pieces, nodes.Text(text[done:])])
 
@@ -193,9 +198,10 @@ LINES = re.compile(r'<dl>\s*((?:<dd>.*?</dd>\s*)+)</dl>(?=\s*<span class="sig-pa
 
 def for_screen_readers(app, name, template, context, doctree):
     "Mend what Sphinx, its theme and myst-nb write: names that hide a text, headings without a level, lists of one kind."
-    lines = lambda match: (
-        f"<div>{match[1].replace('<dd>', '<div>').replace('</dd>', '</div>')}</div>"
-    )
+
+    def lines(match):
+        return f"<div>{match[1].replace('<dd>', '<div>').replace('</dd>', '</div>')}</div>"
+
     context["body"] = LINES.sub(
         lines, context.get("body", "").replace(' aria-label="Toggle hidden content"', "")
     )

@@ -51,11 +51,13 @@ def pictures(*cells: dict) -> list:
 
 if __name__ == "__main__":
     for path in Path(__file__).resolve().parent.parent.glob("nbs/**/*.ipynb"):
-        notebook, changed = json.loads(path.read_text(encoding="utf-8")), False
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        changed = False
         for output in pictures(*notebook["cells"]):
             old = base64.b64decode("".join(output["data"]["image/png"]))
             if (new := pack(old)) != old:
-                output["data"]["image/png"], changed = base64.b64encode(new).decode(), True
+                output["data"]["image/png"] = base64.b64encode(new).decode()
+                changed = True
         if changed:
             path.write_text(
                 json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"

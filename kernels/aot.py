@@ -73,7 +73,8 @@ OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 def record(launcher, **also):
     "Every (kernel, arguments) that `launcher()` would launch; `also` is added to the arguments by name."
-    launches, run = [], JITFunction.run
+    launches = []
+    run = JITFunction.run
 
     def note(self, *args, grid=None, warmup=False, **kwargs):
         launches.append((self, args, kwargs | also))
@@ -91,7 +92,9 @@ def source(kernel, args, kwargs):
     values = dict(zip(kernel.arg_names, args)) | {
         n: v for n, v in kwargs.items() if n in kernel.arg_names
     }
-    signature, constants, attrs = {}, {}, {}
+    signature = {}
+    constants = {}
+    attrs = {}
     for i, param in enumerate(kernel.params):
         value = values[param.name]
         if (
@@ -130,7 +133,10 @@ def usage(built, target):
     "Registers, spilled bytes (NVIDIA) or registers (AMD), and shared memory in bytes."
     if target.startswith("gfx"):
         text = built.asm["amdgcn"]
-        number = lambda key: int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
+
+        def number(key):
+            return int(re.search(rf"\.{key}:\s*(\d+)", text)[1])
+
         return dict(
             registers=number("vgpr_count"),
             spill=number("vgpr_spill_count"),
@@ -178,7 +184,8 @@ def loop_count(launch, built):
     if kernel.__name__ not in TURNS:
         return None
     names = dict(zip(kernel.arg_names, args)) | kwargs
-    code, (steps, turns) = disassemble(built), TURNS[kernel.__name__]
+    code = disassemble(built)
+    steps, turns = TURNS[kernel.__name__]
     loops = sorted(
         ((to, at) for at, _, to in code if to is not None and to < at), key=lambda l: l[0] - l[1]
     )
@@ -195,7 +202,10 @@ def loop_count(launch, built):
                 (n for n, (first, last) in zip(turns, inside) if first <= at <= last), 1
             )
     scale = 32 * kwargs["num_warps"] / (names.get("BD", 32) * steps)
-    of = lambda operations: sum(n for o, n in count.items() if o.split(".")[0] in operations)
+
+    def of(operations):
+        return sum(n for o, n in count.items() if o.split(".")[0] in operations)
+
     kinds = {kind: round(scale * of(operations), 2) for kind, operations in KINDS.items()}
     total = round(scale * sum(count.values()), 2)
     passes = round(scale * sum(n * wavefronts(o) for o, n in count.items()), 2)
@@ -262,7 +272,10 @@ def inputs(
     packed=None,
 ):
     "Arguments of a scan on the meta device; `packed`: number of sequences, with B = 1."
-    new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
+
+    def new(*s, like=dtype):
+        return torch.empty(s, dtype=like, device="meta")
+
     A = dict(s6=new(D, N, like=torch.float32), s6_time_varying=new(B, T, N)).get(form)
     return dict(
         q=new(B, T, N, like=keys or dtype),
@@ -284,7 +297,8 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
     from longhorn_kit.scan.triton_portable_backward import portable_backward
 
     a = inputs(form=form, packed=packed, **shape)
-    (B, T, D), N = a["x"].shape, a["k"].shape[-1]
+    B, T, D = a["x"].shape
+    N = a["k"].shape[-1]
     forward, backward = (
         portable_plan(form, B, T, D, N, packed, way, checkpoint_every)
         for way in ("forward", "backward")
@@ -314,13 +328,15 @@ def fast_launches(form, packed=None, backward=True, **shape):
         for part in ("plan", "forward", "backward")
     )
     a = inputs(form=form, packed=packed, **shape)
-    (B, T, D), N = a["x"].shape, a["k"].shape[-1]
+    B, T, D = a["x"].shape
+    N = a["k"].shape[-1]
     if form in SELECTIVE:
         plan = functools.partial(selective_plan, form)
     if a["A"] is None:
         a.pop("A")
 
-    only, made = {} if backward else dict(read=False), []
+    only = {} if backward else dict(read=False)
+    made = []
     launches = record(
         lambda: made.extend(run_forward(plan(B, T, D, N, packed), **a, **only)), way="forward"
     )
@@ -337,16 +353,19 @@ def pointwise_launches():
     "Return what the loss of 8192 positions launches, the norm of a stream of width 768, and keys of 16; with backwards."
     from longhorn_kit.scan import triton_pointwise as pointwise
 
-    new = lambda *s, like=torch.bfloat16: torch.empty(s, dtype=like, device="meta")
+    def new(*s, like=torch.bfloat16):
+        return torch.empty(s, dtype=like, device="meta")
 
     def launch():
         pointwise.cross_entropy_(
             new(8192, 50304)[:, :50257], new(8192, like=torch.int64), new(8192, like=torch.float32)
         )
-        h, weight = new(64, 1024, 768, like=torch.float32), new(768, like=torch.float32)
+        h = new(64, 1024, 768, like=torch.float32)
+        weight = new(768, like=torch.float32)
         s, n, r = pointwise._add_norm(h, new(*h.shape), weight, 1e-5, torch.bfloat16)
         pointwise._add_norm_backward(n, s, s, r, weight, torch.float32, torch.bfloat16)
-        k, length = new(64, 1024, 48 + 32)[..., 48:64], new(1, like=torch.float32)
+        k = new(64, 1024, 48 + 32)[..., 48:64]
+        length = new(1, like=torch.float32)
         pointwise._to_length_backward(pointwise._to_length(k, length), k, length)
 
     return record(launch)
@@ -561,7 +580,8 @@ def main():
     parser.add_argument(
         "--keep-going", action="store_true", help="after a kernel that does not compile"
     )
-    args, rows = parser.parse_args(), []
+    args = parser.parse_args()
+    rows = []
     if args.triton:
         rows = try_releases(args)
     for name, launches in cases(args.what) if not args.triton else ():

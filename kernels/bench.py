@@ -143,10 +143,8 @@ def parse(argv):
     args.given = given
     if args.check:
         args.sections = ["main"]
-    cases, sections = (
-        args.shape or args.form or args.state or args.dtype,
-        set(args.sections) != set(SECTIONS),
-    )
+    cases = args.shape or args.form or args.state or args.dtype
+    sections = set(args.sections) != set(SECTIONS)
     if cases and sections:
         parser.error(
             "--sections chooses among the usual cases; --shape, --form, --state and --dtype make others"
@@ -256,7 +254,8 @@ def draw_record(
     shape = tuple(rows[0][n] for n in "BTD") if rows else (8, 2048, 2048)
     scans = []
     for row in plain_rows({"rows": rows}, **dict(zip("BTD", shape))):
-        form, fast = row["form"], row["kernels"] == row["form"]
+        form = row["form"]
+        fast = row["kernels"] == row["form"]
         name = form if fast else f"{'S6' if form == 's6' else form}, portable"
         scans.append(
             (

@@ -46,9 +46,12 @@ def rate(k, b, b_bias):
 def loop(q, k, x, b, b_bias, D_skip, z, form):
     "The code one would write first: the rates at once, then one token at a time under autograd."
     eps = rate(k, b, b_bias)
-    S, reads = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]), []
+    S = x.new_zeros(x.shape[0], x.shape[2], k.shape[2])
+    reads = []
     for t in range(x.shape[1]):
-        k_t, e_t, x_t = k[:, t, None, :], eps[:, t, :, None], x[:, t, :, None]
+        k_t = k[:, t, None, :]
+        e_t = eps[:, t, :, None]
+        x_t = x[:, t, :, None]
         if form == "exact":
             S = S + e_t * (x_t - (S * k_t).sum(-1, keepdim=True)) * k_t
         else:
@@ -98,7 +101,8 @@ def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
 def measure(candidates, form, B, T, D, N, rounds, seed):
     "Seconds per candidate, one entry a round; the order turns from round to round."
     inputs, dout = make_inputs(B, T, D, N, seed)
-    seconds, names = {name: [] for name in candidates}, list(candidates)
+    seconds = {name: [] for name in candidates}
+    names = list(candidates)
     for i in range(-1, rounds):  # round -1 warms up
         for name in names[i % len(names) :] + names[: i % len(names)]:
             start = time.perf_counter()
@@ -181,7 +185,8 @@ def compare(form, shape, N, args):
                 + ", ".join(f"{n} off by {e:.1e}" for n, e in wrong)
             )
             return None
-    before, start = others(), time.perf_counter()
+    before = others()
+    start = time.perf_counter()
     seconds = measure(names, form, B, T, D, N, args.rounds, args.seed)
     row = dict(form=form, shape=dict(B=B, T=T, D=D, N=N), candidates={})
     if before is not None:
@@ -201,7 +206,8 @@ def compare(form, shape, N, args):
 
 def report(row, seconds):
     "Print the table of one row and put the ratios against each rival, with targets, into it."
-    s, found = row["shape"], row["candidates"]
+    s = row["shape"]
+    found = row["candidates"]
     print(
         f"\n{row['form']}, B={s['B']} T={s['T']} D={s['D']} N={s['N']}: forward + backward; "
         "parity with float64 checked"
@@ -212,7 +218,8 @@ def report(row, seconds):
         if name not in found:
             print(f"{label:24s}{'not installed':>21s}")
             continue
-        c, base = found[name], found["loop"]["memory_mb"]
+        c = found[name]
+        base = found["loop"]["memory_mb"]
         c["memory_ratio"] = round(c["memory_mb"] / base, 4) if base else None
         space = f"{c['memory_mb']:11.0f}{c['memory_ratio']:9.3f}" if base else f"{'unknown':>11s}"
         print(f"{label:24s}{c['ms']:10.1f}{c['ratio']:9.3f}{space}")

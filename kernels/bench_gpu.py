@@ -71,7 +71,8 @@ class Case:
 def cases():
     "Everything that a plain run times, the most wanted first."
     both = ("diagonal", "exact")
-    S1, (B, T, D) = SHAPES["S1"], SHAPES["S1"]
+    S1 = SHAPES["S1"]
+    B, T, D = SHAPES["S1"]
     for name, shape in SHAPES.items():
         for kind in ("fast", "portable"):
             yield from (
@@ -139,9 +140,17 @@ def draw(case, seed):
     "Arguments by the names of the operation, the gradients of output and last state, and bounds of packed sequences."
     gen = torch.Generator(DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
-    full = lambda *s: torch.randn(s, generator=gen, device=DEVICE)
-    new = lambda *s: full(*s).to(dtype)
-    B, T, D, N = case.B, sum(case.packed) or case.T, case.D, case.N
+
+    def full(*s):
+        return torch.randn(s, generator=gen, device=DEVICE)
+
+    def new(*s):
+        return full(*s).to(dtype)
+
+    B = case.B
+    T = sum(case.packed) or case.T
+    D = case.D
+    N = case.N
     n = len(case.packed) or B
     a = dict(
         q=(full(B, T, N) / 2).to(dtype),
@@ -163,7 +172,8 @@ def draw(case, seed):
 @contextlib.contextmanager
 def path(name):
     "Run the fast kernels where they take the case, or the portable ones always."
-    before, triton_op.FAST = triton_op.FAST, name != "portable"
+    before = triton_op.FAST
+    triton_op.FAST = name != "portable"
     try:
         yield
     finally:
@@ -248,9 +258,10 @@ def leaves_of(a, dtype=None):
 
 def errors_of(found, right):
     "Relative errors in the Euclidean norm; what is not a number is infinitely wrong."
-    measure = lambda f, r: (
-        (f.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)
-    ).item()
+
+    def measure(f, r):
+        return ((f.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)).item()
+
     return {
         n: measure(found[n], r) if bool(found[n].isfinite().all()) else math.inf
         for n, r in right.items()
@@ -270,7 +281,9 @@ class Checker:
     "Errors of a case against float64; lengths that differ only beyond the checked steps share a check."
 
     def __init__(self, seed):
-        self.seed, self.kept, self.done = seed, {}, {}
+        self.seed = seed
+        self.kept = {}
+        self.done = {}
 
     def right(self, case):
         key = replace(case, path="", checkpoint="fast")
@@ -336,7 +349,8 @@ def launched():
     "The names of the kernels that Triton launches meanwhile, as a set; none in the interpreter."
     from triton.compiler import CompiledKernel
 
-    names, before = set(), CompiledKernel.launch_metadata
+    names = set()
+    before = CompiledKernel.launch_metadata
 
     def note(self, *args):
         names.add(self.metadata.name)
@@ -407,7 +421,10 @@ def slowly(run):
 
 
 quartiles = stopwatch if INTERPRETED else on_gpu
-milliseconds = lambda run: quartiles(run)[1]
+
+
+def milliseconds(run):
+    return quartiles(run)[1]
 
 
 def timed(case, seed, rates):
@@ -447,12 +464,16 @@ def eager(case, seed, kernels):
     "Of calls of the public function with gradients: milliseconds on the GPU, launches by the host included, and the host's part."
     a, dout, _, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-    row, a = {}, leaves_of(a)
+    row = {}
+    a = leaves_of(a)
     with torch.enable_grad():
         with launched() as names:
             out = public(case, a, cu)
             leaves = [t for t in a.values() if t is not None]
-            backward = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+            def backward():
+                return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
             backward()
         check_path(case, kernels, names)
         for way, run in (("forward", lambda: public(case, a, cu)), ("backward", backward)):
@@ -463,12 +484,16 @@ def eager(case, seed, kernels):
 def slower(new, old, margin=MARGIN):
     """What is slower than in an earlier record, a sentence for each: its lower quartile is above the earlier upper one by more
     than the margin. A record of medians alone has no quartiles."""
-    rows = lambda record: {
-        (row["shape"], row["form"], row["kernels"]): row
-        for row in record["rows"]
-        if row["section"] == "main" and "kernels" in row
-    }
-    before, found = rows(old), []
+
+    def rows(record):
+        return {
+            (row["shape"], row["form"], row["kernels"]): row
+            for row in record["rows"]
+            if row["section"] == "main" and "kernels" in row
+        }
+
+    before = rows(old)
+    found = []
     for (shape, form, kernels), row in rows(new).items():
         was = before.get((shape, form, kernels), {})
         for what in ("forward", "backward", "eager_forward", "eager_backward"):
@@ -518,7 +543,10 @@ def compile_ahead(todo, jobs):
 
 def peer_leaves(peer, shape, seed, dtype=torch.bfloat16):
     gen = torch.Generator(DEVICE).manual_seed(seed)
-    new = lambda *s: torch.randn(s, generator=gen, device=DEVICE).to(dtype)
+
+    def new(*s):
+        return torch.randn(s, generator=gen, device=DEVICE).to(dtype)
+
     return leaves_of(peer.leaves(new, *shape, 16))
 
 
@@ -601,7 +629,8 @@ def decode_rows(args, rates):
 def report(row, anchors):
     "One line of the table."
     if "peer" in row:
-        what, how = row["peer"], row["shape"]
+        what = row["peer"]
+        how = row["shape"]
     elif "kernels" in row:
         how = row["shape"]
         what = " ".join(
@@ -627,7 +656,8 @@ def report(row, anchors):
         )
         return
     else:
-        what, how = "conv, " + row["who"], row["shape"]
+        what = "conv, " + row["who"]
+        how = row["shape"]
     text = f"{how:<21} {what:<34}"
     for way in ("forward", "backward"):
         ms = row.get(f"{way}_ms")
@@ -652,7 +682,8 @@ def chosen(args):
     if args.shape is None and args.state is None and args.dtype is None and args.form is None:
         todo = [c for c in cases() if c.section in args.sections]
     else:
-        forms, dtypes = args.form or ["diagonal", "exact"], args.dtype or ["bfloat16"]
+        forms = args.form or ["diagonal", "exact"]
+        dtypes = args.dtype or ["bfloat16"]
         todo = [
             Case("chosen", "", B, T, D, N, form, dtype=dtype)
             for B, T, D in args.shape or [SHAPES["S1"]]
@@ -724,7 +755,11 @@ def main(args, environment):
     )
     print(f"{gpu}: " + ", ".join(f"{n} {r / 1e12:.3g} T/s" for n, r in rates.items()), flush=True)
     anchors = ANCHORS if gpu == ANCHORS["gpu"] else {}
-    check, rows, errors, left_out, bad = Checker(args.seed), [], {}, [], []
+    check = Checker(args.seed)
+    rows = []
+    errors = {}
+    left_out = []
+    bad = []
     for task in todo:
         if time.monotonic() - start > args.budget:
             left_out.append(f"{label(task)}: out of time")

@@ -30,7 +30,9 @@ from longhorn_kit.scan.short_conv import causal_conv1d, torch_conv
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))  # B, T, D
 RULES = ("diagonal", "exact", "decoupled", "s6")
-LAYERS, WIDTH, STATE = 24, 4, 16
+LAYERS = 24
+WIDTH = 4
+STATE = 16
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
@@ -52,7 +54,10 @@ def relative(a, b):
 
 def conv_inputs(B, T, D, dtype, gen=None):
     "x as a layer has it, one half of a wider projection; weight, bias, and the gradient of y."
-    new = lambda *s: torch.randn(*s, device=DEVICE, generator=gen)
+
+    def new(*s):
+        return torch.randn(*s, device=DEVICE, generator=gen)
+
     return (
         new(B, T, 2 * D).to(dtype)[..., :D],
         new(D, WIDTH) / 2,
@@ -72,9 +77,9 @@ def check_conv(dtype, shape=None):
         v = c + sum(row[:, j : j + T] * w[:, j] for j in range(WIDTH))
         return v * torch.sigmoid(v), row[:, T:].transpose(1, 2)
 
-    ours = lambda x, w, c, past: causal_conv1d(
-        x, w, c, initial_state=past, output_final_state=True, backend="triton"
-    )
+    def ours(x, w, c, past):
+        return causal_conv1d(x, w, c, initial_state=past, output_final_state=True, backend="triton")
+
     both = []
     for run, like in ((ours, None), (plain, torch.float64)):
         args = [t.detach().to(like or t.dtype).requires_grad_() for t in (x, w, c, past)]
@@ -91,7 +96,9 @@ def check_conv(dtype, shape=None):
 
 
 def decode_inputs(rule, B, D, N, dtype):
-    new = lambda *s: torch.randn(*s, device=DEVICE)
+    def new(*s):
+        return torch.randn(*s, device=DEVICE)
+
     a = dict(
         q=new(B, N).to(dtype),
         k=(new(B, N) / 2).to(dtype),
@@ -124,7 +131,8 @@ def check_decode(rule, dtype):
     "Largest error of output and state after three steps in place, against the float64 loop; SystemExit if it is too large."
     B, D, N = (3, 300, STATE) if DEVICE == "cuda" else (2, 5, 3)
     state = torch.randn(B, D, N, device=DEVICE)
-    truth, worst = state.double(), 0.0
+    truth = state.double()
+    worst = 0.0
     for _ in range(3):
         a, A, rest = decode_inputs(rule, B, D, N, dtype)
         out, _ = step(rule, a, A, rest, state, inplace=True, backend="triton")
@@ -159,10 +167,17 @@ def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
     from longhorn_kit.scan.triton_conv import conv_backward, conv_forward, conv_step
     from longhorn_kit.scan.triton_step import launch_step
 
-    new = lambda *s, like=dtype: torch.empty(s, dtype=like, device="meta")
-    full = lambda *s: new(*s, like=torch.float32)
+    def new(*s, like=dtype):
+        return torch.empty(s, dtype=like, device="meta")
+
+    def full(*s):
+        return new(*s, like=torch.float32)
+
     B, T, D = SHAPES["S1"]
-    x, w, c, past = new(B, T, 2 * D)[..., :D], full(D, width), full(D), new(B, D, width - 1)
+    x = new(B, T, 2 * D)[..., :D]
+    w = full(D, width)
+    c = full(D)
+    past = new(B, D, width - 1)
     given = past if state else None
 
     def conv():
@@ -173,12 +188,10 @@ def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
 
     yield "conv", record(conv)
     for rule in RULES:
-        k, v, S, A = (
-            new(64, STATE),
-            new(64, 4096),
-            full(64, 4096, STATE),
-            full(4096, STATE) if rule == "s6" else None,
-        )
+        k = new(64, STATE)
+        v = new(64, 4096)
+        S = full(64, 4096, STATE)
+        A = full(4096, STATE) if rule == "s6" else None
         yield (
             f"step {rule}",
             record(lambda: launch_step(rule, k, k, v, v, A, S, S, full(4096), full(4096), v)),
@@ -221,16 +234,19 @@ def conv_candidates(x, w, c, dy):
         "F.conv1d + F.silu, from (B,T,D)",
         *with_autograd(lambda x, w, c: torch_conv(x, w, c, None)[0]),
     )
-    channels_first = lambda x: x.transpose(1, 2).contiguous()
-    xt, low, lowc = (
-        channels_first(x).requires_grad_(),
-        w[:, None].to(x.dtype).requires_grad_(),
-        c.to(x.dtype).requires_grad_(),
-    )
-    plain = lambda x: F.silu(
-        F.conv1d(x, low, lowc, padding=WIDTH - 1, groups=len(w))[..., : x.shape[-1]]
-    )
-    y, g = plain(xt), channels_first(dy)
+
+    def channels_first(x):
+        return x.transpose(1, 2).contiguous()
+
+    xt = channels_first(x).requires_grad_()
+    low = w[:, None].to(x.dtype).requires_grad_()
+    lowc = c.to(x.dtype).requires_grad_()
+
+    def plain(x):
+        return F.silu(F.conv1d(x, low, lowc, padding=WIDTH - 1, groups=len(w))[..., : x.shape[-1]])
+
+    y = plain(xt)
+    g = channels_first(dy)
     yield (
         "F.conv1d + F.silu, from (B,D,T)",
         (lambda: plain(xt)),
@@ -240,7 +256,10 @@ def conv_candidates(x, w, c, dy):
         theirs = importlib.import_module("fla.modules.causal_conv1d").causal_conv1d
     except ImportError:
         return
-    run = lambda x, w, c: theirs(x=x, weight=w, bias=c, activation="silu", backend="triton")[0]
+
+    def run(x, w, c):
+        return theirs(x=x, weight=w, bias=c, activation="silu", backend="triton")[0]
+
     yield "flash-linear-attention", *with_autograd(lambda x, w, c: run(x, w, c))
 
 
@@ -305,17 +324,21 @@ def time_decode(rule, sizes, bandwidth):
     B, D, N = sizes
     torch.manual_seed(0)
     a, A, rest = decode_inputs(rule, B, D, N, torch.bfloat16)
-    w, c = torch.randn(D, WIDTH, device=DEVICE), torch.randn(D, device=DEVICE)
+    w = torch.randn(D, WIDTH, device=DEVICE)
+    c = torch.randn(D, device=DEVICE)
     states = {"": torch.randn(LAYERS, B, D, N, device=DEVICE)}
     states["_bf16"] = states[""].bfloat16()
     pasts = torch.randn(LAYERS, B, D, WIDTH - 1, device=DEVICE).bfloat16()
-    scan = lambda kind="", backend="triton": [
-        step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states[kind]
-    ]
-    conv = lambda backend="triton": [
-        causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts
-    ]
-    each = lambda run: bench(graphed(run).replay) / LAYERS * 1e3
+
+    def scan(kind="", backend="triton"):
+        return [step(rule, a, A, rest, s, inplace=True, backend=backend) for s in states[kind]]
+
+    def conv(backend="triton"):
+        return [causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts]
+
+    def each(run):
+        return bench(graphed(run).replay) / LAYERS * 1e3
+
     with torch.no_grad():
         micro = dict(conv=each(conv))
         for kind in states:
@@ -333,10 +356,8 @@ def time_decode(rule, sizes, bandwidth):
             micro["scan_by_pytorch"] = each(lambda: scan(backend="reference"))
             micro["conv_by_pytorch"] = each(lambda: conv("torch"))
         eager = bench(scan) / LAYERS * 1e3
-    need, ratios = (
-        decode_bytes(B, D, N, A),
-        dict(conv_over_bytes=round(micro["conv"] / floors[""][1], 2)),
-    )
+    need = decode_bytes(B, D, N, A)
+    ratios = dict(conv_over_bytes=round(micro["conv"] / floors[""][1], 2))
     for kind, (of_scan, of_conv) in floors.items():
         ratios[f"scan{kind}_over_bytes"] = round(micro[f"scan{kind}"] / of_scan, 2)
         ratios[f"both{kind}_over_bytes"] = round(micro[f"both{kind}"] / (of_scan + of_conv), 2)

@@ -65,10 +65,8 @@ def checked(op, rank, world, device):
     "One small collective with a known result; SystemExit when it is wrong."
     import torch
 
-    tensor, gathered = (
-        torch.full((world * 4,), rank + 1.0, device=device),
-        torch.empty(world * 4, device=device),
-    )
+    tensor = torch.full((world * 4,), rank + 1.0, device=device)
+    gathered = torch.empty(world * 4, device=device)
     if op == "reduce_scatter":
         gathered.fill_(rank + 1.0)
     collective(op, tensor, gathered, world)()
@@ -107,9 +105,11 @@ def worker(rank, world, port, kind, sizes, out):
         checked(op, rank, world, device)
         for size in sizes:
             count = size // 4 // world * world
-            tensor, gathered = torch.ones(count, device=device), torch.ones(count, device=device)
+            tensor = torch.ones(count, device=device)
+            gathered = torch.ones(count, device=device)
             run = collective(op, tensor, gathered, world)
-            times, repeats = [], 3 if kind == "cpu" else 20
+            times = []
+            repeats = 3 if kind == "cpu" else 20
             for turn in range(repeats + 3):
                 dist.barrier()
                 if device.type == "cuda":
@@ -198,8 +198,10 @@ def main(argv=None):
 
     from longhorn_kit.records import commit_of_kit, write_json
 
-    args, begin = parse(argv), time.monotonic()
-    small, there = args.device == "cpu", torch.cuda.device_count()
+    args = parse(argv)
+    begin = time.monotonic()
+    small = args.device == "cpu"
+    there = torch.cuda.device_count()
     if not small and not there:
         raise SystemExit("machine_rates.py: no GPU here; --device cpu rehearses at toy sizes")
     device = torch.device("cpu" if small else "cuda:0")

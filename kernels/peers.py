@@ -32,9 +32,11 @@ class Peer:
 
 def matrix_loop(q, k, v, beta=None, log_decay=None):
     "One step after the other: q, k (B,T,H,N), v (B,T,H,D), beta (B,T,H,D or 1), log_decay (B,T,H,N or 1)."
-    S, reads = v.new_zeros(*v.shape[:1], *v.shape[2:], k.shape[-1]), []
+    S = v.new_zeros(*v.shape[:1], *v.shape[2:], k.shape[-1])
+    reads = []
     for t in range(v.shape[1]):
-        k_t, x = k[:, t, :, None], v[:, t, ..., None]
+        k_t = k[:, t, :, None]
+        x = v[:, t, ..., None]
         if log_decay is not None:
             S = S * log_decay[:, t, :, None].exp()
         if beta is not None:

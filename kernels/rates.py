@@ -41,7 +41,8 @@ def measure_rates(milliseconds, device, small=False):
         (2, 64, 1, 1 << 12, 16) if small else (132 * 64, 1024, 64, 1 << 29, 8192)
     )
     source = torch.randn(size // 2, device=device).bfloat16().repeat(2)
-    target, out = torch.empty_like(source), torch.empty(programs * block, device=device)
+    target = torch.empty_like(source)
+    out = torch.empty(programs * block, device=device)
     a, b = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     work = {
         "bytes": (4 * size, lambda: _copy_kernel[(size // 2048 or 1,)](target, source, BLOCK=2048)),

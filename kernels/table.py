@@ -176,10 +176,16 @@ def cpu_table(record):
         "|---|---|---|---|---|---|",
     ]
     for row in record["results"]:
-        s, against = row["shape"], row["chunked_against"]
-        cell = lambda rival, what: (
-            f"{against[rival][what]:.2f}" if rival in against and what in against[rival] else "–"
-        )
+        s = row["shape"]
+        against = row["chunked_against"]
+
+        def cell(rival, what):
+            return (
+                f"{against[rival][what]:.2f}"
+                if rival in against and what in against[rival]
+                else "–"
+            )
+
         lines.append(
             f"| {row['form']} | ({s['B']}, {s['T']}, {s['D']}), {s['N']} | "
             + " | ".join(
@@ -220,7 +226,8 @@ def releases_table(record):
 
 def filled(text, name, lines):
     "README's text with the lines between a pair of markers."
-    begin, end = f"<!-- {name}: written by table.py -->", f"<!-- end of {name} -->"
+    begin = f"<!-- {name}: written by table.py -->"
+    end = f"<!-- end of {name} -->"
     before, rest = text.split(begin)
     return before + begin + "\n" + "\n".join(lines) + "\n" + end + rest.split(end)[1]
 
@@ -228,8 +235,13 @@ def filled(text, name, lines):
 def readme(folder=FOLDER):
     "Return what README.md should be."
     text = (folder / "README.md").read_text(encoding="utf-8")
-    path = lambda name: folder / "results" / f"{name}.json"
-    read = lambda name: json.loads(path(name).read_text(encoding="utf-8"))
+
+    def path(name):
+        return folder / "results" / f"{name}.json"
+
+    def read(name):
+        return json.loads(path(name).read_text(encoding="utf-8"))
+
     for name, make in (
         ("h200", functools.partial(gpu_table, compiled=read("sm_90"))),
         ("cpu", cpu_table),
@@ -243,7 +255,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    wanted, path = readme(), FOLDER / "README.md"
+    wanted = readme()
+    path = FOLDER / "README.md"
     if wanted == path.read_text(encoding="utf-8"):
         return 0
     if args.check:

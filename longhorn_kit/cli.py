@@ -121,7 +121,8 @@ def count_of(name: str, argv: list[str]) -> dict:
 # %% ../nbs/machine/cli.ipynb #cli-014
 def changed(settings: Any, preset: Any) -> dict:
     "Return the settings that differ from the preset."
-    now, before = vars(settings), vars(preset)
+    now = vars(settings)
+    before = vars(preset)
     return {name: now[name] for name in before if now[name] != before[name]}
 
 # %% ../nbs/machine/cli.ipynb #cli-015-2
@@ -129,7 +130,8 @@ def trials(out: Path) -> list[tuple[Path, dict]]:  # -> folder, record
     "Return the finished trials in a folder of runs: runs with other settings than their scale's."
     found = []
     for path in sorted(out.glob("*/*.trial/record.json")):
-        name, scale = path.parts[-3], path.parts[-2].removesuffix(".trial")
+        name = path.parts[-3]
+        scale = path.parts[-2].removesuffix(".trial")
         with contextlib.suppress(ValueError):  # damaged, or of an experiment that is gone
             record = load_record(path, name)
             if scale in find_experiment(find_claim(name)).presets:
@@ -192,7 +194,11 @@ def recipe(
 # %% ../nbs/machine/cli.ipynb #cli-020
 def chosen_claims(names: tuple[str, ...], scale: str) -> list[Claim]:
     "Return the claims to run; `UsageError` for an unknown name, ValueError if a claim has no such run."
-    possible, listed = runnable(scale), lambda scale: ", ".join(c.name for c in runnable(scale))
+    possible = runnable(scale)
+
+    def listed(scale):
+        return ", ".join(c.name for c in runnable(scale))
+
     unasked = [claim for claim in possible if scale not in claim.by_name]
     try:
         claims = [find_claim(name) for name in dict.fromkeys(names)] or unasked
@@ -432,7 +438,8 @@ class Reproduce(Generic[S]):
             raise UsageError(
                 f"--slurm takes NAME=VALUE with --launcher slurm; got {odd[0]!r} with {self.launcher}"
             )
-        claims, out = chosen_claims(self.claims, self.scale), writable_folder(self.out)
+        claims = chosen_claims(self.claims, self.scale)
+        out = writable_folder(self.out)
         minutes = [claim.minutes.get(self.scale) for claim in claims]
         total = f"about {sum(minutes):g} min" if all(minutes) else "the full recipe"
         total = f"{total} on {PLATFORM[self.scale]}"
@@ -767,11 +774,15 @@ def parse(argv: list[str]) -> Any:
         known("command", argv[0], COMMANDS)
         kind, more = subcommand(COMMANDS[argv[0]], argv[1:])
     else:
-        plain = lambda kind: kind[NoSettings] if hasattr(kind, "settings_of") else kind
+
+        def plain(kind):
+            return kind[NoSettings] if hasattr(kind, "settings_of") else kind
+
         kinds = (
             Annotated[plain(kind), tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()
         )
-        kind, more = Union[tuple(kinds)], {"description": ABOUT}
+        kind = Union[tuple(kinds)]
+        more = {"description": ABOUT}
     try:
         with contextlib.redirect_stderr(box := io.StringIO()):
             return tyro.cli(

@@ -105,8 +105,12 @@ class CellsWithoutTriton:
 
     def visit(self, cell: ast.Module) -> ast.Module:
         "Return the cell, without what needs Triton and with an error in its place."
-        is_import = lambda statement: isinstance(statement, (ast.Import, ast.ImportFrom))
-        missing, blocked = set(self.missing), []
+
+        def is_import(statement):
+            return isinstance(statement, (ast.Import, ast.ImportFrom))
+
+        missing = set(self.missing)
+        blocked = []
         for statement in simple_statements(cell.body):
             if imports_triton(statement) or names_read(statement) & missing:
                 blocked.append(statement)

@@ -90,7 +90,8 @@ def label_ends(
     ax.autoscale_view()  # limits may be stale until the first drawing
     ends = []
     for line in ax.get_lines():
-        x, y = np.asarray(line.get_xdata(), float), np.asarray(line.get_ydata(), float)
+        x = np.asarray(line.get_xdata(), float)
+        y = np.asarray(line.get_ydata(), float)
         keep = np.isfinite(x) & np.isfinite(y)
         if keep.any() and not line.get_label().startswith("_"):
             last = ax.transScale.transform((x[keep][-1], y[keep][-1]))
@@ -128,6 +129,8 @@ def show_table(title: str, header: list, rows: list) -> None:  # title: may be e
     "Show a Markdown table in a notebook."
     from IPython.display import Markdown, display
 
-    cells = lambda row: " | ".join(str(cell).replace("|", "\\|") for cell in row)
+    def cells(row):
+        return " | ".join(str(cell).replace("|", "\\|") for cell in row)
+
     lines = [f"| {cells(row)} |" for row in (header, ["---"] * len(header), *rows)]
     display(Markdown("\n".join([f"**{title}**\n"] * bool(title) + lines)))

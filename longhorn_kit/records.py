@@ -92,7 +92,8 @@ def discard(path: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     "Swap two paths in one step; False if the system cannot."
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    here, both = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    here = -100
+    both = 2  # AT_FDCWD, RENAME_EXCHANGE
     return bool(swap) and swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0
 
 
@@ -349,7 +350,8 @@ def check_folder(
     if not manifest.exists():
         return
     try:
-        known, files = dict(read_json(manifest)["files"]), contents(Path(folder))
+        known = dict(read_json(manifest)["files"])
+        files = contents(Path(folder))
     except (ValueError, TypeError, KeyError):
         raise ValueError(f"{manifest} is damaged; {remedy}") from None
     for name in known:
@@ -533,7 +535,8 @@ def exclusive_lock(
     wait: bool = True,  # False: raise BlockingIOError if another process has the folder
 ) -> Iterator[bool]:
     "Context manager that keeps other processes out of a folder; yields False if the file system has no locks."
-    folder, handle = Path(folder), None
+    folder = Path(folder)
+    handle = None
     while fcntl:
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # removed before it was opened
@@ -681,10 +684,8 @@ def environment() -> dict:
 # %% ../nbs/machine/records.ipynb #records-046
 def command_line() -> str:
     "Return the command that started this program, quoted for a shell, without machine paths."
-    program, module = (
-        Path(sys.argv[0] or "python").name,
-        getattr(sys.modules["__main__"], "__spec__", None),
-    )
+    program = Path(sys.argv[0] or "python").name
+    module = getattr(sys.modules["__main__"], "__spec__", None)
     if module:  # python -m
         words = ["python", "-m", module.name.removesuffix(".__main__")]
     elif program == "-c" and "-c" in sys.orig_argv:

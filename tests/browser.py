@@ -36,7 +36,8 @@ class Browser:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        port, limit = Path(folder) / "DevToolsActivePort", time.monotonic() + 30
+        port = Path(folder) / "DevToolsActivePort"
+        limit = time.monotonic() + 30
         while not (port.exists() and port.read_text().count("\n")):
             assert time.monotonic() < limit and self.process.poll() is None, (
                 "the browser does not start"
@@ -46,12 +47,10 @@ class Browser:
             f"http://127.0.0.1:{port.read_text().split()[0]}/json"
         ) as listed:
             tab = next(tab for tab in json.load(listed) if tab["type"] == "page")
-        self.socket, self.count = (
-            websocket.create_connection(
-                tab["webSocketDebuggerUrl"], suppress_origin=True, timeout=120
-            ),
-            0,
+        self.socket = websocket.create_connection(
+            tab["webSocketDebuggerUrl"], suppress_origin=True, timeout=120
         )
+        self.count = 0
 
     def call(self, method, **arguments):
         "Return the result of a method of the protocol."

@@ -78,7 +78,10 @@ def pytest_addoption(parser):
 
 def one_case_per_test(cases, seed):
     "Return the case that a seed chooses of every test. cases: test -> names of its cases, in any order."
-    draw = lambda name: hashlib.sha256(f"{seed} {name}".encode()).digest()
+
+    def draw(name):
+        return hashlib.sha256(f"{seed} {name}".encode()).digest()
+
     return {min(names, key=draw) for names in cases.values()}
 
 
@@ -100,7 +103,8 @@ def sampled(items, seed):
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     "Skip what this machine cannot run (`cuda`), and what takes long unless its mark is asked for (`-m slow`, `-m release`)."
-    asked, seed = config.getoption("-m"), config.getoption("--sample")
+    asked = config.getoption("-m")
+    seed = config.getoption("--sample")
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))

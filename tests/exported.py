@@ -6,7 +6,10 @@ from torch.export import Dim
 
 def assert_exported_equals_eager(module, draw, learning, most=250):  # most: nodes of the graph
     "Outputs and gradients, with `draw(B, T)` as the input; `learning`: export with gradients on."
-    first = lambda out: getattr(out, "logits", out)
+
+    def first(out):
+        return getattr(out, "logits", out)
+
     with torch.set_grad_enabled(learning):
         program = torch.export.export(
             module, (draw(2, 9),), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)

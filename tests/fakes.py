@@ -9,7 +9,8 @@ from longhorn_kit.lab.claims import Claim
 from longhorn_kit.lab.run import Experiment
 from longhorn_kit.lab.stats import Comparison
 
-calls, errors = [], {}  # names of the experiments that ran; name -> what its job raises
+calls = []
+errors = {}  # names of the experiments that ran; name -> what its job raises
 during = {}  # name -> function that its job calls
 
 

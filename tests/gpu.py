@@ -106,11 +106,17 @@ def spread(names, known, n):
     groups = collections.defaultdict(list)
     for name in names:
         groups[group(name)].append(name)
-    guess = lambda g: (
-        15.0 if g == "big" else 6.0 if "portable" in g or "exact" in g else 2.0
-    )  # what takes the compiler longest
-    cost = lambda g: known.get(g, guess(g)) * len(groups[g])
-    shares, load = [[] for _ in range(n)], [0.0] * n
+
+    def guess(g):
+        return (
+            15.0 if g == "big" else 6.0 if "portable" in g or "exact" in g else 2.0
+        )  # what takes the compiler longest
+
+    def cost(g):
+        return known.get(g, guess(g)) * len(groups[g])
+
+    shares = [[] for _ in range(n)]
+    load = [0.0] * n
     for g in sorted(groups, key=lambda g: (g != "big", -cost(g))):
         least = min(range(n), key=load.__getitem__)
         shares[least] += groups[g]
@@ -169,7 +175,8 @@ def run(shares, folder, gpus):
         )
         for i, (share, file) in enumerate(zip(shares, files))
     ]
-    results, lost = [], 0
+    results = []
+    lost = 0
     for i, process in enumerate(running):
         code = process.wait()
         if code not in (0, 5):
@@ -204,7 +211,8 @@ def main():
 
     if not torch.cuda.is_available():
         sys.exit("tests/gpu.py: PyTorch sees no GPU here; run it on a machine with an NVIDIA GPU")
-    start, folder = time.time(), args.logs or pathlib.Path(tempfile.mkdtemp())
+    start = time.time()
+    folder = args.logs or pathlib.Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     known = json.loads(RECORD.read_text())["seconds"] if RECORD.exists() else {}
     gpus = (
@@ -212,10 +220,8 @@ def main():
         or ",".join(map(str, range(torch.cuda.device_count())))
     ).split(",")
     results, lost = run(spread(collect(rest), known, args.n), folder, gpus)
-    counts, spent = (
-        collections.Counter(kind for _, kind, _ in results),
-        collections.defaultdict(list),
-    )
+    counts = collections.Counter(kind for _, kind, _ in results)
+    spent = collections.defaultdict(list)
     for name, _, seconds in results:
         spent[group(name)].append(seconds)
     record = dict(

@@ -55,8 +55,13 @@ class Reader:
 
     def __init__(self, text, given, programs, stored):
         self.lines = [re.sub(r"\s+loc\(.*", "", line).strip() for line in text.splitlines()]
-        self.known, self.programs, self.stored = dict(given), programs, stored
-        self.base, self.offset, self.overflows, self.largest = {}, {}, set(), {}
+        self.known = dict(given)
+        self.programs = programs
+        self.stored = stored
+        self.base = {}
+        self.offset = {}
+        self.overflows = set()
+        self.largest = {}
 
     def read(self):
         for i, line in enumerate(self.lines):
@@ -80,7 +85,8 @@ class Reader:
 
     def loop(self, i, results, turn, first, last, carried):
         self.turns(turn, first, last)
-        depth, end = 0, i
+        depth = 0
+        end = i
         while end < len(self.lines) and not (
             self.lines[end].startswith("scf.yield") and depth == 1
         ):
@@ -142,7 +148,8 @@ class Reader:
                 self.overflows.add(f"{result} = {kind} {rest.split(' : ')[0]}")
 
     def pointer(self, result, before, by):
-        base, moved = self.base.get(before, before), self.known.get(by)
+        base = self.base.get(before, before)
+        moved = self.known.get(by)
         self.base[result] = base
         if moved is None:
             self.overflows.add(f"{by} moves {base} and has no bounds")
@@ -172,7 +179,9 @@ def intermediate(source, target, options):
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
-    backend, stages, context = make_backend(target), {}, ir.context()
+    backend = make_backend(target)
+    stages = {}
+    context = ir.context()
     options = backend.parse_options(options)
     backend.add_stages(stages, options, source.language)
     ir.load_dialects(context)
@@ -195,19 +204,22 @@ def launches(aot):
     from longhorn_kit.scan.triton_portable import clear_outside
     from longhorn_kit.scan.triton_step import launch_step
 
-    wide, long, packed = (
-        dict(B=2048, T=8192, D=8192),
-        dict(B=1, T=2**26, D=2048),
-        dict(B=1, T=2**24, D=8192, packed=8),
-    )
+    wide = dict(B=2048, T=8192, D=8192)
+    long = dict(B=1, T=2**26, D=2048)
+    packed = dict(B=1, T=2**24, D=8192, packed=8)
     for name, shape in dict(wide=wide, long=long, packed=packed).items():
-        sequences, T = shape.get("packed") or shape["B"], shape["T"]
+        sequences = shape.get("packed") or shape["B"]
+        T = shape["T"]
         for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
             yield f"fast {form} {name}", aot.fast_launches(form, **shape), sequences, T
         for form in ("diagonal", "exact", "s6_time_varying"):
             yield f"portable {form} {name}", aot.portable_launches(form, **shape), sequences, T
-        new = lambda *s, like=torch.bfloat16: torch.empty(s, device="meta", dtype=like)
-        x, w = new(shape["B"], T, shape["D"]), new(shape["D"], 4)
+
+        def new(*s, like=torch.bfloat16):
+            return torch.empty(s, device="meta", dtype=like)
+
+        x = new(shape["B"], T, shape["D"])
+        w = new(shape["D"], 4)
         cu = new(9, like=torch.int32) if "packed" in shape else None
         state = new(sequences, shape["D"], 3)
         yield (
@@ -222,7 +234,9 @@ def launches(aot):
             sequences,
             T,
         )
-    B, D, N = 2**18, 8192, 16
+    B = 2**18
+    D = 8192
+    N = 16
     rows = [new(B, n) for n in (N, N, D, D)]
     yield (
         "step",
@@ -243,7 +257,9 @@ def main():
     import triton
 
     kernel = triton.runtime.jit.JITFunction
-    grids, note = [], kernel.warmup  # what a launch calls for tensors without memory
+    # what a launch calls for tensors without memory
+    grids = []
+    note = kernel.warmup
     kernel.warmup = lambda self, *args, grid, **options: (
         grids.append(grid[0]) or note(self, *args, grid=grid, **options)
     )

@@ -63,7 +63,8 @@ class Pool:
     "Several processes. Only without `daemon` they may start processes themselves."
 
     def __init__(self, count, daemon=True):
-        spawn, port = multiprocessing.get_context("spawn"), str(free_port())
+        spawn = multiprocessing.get_context("spawn")
+        port = str(free_port())
         shared = dict(
             WORLD_SIZE=str(count),
             LOCAL_WORLD_SIZE=str(count),
@@ -72,7 +73,8 @@ class Pool:
             OMP_NUM_THREADS="1",
             CUDA_VISIBLE_DEVICES="",
         )
-        self.pipes, self.processes = [], []
+        self.pipes = []
+        self.processes = []
         for rank in range(count):
             ours, theirs = spawn.Pipe()
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}

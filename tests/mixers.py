@@ -35,7 +35,9 @@ def every(names, quick=None):
     return mark
 
 
-every_mixer, every_scan, every_matrix = every(NAMES), every(SCANS), every(MATRICES)
+every_mixer = every(NAMES)
+every_scan = every(SCANS)
+every_matrix = every(MATRICES)
 every_mixer_of_kit = every(
     KIT
 )  # not demanded of a layer from elsewhere: tracing at any length, keys, skipping padding in one pass

@@ -31,8 +31,13 @@ def inputs(
 ):
     "A dictionary of arguments (None where left out), the output's gradient and the final state's."
     gen = torch.Generator().manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
-    rates = lambda *s: -(torch.rand(*s, generator=gen) + 0.1).to(DEVICE)
+
+    def new(*s):
+        return torch.randn(*s, generator=gen).to(DEVICE)
+
+    def rates(*s):
+        return -(torch.rand(*s, generator=gen) + 0.1).to(DEVICE)
+
     n = B if sequences is None else sequences
     a = dict(
         q=new(B, T, N).to(dtype),
@@ -104,7 +109,8 @@ def oracle(a, dout, dfinal, form, bounds=None):
             call(one_sequence(r, form, i, lo, hi), form, oracle=True)
             for i, (lo, hi) in enumerate(zip(bounds, bounds[1:]))
         ]
-        out, final = torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts], 0)
+        out = torch.cat([p[0] for p in parts], 1)
+        final = torch.cat([p[1] for p in parts], 0)
     return (
         out.detach(),
         final.detach(),
@@ -179,11 +185,12 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
     "Forward and backward beyond 2^31 elements: what is far away is forgotten, so both ends agree with short runs."
     if (free := torch.cuda.mem_get_info()[0] >> 30) < gib:
         pytest.skip(f"needs {gib} GiB of free GPU memory, {free} GiB are free")
-    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
-    a, runs = (
-        dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, 1 if scalar else D)),
-        {},
-    )
+
+    def new(*s):
+        return torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
+
+    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, 1 if scalar else D))
+    runs = {}
     for name, part in dict(
         whole=slice(None), start=slice(0, margin), end=slice(T - margin, None)
     ).items():
@@ -205,9 +212,10 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
 def poisoned(monkeypatch):
     "New memory holds what is no number."
     empty = torch.empty
-    fill = lambda t: (
-        t.fill_(float("nan")) if t.is_floating_point() and t.device.type == DEVICE else t
-    )
+
+    def fill(t):
+        return t.fill_(float("nan")) if t.is_floating_point() and t.device.type == DEVICE else t
+
     monkeypatch.setattr(torch, "empty", lambda *size, **options: fill(empty(*size, **options)))
 
 

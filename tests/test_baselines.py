@@ -59,9 +59,12 @@ def pair(d_model=24, d_state=5, d_conv=3, expand=2, seed=0):
 @pytest.mark.parametrize("steps", [1, 2, 13, 32])
 def test_mamba_equals_mambapy(steps):
     ours, theirs = pair()
-    h, dy = torch.randn(2, steps, 24), torch.randn(2, steps, 24)
-    a, b = h.clone().requires_grad_(), h.clone().requires_grad_()
-    ya, yb = ours(a), theirs(b)
+    h = torch.randn(2, steps, 24)
+    dy = torch.randn(2, steps, 24)
+    a = h.clone().requires_grad_()
+    b = h.clone().requires_grad_()
+    ya = ours(a)
+    yb = theirs(b)
     torch.testing.assert_close(ya, yb, atol=1e-5, rtol=1e-4)
     ya.backward(dy)
     yb.backward(dy)
@@ -76,7 +79,8 @@ def test_mamba_equals_mambapy(steps):
 
 def test_mamba_decodes_like_mambapy():
     ours, theirs = pair(d_conv=4)
-    h, cache = torch.randn(2, 6, 24), (None, torch.zeros(2, 48, 3))
+    h = torch.randn(2, 6, 24)
+    cache = (None, torch.zeros(2, 48, 3))
     state = ours.empty_cache(2)
     with torch.no_grad():
         for t in range(6):
@@ -102,7 +106,8 @@ def test_mamba_starts_with_time_scales_from_ten_to_a_thousand_tokens():
 def naive_attention(layer, h):
     "One query at a time, in float64; rotary positions as multiplication by complex numbers."
     B, T, d = h.shape
-    H, P = layer.n_heads, d // layer.n_heads
+    H = layer.n_heads
+    P = d // layer.n_heads
     q, k, v = (h.double() @ layer.qkv_proj.weight.double().T).view(B, T, 3, H, P).unbind(2)
     angle = torch.arange(T)[:, None] * layer.rope_base ** (
         -torch.arange(0, P, 2, dtype=torch.float64) / P
@@ -121,7 +126,8 @@ def naive_attention(layer, h):
 )
 def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
     torch.manual_seed(0)
-    layer, h = Attention(d_model, n_heads=n_heads, rope_base=50.0), torch.randn(2, T, d_model)
+    layer = Attention(d_model, n_heads=n_heads, rope_base=50.0)
+    h = torch.randn(2, T, d_model)
     expected = naive_attention(layer, h)
     torch.testing.assert_close(layer(h).double(), expected, atol=1e-5, rtol=1e-4)
     _, cache = layer.prefill(h[:, : T // 2])
@@ -132,7 +138,8 @@ def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
 
 
 def test_attention_caches_one_column_a_token():
-    layer, cache = Attention(32, n_heads=2), None
+    layer = Attention(32, n_heads=2)
+    cache = None
     for length in (3, 1, 5):
         _, cache = layer.prefill(torch.randn(2, length, 32), cache)
     assert cache.k.shape == cache.v.shape == (2, 2, 9, 16)
@@ -175,7 +182,8 @@ def rms(y, weight=1.0):
 
 def short_conv(layer, t):
     "The causal convolution as a sum of shifted copies."
-    weight, T = layer.conv1d.weight[:, 0], t.shape[1]
+    weight = layer.conv1d.weight[:, 0]
+    T = t.shape[1]
     taps = weight.shape[1]
     padded = torch.cat([torch.zeros(len(t), taps - 1, t.shape[2]), t], 1)
     return F.silu(sum(padded[:, i : i + T] * weight[:, i] for i in range(taps)))
@@ -186,7 +194,9 @@ def previous(h):
 
 
 def their_retnet(layer, h):
-    H, N, P = layer.n_heads, layer.d_key, layer.d_value
+    H = layer.n_heads
+    N = layer.d_key
+    P = layer.d_value
     q, k, v, g = split(h @ layer.in_proj.weight.T, H, N, N, P, P)
     angle = torch.arange(h.shape[1])[:, None] * layer.rope_base ** (-torch.arange(0, N, 2) / N)
     turn = torch.polar(torch.ones_like(angle), angle)[:, None]
@@ -202,7 +212,9 @@ def their_retnet(layer, h):
 
 
 def their_gla(layer, h):
-    H, N, P = layer.n_heads, layer.d_key, layer.d_value
+    H = layer.n_heads
+    N = layer.d_key
+    P = layer.d_value
     q, k, v, g = split(h @ layer.in_proj.weight.T, H, N, N, P, P)
     down, up = layer.decay_proj
     gate = torch.sigmoid(h @ down.weight.T @ up.weight.T + up.bias).log() / layer.temperature
@@ -211,7 +223,9 @@ def their_gla(layer, h):
 
 
 def their_hgrn2(layer, h):
-    H, N, P = layer.n_heads, layer.d_key, layer.d_value
+    H = layer.n_heads
+    N = layer.d_key
+    P = layer.d_value
     q, f, v = split(h @ layer.in_proj.weight.T, H, N, N, P)
     decay = layer.lower_bound + (1 - layer.lower_bound) * torch.sigmoid(f)
     y, _ = naive("gla/naive", "naive_recurrent_gla")(F.silu(q), 1 - decay, v, decay.log())
@@ -219,7 +233,9 @@ def their_hgrn2(layer, h):
 
 
 def their_deltanet(layer, h):
-    H, N, P = layer.n_heads, layer.d_key, layer.d_value
+    H = layer.n_heads
+    N = layer.d_key
+    P = layer.d_value
     q, k, v = (
         t.transpose(1, 2) for t in split(short_conv(layer, h @ layer.in_proj.weight.T), H, N, N, P)
     )
@@ -230,7 +246,9 @@ def their_deltanet(layer, h):
 
 
 def their_gated_deltanet(layer, h):
-    H, N, P = layer.n_heads, layer.d_key, layer.d_value
+    H = layer.n_heads
+    N = layer.d_key
+    P = layer.d_value
     qkv, g = (h @ layer.in_proj.weight.T).split([H * (2 * N + P), H * P], -1)
     q, k, v = split(short_conv(layer, qkv), H, N, N, P)
     q, k = (t / t.square().sum(-1, keepdim=True).sqrt() for t in (q, k))
@@ -245,7 +263,8 @@ def their_gated_deltanet(layer, h):
 
 
 def their_rwkv(layer, h, r, k, v, g, log_decay, bonus):
-    H, N = layer.n_heads, layer.d_key
+    H = layer.n_heads
+    N = layer.d_key
     r, k, v, log_decay = (t.view(*h.shape[:2], H, N).transpose(1, 2) for t in (r, k, v, log_decay))
     y, _ = naive("rwkv6/recurrent_naive", "naive_recurrent_rwkv6")(
         r, k, v, log_decay, bonus, scale=1.0
@@ -257,7 +276,9 @@ def their_rwkv(layer, h, r, k, v, g, log_decay, bonus):
 
 
 def their_rwkv5(layer, h):
-    mixed = lambda i: h + (previous(h) - h) * layer.mix[i]
+    def mixed(i):
+        return h + (previous(h) - h) * layer.mix[i]
+
     k, v, r, g = (
         mixed(i) @ getattr(layer, f"{name}_proj").weight.T for i, name in enumerate("kvrg")
     )
@@ -266,7 +287,8 @@ def their_rwkv5(layer, h):
 
 
 def their_rwkv6(layer, h):
-    delta, mixed = previous(h) - h, []
+    delta = previous(h) - h
+    mixed = []
     low = torch.tanh((h + delta * layer.mix[0]) @ layer.mix_down.weight.T).chunk(5, -1)
     for i in range(5):
         mixed.append(h + delta * (layer.mix[i + 1] + low[i] @ layer.mix_up[i]))
@@ -281,7 +303,8 @@ def their_rwkv6(layer, h):
 def their_mamba_input_a(layer, h):
     "The parts of mamba.py, whose scan takes any A that can be broadcast."
     x, z = (h @ layer.in_proj.weight.T).chunk(2, -1)
-    taps, T = layer.conv1d.weight[:, 0], h.shape[1]
+    taps = layer.conv1d.weight[:, 0]
+    T = h.shape[1]
     padded = torch.cat([torch.zeros(len(h), taps.shape[1] - 1, x.shape[2]), x], 1)
     x = F.silu(
         layer.conv1d.bias + sum(padded[:, i : i + T] * taps[:, i] for i in range(taps.shape[1]))
@@ -402,11 +425,13 @@ def test_the_mambas_equal_those_of_transformers(kind, options, steps):
 @every_mixer
 def test_changing_a_token_changes_nothing_before_it(name):
     "Changing a token changes no output before it, and all outputs from there on."
-    layer, h = perturbed(name, 32), torch.randn(1, 90, 32)
+    layer = perturbed(name, 32)
+    h = torch.randn(1, 90, 32)
     other = h.clone()
     other[:, 67] += 1.0
     with torch.no_grad():
-        a, b = layer(h), layer(other)
+        a = layer(h)
+        b = layer(other)
     assert torch.equal(a[:, :67], b[:, :67]), "an output before the token changed"
     assert (a[:, 67:] - b[:, 67:]).abs().amax((0, 2)).min() > 0, (
         "an output from the token on did not change"
@@ -416,7 +441,8 @@ def test_changing_a_token_changes_nothing_before_it(name):
 @every_matrix
 def test_a_state_given_in_the_cache_is_where_decoding_begins(name):
     "Decoding starts from the state in the cache, and gradients reach that state."
-    layer, h = perturbed(name, 32), torch.randn(2, 9, 32)
+    layer = perturbed(name, 32)
+    h = torch.randn(2, 9, 32)
     empty = layer.empty_cache(2)
     cache = empty._replace(S=torch.randn_like(empty.S).requires_grad_())
     with torch.no_grad():
@@ -428,9 +454,11 @@ def test_a_state_given_in_the_cache_is_where_decoding_begins(name):
 @every_matrix
 def test_sequences_may_be_at_different_positions(name):
     "Two sequences of different lengths continue in one batch, as beam search and padding need it."
-    layer, h = perturbed(name, 32), torch.randn(2, 12, 32)
+    layer = perturbed(name, 32)
+    h = torch.randn(2, 12, 32)
     with torch.no_grad():
-        (_, long), (_, short) = layer.prefill(h[:1, :9]), layer.prefill(h[1:, 4:9])
+        _, long = layer.prefill(h[:1, :9])
+        _, short = layer.prefill(h[1:, 4:9])
         both = type(long)(*(torch.cat(pair) for pair in zip(long, short)))
         y, _ = layer.prefill(h[:, 9:], both)
         torch.testing.assert_close(y[:1], layer(h[:1])[:, 9:], atol=1e-5, rtol=1e-5)
@@ -440,7 +468,8 @@ def test_sequences_may_be_at_different_positions(name):
 @every_mixer
 def test_gradients_are_finite_after_a_long_sequence_of_large_inputs(name):
     "After 300 large inputs all gradients are finite."
-    layer, h = perturbed(name, 16), 30 * torch.randn(1, 300, 16)
+    layer = perturbed(name, 16)
+    h = 30 * torch.randn(1, 300, 16)
     layer(h).square().mean().backward()
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 

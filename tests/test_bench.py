@@ -91,9 +91,9 @@ def test_only_a_run_of_everything_takes_the_place_of_a_record(monkeypatch, capsy
 
 
 def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
-    where = lambda *words, **found: bench.destination(
-        bench.parse(["--device", "cuda", *words]), "gpu.json", **found
-    )
+    def where(*words, **found):
+        return bench.destination(bench.parse(["--device", "cuda", *words]), "gpu.json", **found)
+
     assert where() == bench.RESULTS / "gpu.json"
     for part in (
         ["--sections", "main"],
@@ -151,7 +151,8 @@ def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(f
     assert row["form"] == form and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
     for way in ("forward", "backward"):
         for what in (way, f"eager_{way}"):
-            (low, high), ms = row[f"{what}_quartiles"], row[f"{what}_ms"]
+            low, high = row[f"{what}_quartiles"]
+            ms = row[f"{what}_ms"]
             assert 0 < low <= ms <= high
         assert row[f"host_{way}_us"] > 0
     assert found["worst_error"] == {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
@@ -198,14 +199,15 @@ def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch,
         "cases",
         lambda: [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")],
     )
-    record, words = (
-        tmp_path / "old.json",
-        ["--device", "interpret", "--check", str(tmp_path / "old.json")],
-    )
+    record = tmp_path / "old.json"
+    words = ["--device", "interpret", "--check", str(tmp_path / "old.json")]
     made = bench.on_gpu(bench.parse(words))
     assert [row["section"] for row in made["rows"]] == ["main"]
     monkeypatch.setattr(bench, "on_gpu", lambda args: made)
-    check = lambda: (bench.main(words), capsys.readouterr().out)
+
+    def check():
+        return (bench.main(words), capsys.readouterr().out)
+
     status, said = check()
     assert status == 2 and "nothing to compare with" in said
     times = {
@@ -242,10 +244,8 @@ def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch,
 
 def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
     monkeypatch.setattr(gpu, "INTERPRETED", False)
-    fast, portable = (
-        gpu.Case("main", "S1", 8, 2048, 2048),
-        gpu.Case("main", "S1", 8, 2048, 2048, path="portable"),
-    )
+    fast = gpu.Case("main", "S1", 8, 2048, 2048)
+    portable = gpu.Case("main", "S1", 8, 2048, 2048, path="portable")
     gpu.check_path(fast, "diagonal", {"_diagonal_fwd_kernel", "_sum_kernel"})
     gpu.check_path(portable, "portable", {"_scan_fwd_kernel", "_token_kernel"})
     gpu.check_path(
@@ -258,7 +258,10 @@ def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
     ):
         with pytest.raises(gpu.Wrong, match="were chosen"):
             gpu.check_path(case, kernels, names)
-    kernel = lambda name: types.SimpleNamespace(metadata=types.SimpleNamespace(name=name))
+
+    def kernel(name):
+        return types.SimpleNamespace(metadata=types.SimpleNamespace(name=name))
+
     monkeypatch.setattr(CompiledKernel, "launch_metadata", lambda self, *args: args)
     with gpu.launched() as names:
         assert CompiledKernel.launch_metadata(kernel("_exact_fwd_kernel"), 1, 2) == (1, 2)

@@ -19,7 +19,8 @@ from test_matrix import CASES, draw
 pytestmark = pytest.mark.numeric
 
 GPU = DEVICE == "cuda"
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 INPUTS = ("q", "k", "x", "b", "z")
 # A step may hold: other numbers, numbers whose products overflow, the largest there are, and what is no number.
 CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
@@ -27,7 +28,10 @@ CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
 
 def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
     gen = torch.Generator().manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
+
+    def new(*s):
+        return torch.randn(*s, generator=gen).to(DEVICE)
+
     a = dict(
         q=new(B, T, N),
         k=new(B, T, N) / 2,
@@ -121,7 +125,10 @@ RULES = pytest.mark.parametrize("decay, delta, bonus", CASES)
 def test_later_steps_change_no_output_of_a_matrix_scan(backend, decay, delta, bonus):
     a = draw(decay, delta, bonus, B=1, T=70, H=2, N=16, P=16, dtype=FP32)
     inputs = [name for name in a if name not in ("bonus", "initial_state")]
-    scan = lambda a: matrix_scan(**a, backend=backend)
+
+    def scan(a):
+        return matrix_scan(**a, backend=backend)
+
     assert_causal(scan, a, (1, 20, 67), [inputs, *([name] for name in inputs)])
 
 
@@ -130,9 +137,12 @@ def test_later_steps_change_no_output_of_a_matrix_scan(backend, decay, delta, bo
 def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(decay, delta, bonus):
     "No number can be looked at there."
     a = draw(decay, delta, bonus, B=1, T=40, H=2, dtype=FP32)
-    scan = lambda a: torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))(
-        {n: t[None] for n, t in a.items()}
-    )[0]
+
+    def scan(a):
+        return torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))(
+            {n: t[None] for n, t in a.items()}
+        )[0]
+
     assert_causal(scan, a, (20,), (("k",), ("x",)))
 
 
@@ -143,9 +153,12 @@ def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(d
 def test_later_steps_change_no_output_compiled(form, N):
     "The scan between other operations, as a compiler fuses them."
     torch._dynamo.reset()
-    step = lambda a: longhorn_scan(
-        **{n: t if t is None else 2 * t for n, t in a.items()}, form=form, backend="chunked"
-    ).sin()
+
+    def step(a):
+        return longhorn_scan(
+            **{n: t if t is None else 2 * t for n, t in a.items()}, form=form, backend="chunked"
+        ).sin()
+
     scan = torch.compile(step, fullgraph=True)
     for dtype, gate in product((FP32, BF16), (True, False)):
         assert_causal(scan, make(2, 70, 3, N, dtype, gate), (1, 20, 33, 64), (INPUTS, ("k",)))
@@ -212,7 +225,8 @@ def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
         return dict(zip(leaves, torch.autograd.grad(out[:, :at].sum(), list(leaves.values()))))
 
     for at in (16, 20, 33):
-        want, other = gradients(a, at), {n: t.detach().clone() for n, t in a.items()}
+        want = gradients(a, at)
+        other = {n: t.detach().clone() for n, t in a.items()}
         other["k"][:, 40] *= 1 if delta else 1e30  # the delta rule would square it
         got = gradients(other, at)
         for name in set(a) - {"bonus", "initial_state"}:

@@ -46,7 +46,8 @@ def run(form, t, reference=False, chunk=None):
 
 def everything(form, t, weights=(1, 1), **options):
     "Values and gradients of all inputs by name, under one random projection of output and final state."
-    t, gen = leaves(t), torch.Generator().manual_seed(9)
+    t = leaves(t)
+    gen = torch.Generator().manual_seed(9)
     results = run(form, t, **options)
     used = [
         (v, torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype))
@@ -154,10 +155,8 @@ def test_extreme_keys_and_rates(form, scale, logit):
     t = make(1, 50, 3, 8, form=form, key_scale=scale)
     t["b"] = t["b"].sign() * logit + t["b"] * (logit == 0)
     agree(everything(form, t, chunk=16), everything(form, t, reference=True), 1e-11)
-    single, exact = (
-        everything(form, leaves(t, torch.float32), chunk=16),
-        everything(form, t, reference=True),
-    )
+    single = everything(form, leaves(t, torch.float32), chunk=16)
+    exact = everything(form, t, reference=True)
     assert all(torch.isfinite(value).all() for value in single.values())
     agree(single, {n: exact[n] for n in ("out", "state", "x")}, 2e-5)
 
@@ -174,10 +173,8 @@ def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
 def test_long_run_of_nearly_equal_keys_in_float32():
     t = make(1, 700, 4, 16, form="exact", key_scale=0.02)
     t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
-    ours, theirs = (
-        everything("exact", leaves(t, torch.float32)),
-        everything("exact", t, reference=True),
-    )
+    ours = everything("exact", leaves(t, torch.float32))
+    theirs = everything("exact", t, reference=True)
     for name in theirs:
         error = (ours[name].double() - theirs[name]).abs().max() / theirs[name].abs().max()
         assert error < 1e-3, (name, error)
@@ -187,7 +184,8 @@ def test_long_run_of_nearly_equal_keys_in_float32():
 @pytest.mark.parametrize("N", [1, 16, 64])
 def test_float32_at_layer_like_sizes(form, N):
     t = make(2, 96, 40, N, form=form, key_scale=N**-0.5)
-    ours, theirs = everything(form, leaves(t, torch.float32)), everything(form, t, reference=True)
+    ours = everything(form, leaves(t, torch.float32))
+    theirs = everything(form, t, reference=True)
     for name, expected in theirs.items():
         assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
 
@@ -210,7 +208,10 @@ def test_no_second_derivative_is_taken_for_zero(form):
 
 
 def opaque_inputs(form, packed, B=2):
-    B, T, D, N = (1 if packed else B), 37, 5, 4
+    B = 1 if packed else B
+    T = 37
+    D = 5
+    N = 4
     torch.manual_seed(0)
     A = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N)).get(form)
     tensors = [
@@ -246,11 +247,9 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     torch._dynamo.reset()
     *tensors, S = opaque_inputs(form, packed, B)
     q, k, x, b, A = tensors
-    skip, z, leaves = (
-        torch.randn(5),
-        torch.randn(1, 37, 5),
-        [t for t in (*tensors, S) if t is not None],
-    )
+    skip = torch.randn(5)
+    z = torch.randn(1, 37, 5)
+    leaves = [t for t in (*tensors, S) if t is not None]
 
     def scan(bounds):
         options = dict(
@@ -271,10 +270,8 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
         out, state = scan(bounds and torch.tensor(bounds))
         return [out, state, *torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)]
 
-    compiled, bounds = (
-        torch.compile(scan, fullgraph=True, backend="aot_eager"),
-        [0, 5, 20, 37] if packed else None,
-    )
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    bounds = [0, 5, 20, 37] if packed else None
     for ours, expected in zip(everything_of(compiled, bounds), everything_of(scan, bounds)):
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     if not packed:
@@ -310,7 +307,8 @@ def test_finite_differences_confirm_the_operation(form, way):
         a = dict(zip(names, tensors))
         if "A" not in a:
             return longhorn_scan(**a, form=form, output_final_state=True)
-        dt, bias = a.pop("b"), a.pop("b_bias", None)
+        dt = a.pop("b")
+        bias = a.pop("b_bias", None)
         return selective_scan(**a, dt=dt, dt_bias=bias, output_final_state=True)
 
     torch._dynamo.reset()
@@ -327,7 +325,8 @@ def test_finite_differences_confirm_the_operation(form, way):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
-    machine, seen = chunked.MACHINES[form], []
+    machine = chunked.MACHINES[form]
+    seen = []
     monkeypatch.setitem(
         chunked.MACHINES,
         form,

@@ -215,20 +215,27 @@ def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
 
 
 def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():
-    row = lambda mixer, compile, speed: dict(
-        mixer=mixer,
-        context=1024,
-        compile=compile,
-        tokens_per_second=speed,
-        ms=1e5 / speed,
-        commit="old",
-    )
+    def row(mixer, compile, speed):
+        return dict(
+            mixer=mixer,
+            context=1024,
+            compile=compile,
+            tokens_per_second=speed,
+            ms=1e5 / speed,
+            commit="old",
+        )
+
     names = ("longhorn", "longhorn_exact", "mamba")
     record = {"rows": [row(name, compile, 1000) for name in names for compile in (False, True)]}
-    again = lambda *mixers: {
-        "rows": [dict(mixer=name, compiled=False, ms=80.0, commit="new") for name in mixers]
-    }
-    reasons = lambda later: [found.why for _, found in compare.compare_training(record, later)]
+
+    def again(*mixers):
+        return {
+            "rows": [dict(mixer=name, compiled=False, ms=80.0, commit="new") for name in mixers]
+        }
+
+    def reasons(later):
+        return [found.why for _, found in compare.compare_training(record, later)]
+
     diagonal, exact = reasons(again("longhorn"))
     assert (
         diagonal
@@ -337,13 +344,15 @@ def test_lengths_tell_texts_apart_from_seeds():
 
 
 def test_needles_are_compared_at_the_longest_text_after_lessons():
-    model = lambda mixer, last: {
-        "mixer": mixer,
-        "needles": {
-            "fact, finetuned": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
-            "fact": {"once": {"length": [64], "written": [[0]]}},
-        },
-    }
+    def model(mixer, last):
+        return {
+            "mixer": mixer,
+            "needles": {
+                "fact, finetuned": {"once": {"length": [64, 128], "written": [[1, last], [1, 0]]}},
+                "fact": {"once": {"length": [64], "written": [[0]]}},
+            },
+        }
+
     (found,) = compare.compare_needles(
         {"results": {"models": [model("longhorn", 1), model("mamba", 0)]}}
     )

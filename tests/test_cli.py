@@ -182,7 +182,8 @@ def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
 
 
 def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, capsys):
-    pages, shown = [], []
+    pages = []
+    shown = []
 
     def look():
         pages.append((here / "runs" / "report.html").read_text(encoding="utf-8"))
@@ -230,8 +231,10 @@ def printed_times(claim, options, later, *estimates, capsys, out=Path("runs")):
 
 
 def test_the_time_left_is_printed_once_with_the_claims_that_follow(here, capsys):
-    first, second = fakes.claim(minutes={"laptop": 2}), fakes.claim("second", minutes={"laptop": 3})
-    local, slurm = cli.Reproduce(), cli.Reproduce(launcher="slurm")
+    first = fakes.claim(minutes={"laptop": 2})
+    second = fakes.claim("second", minutes={"laptop": 3})
+    local = cli.Reproduce()
+    slurm = cli.Reproduce(launcher="slurm")
     # the first claim takes twice its recorded time here, so the second is expected to take 6 minutes
     lines = printed_times(first, local, (second,), (180, 240, 2, 6), (60, 240, 2, 2), capsys=capsys)
     assert lines == [
@@ -278,7 +281,8 @@ def test_fresh_touches_its_own_claim_only_and_keeps_the_earlier_run(here, capsys
     cli.main(["reproduce"])
     second = here / "runs" / "second" / "laptop" / "record.json"
     (here / "runs" / "fake" / "laptop" / "note").write_text("mine")
-    before, at = second.read_bytes(), second.stat().st_mtime_ns
+    before = second.read_bytes()
+    at = second.stat().st_mtime_ns
     assert cli.main(["reproduce", "fake", "--fresh"]) == 0
     assert fakes.calls == ["fake", "second", "fake"]
     assert (second.read_bytes(), second.stat().st_mtime_ns) == (before, at)
@@ -712,10 +716,8 @@ def test_generate_refuses_a_prompt_that_is_not_utf_8(model, capsys, monkeypatch)
 
 
 def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
-    weights, config = (
-        (model / "model.safetensors").read_bytes(),
-        (model / "config.json").read_text(),
-    )
+    weights = (model / "model.safetensors").read_bytes()
+    config = (model / "config.json").read_text()
     assert "nowhere does not exist" in fails(capsys, ["generate", str(tmp_path / "nowhere")])
     assert "holds no model" in fails(capsys, ["generate", str(tmp_path)])
     (tmp_path / "config.json").write_text(config)
@@ -946,17 +948,15 @@ def test_hold_out_moves_long_documents_and_names_a_mistake(tmp_path, capsys):
 
 
 def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys):
-    source, words = (
-        tmp_path / "a.jsonl",
-        [
-            "prepare",
-            str(tmp_path / "a.jsonl"),
-            "--text-column",
-            "body",
-            "--cache",
-            str(tmp_path / "ours"),
-        ],
-    )
+    source = tmp_path / "a.jsonl"
+    words = [
+        "prepare",
+        str(tmp_path / "a.jsonl"),
+        "--text-column",
+        "body",
+        "--cache",
+        str(tmp_path / "ours"),
+    ]
     source.write_text(
         "".join(
             json.dumps({"body": f"the cow says moo {i} times\n" * 40}) + "\n" for i in range(200)
@@ -1087,7 +1087,8 @@ def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
 
 
 def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_path, capsys):
-    given, model = [], tmp_path / "run" / "model"
+    given = []
+    model = tmp_path / "run" / "model"
     model.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (model / name).touch()

@@ -22,7 +22,8 @@ STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
 def row_by_row(S, k, x, beta, form):
     """The same updates from dense linear systems in numpy, one row at a time."""
     S, k, x, beta = (t.double().numpy() for t in (S, k, x, beta))
-    N, out = len(k), np.empty(S.shape)
+    N = len(k)
+    out = np.empty(S.shape)
     for d in range(len(S)):
         if form == "exact":
             out[d] = np.linalg.solve(
@@ -123,10 +124,8 @@ def test_rate_from_logits_is_finite_and_right_for_any_logit_and_length(v, expone
 
 def test_rate_from_logits_agrees_with_the_sigmoid_form_and_its_gradients():
     torch.manual_seed(0)
-    k, v = (
-        torch.randn(20, 4).double().requires_grad_(),
-        (6 * torch.randn(20, 3)).double().requires_grad_(),
-    )
+    k = torch.randn(20, 4).double().requires_grad_()
+    v = (6 * torch.randn(20, 3)).double().requires_grad_()
     weight = torch.rand(20, 3).double()
     rates = effective_rate_from_logits(k, v), effective_rate(k, torch.sigmoid(v))
     torch.testing.assert_close(*rates)

@@ -184,18 +184,21 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
     "The processes stop within two steps, not only when metrics are written, and resume to the bit."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
-    start = lambda *rest: torchrun(
-        node,
-        "--nproc_per_node",
-        2,
-        "--master_port",
-        free_port(),
-        "slow.py",
-        *rest,
-        *COMMAND,
-        "--steps",
-        12,
-    )
+
+    def start(*rest):
+        return torchrun(
+            node,
+            "--nproc_per_node",
+            2,
+            "--master_port",
+            free_port(),
+            "slow.py",
+            *rest,
+            *COMMAND,
+            "--steps",
+            12,
+        )
+
     launcher = start(seconds, "run")
     until = time.monotonic() + 300
     while not (node / "run" / "config.json").exists():
@@ -385,10 +388,8 @@ def test_every_command_of_the_page_runs(tmp_path, name):
         [metrics] = (
             path for path in node.rglob("metrics.jsonl") if "checkpoints" not in path.parts
         )
-        sizes, count = (
-            read_json(metrics.parent / "config.json")["attempts"][0]["engine"],
-            4 if name == "two machines" else 2,
-        )
+        sizes = read_json(metrics.parent / "config.json")["attempts"][0]["engine"]
+        count = 4 if name == "two machines" else 2
         assert [line["step"] for line in read_jsonl(metrics)] == list(
             range(1, 12 if name == "images" else 5)
         )

@@ -65,7 +65,8 @@ def in_processes(work, *arguments):
 
 def at_call(monkeypatch, owner, name, call, what, before=True):
     "Call `what` before or after a numbered call of a function."
-    real, count = getattr(owner, name), iter(range(10**6))
+    real = getattr(owner, name)
+    count = iter(range(10**6))
 
     def watched(*arguments, **named):
         now = next(count) == call
@@ -92,7 +93,8 @@ def interrupted(monkeypatch, call, source, **options):
 
 
 def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
-    source, few = write(tmp_path / "a.txt"), str(tmp_path / "few.txt")
+    source = write(tmp_path / "a.txt")
+    few = str(tmp_path / "few.txt")
     (tmp_path / "few.txt").write_text(
         SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20))
     )
@@ -120,8 +122,10 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
 
 
 def test_limits_and_a_named_held_out_part(tmp_path):
-    source, other = write(tmp_path / "a.txt", 300), write(tmp_path / "b.txt", 20)
-    whole, some = prepare(source, cache=tmp_path), prepare(source, cache=tmp_path, tokens=9000)
+    source = write(tmp_path / "a.txt", 300)
+    other = write(tmp_path / "b.txt", 20)
+    whole = prepare(source, cache=tmp_path)
+    some = prepare(source, cache=tmp_path, tokens=9000)
     assert 9000 <= len(some.train) < 9300 and some.folder != whole.folder and some.train[-1] == 0
     assert bytes(some.train) == bytes(whole.train[: len(some.train)])
     rest = [text for _, text in load_documents(source)][
@@ -274,11 +278,13 @@ DEATHS = [  # function, call, before or after its work
 def test_a_preparation_killed_again_and_again_gives_the_same_files(
     tmp_path, monkeypatch, kind, tokens
 ):
-    source, seen = sources(tmp_path)[kind], []
-    cache, die = (
-        tmp_path / "cache",
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
-    )  # no clean-up, no flush
+    source = sources(tmp_path)[kind]
+    seen = []
+    cache = tmp_path / "cache"
+
+    def die():
+        return os.kill(os.getpid(), signal.SIGKILL)  # no clean-up, no flush
+
     for owner, name, call, before in DEATHS:
         with monkeypatch.context() as patch:
             if name == "discard":  # the second to last save of the state
@@ -340,9 +346,10 @@ def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch
     ]
     child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(cli.main(words)))
     child.start()
-    alive = lambda: [
-        path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")
-    ]
+
+    def alive():
+        return [path for path in tmp_path.glob("*.pid") if os.path.exists(f"/proc/{path.stem}")]
+
     end = time.monotonic() + 20
     while len(alive()) < 2 and time.monotonic() < end:
         time.sleep(0.05)
@@ -359,7 +366,8 @@ def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
     on_the_hub(monkeypatch, documents(900))
     whole = bytes_of(prepare("hf:owner/books", cache=tmp_path / "whole"))
     interrupted(monkeypatch, 20, "hf:owner/books", cache=tmp_path / "cache")
-    starts, real = [], corpus.load_documents
+    starts = []
+    real = corpus.load_documents
     monkeypatch.setattr(
         corpus,
         "load_documents",
@@ -415,7 +423,8 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
             patch.setattr(datasets.IterableDataset, "__iter__", torn)
         else:
             at_call(patch, corpus, "write_piece", 1, lambda: patch.setattr(corpus, "LEAST", 1))
-            real, here = corpus.tokenise, os.getpid()
+            real = corpus.tokenise
+            here = os.getpid()
             patch.setattr(
                 corpus,
                 "tokenise",
@@ -462,7 +471,8 @@ def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
 
 
 def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
-    real, removed = records.locked, []
+    real = records.locked
+    removed = []
 
     def locked(folder, wait):
         if not removed:
@@ -476,7 +486,9 @@ def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
 
 def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
     no_locks(monkeypatch, errno.ENOSYS)
-    source, place, opened = write(tmp_path / "a.txt"), corpus.place, []
+    source = write(tmp_path / "a.txt")
+    place = corpus.place
+    opened = []
     monkeypatch.setattr(
         corpus,
         "place",
@@ -596,8 +608,10 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
     cache = {"cache": tmp_path / "cache"}
     assert prepare(source, **cache).checked == corpus.IN_FULL  # just made
     path = prepare(source, **cache).folder / "train.bin"
-    content, date = path.read_bytes(), path.stat().st_mtime_ns
-    hashed, real = [], corpus.stretch_sha256
+    content = path.read_bytes()
+    date = path.stat().st_mtime_ns
+    hashed = []
+    real = corpus.stretch_sha256
     monkeypatch.setattr(
         corpus, "stretch_sha256", lambda *stretch: hashed.append(stretch) or real(*stretch)
     )
@@ -672,7 +686,8 @@ def write_bin(path, ids):
 
 
 def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
-    tokenizer, gpt2 = data.get_tokenizer(f"gpt2:{gpt2_folder}"), f"gpt2:{gpt2_folder}"
+    tokenizer = data.get_tokenizer(f"gpt2:{gpt2_folder}")
+    gpt2 = f"gpt2:{gpt2_folder}"
     texts = [f"text {i} the in the\n" for i in range(400)]
     ids = [tokenizer.encode(text).tolist() + [50256] for text in texts]
     (tmp_path / "a.txt").write_text(SEPARATOR.join(texts))

@@ -360,7 +360,8 @@ def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
     }  # small pages in one row group
     pq.write_table(pa.table({"text": texts, "other": texts}), tmp_path / "a.parquet", **pages)
     assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_row_groups == 1
-    before, most = pa.total_allocated_bytes(), 0
+    before = pa.total_allocated_bytes()
+    most = 0
     for _ in load_documents(str(tmp_path / "a.parquet")):
         most = max(most, pa.total_allocated_bytes() - before)
     assert 0 < most < 10_000_000
@@ -505,7 +506,8 @@ def read_bytes(folder, name, part):
 
 
 def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp_path):
-    source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
+    source = two_domains(tmp_path / "text")
+    out = tmp_path / "apart"
     (source / "vocab.bpe").write_text("a b")
     taken = hold_out_long(source, out, count=8, least=400)
     assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 4, "prose": 4}
@@ -540,7 +542,8 @@ def test_a_domain_with_few_long_documents_gives_all_and_the_others_give_more(tmp
 
 
 def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
-    source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
+    source = two_domains(tmp_path / "text")
+    out = tmp_path / "apart"
     for options, error, message in (
         (
             dict(count=13, least=400),
@@ -567,9 +570,11 @@ def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
 
 def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
-    source, out = two_domains(tmp_path / "text"), tmp_path / "apart"
+    source = two_domains(tmp_path / "text")
+    out = tmp_path / "apart"
     hold_out_long(source, out, count=4, least=400)
-    before, after = open_texts(str(source)), open_texts(str(out))
+    before = open_texts(str(source))
+    after = open_texts(str(out))
     assert before.long == {} and "long" not in before.summary()
     for name in ("docs", "prose"):
         texts = [text.encode() for _, text in file_documents(out / f"{name}.long.txt.xz")]
@@ -582,7 +587,8 @@ def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatc
             and about["bytes"] == sum(map(len, texts)) + 2
             and len(about["sha256"]) == 16
         )
-    held, ours = before.summary()["domains"], after.summary()
+    held = before.summary()["domains"]
+    ours = after.summary()
     assert ours["domains"] == held and ours["corpus"] != before.summary()["corpus"]
     assert ours["train_tokens"] == before.summary()["train_tokens"] - sum(
         one["bytes"] for one in ours["long"].values()
@@ -674,7 +680,8 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
 def test_every_window_once_per_epoch(context, batch, extra, seed, world):
     tokens = np.arange(context + 1 + extra)
     ranks = [Sampler(tokens, context, batch, seed, rank, world) for rank in range(world)]
-    n, drawn = ranks[0].windows, []
+    n = ranks[0].windows
+    drawn = []
     while len(drawn) < 2 * n:
         for sampler in ranks:
             inputs, targets = sampler.next_batch()
@@ -692,7 +699,8 @@ def test_every_window_once_per_epoch(context, batch, extra, seed, world):
 @given(st.integers(0, 40), st.integers(0, 1000))
 def test_position_is_restored_exactly(steps, seed):
     tokens = np.arange(100, dtype=np.uint8)
-    sampler, other = Sampler(tokens, 7, 3, seed), Sampler(tokens, 7, 3, seed)
+    sampler = Sampler(tokens, 7, 3, seed)
+    other = Sampler(tokens, 7, 3, seed)
     for _ in range(steps):
         sampler.next_batch()
     other.load_state_dict(json.loads(json.dumps(sampler.state_dict())))

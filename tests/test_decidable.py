@@ -50,7 +50,8 @@ class Invented:
 def commanded(command):
     "The settings of every `longhorn reproduce` of a command: (claim, scale, settings)."
     words = shlex.split(command)
-    parts, part = [], []
+    parts = []
+    part = []
     for word in [*words, "&&"]:
         if word == "&&":
             parts.append(part)
@@ -168,9 +169,12 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
     )
     ((_, found),) = outcomes("exact-language", level)
     assert (found.verdict, found.side) == ("undecided", "equal within the margin")
-    wide = lambda settings: language_metrics(
-        {"longhorn": 3.5, "longhorn_exact": 3.47 + 0.06 * noise(settings["seed"])}
-    )(settings)
+
+    def wide(settings):
+        return language_metrics(
+            {"longhorn": 3.5, "longhorn_exact": 3.47 + 0.06 * noise(settings["seed"])}
+        )(settings)
+
     looks = [
         outcomes(
             "exact-language",
@@ -179,12 +183,18 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
         for n in (4, 8)
     ]
     assert looks[0].verdict == "undecided" and not looks[0].side and looks[1].n == 8
-    half = lambda settings: wide(settings) if settings["seed"] % 1000 < 4 + 6 else None
+
+    def half(settings):
+        return wide(settings) if settings["seed"] % 1000 < 4 + 6 else None
+
     ((_, waiting),) = outcomes(
         "exact-language", record_of("language", "gpu", replace(config, judged=8), half, tmp_path)
     )
     assert (waiting.n, waiting.why) == (4, "6 of 8 seeds so far")
-    few = lambda settings: wide(settings) if settings["seed"] % 1000 < 4 + 3 else None
+
+    def few(settings):
+        return wide(settings) if settings["seed"] % 1000 < 4 + 3 else None
+
     ((early, unseen),) = outcomes(
         "exact-language", record_of("language", "gpu", config, few, tmp_path)
     )
@@ -521,7 +531,10 @@ def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_p
 
 def first_plan_record(losses):
     "A record of the first one-pass plan with invented losses."
-    val = lambda loss: {"tokens": [50, 100], "all": [loss + 1, loss]}
+
+    def val(loss):
+        return {"tokens": [50, 100], "all": [loss + 1, loss]}
+
     groups = {
         name: [
             dict(

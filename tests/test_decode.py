@@ -29,7 +29,10 @@ BACKENDS = ("reference", "triton")
 def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, seed=0):
     "Arguments with a time axis of T steps, by name."
     gen = torch.Generator().manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
+
+    def new(*s):
+        return torch.randn(*s, generator=gen).to(DEVICE)
+
     A = dict(s6=(D, N), s6_time_varying=(B, T, N)).get(rule)
     return dict(
         q=new(B, T, N).to(dtype),
@@ -66,7 +69,8 @@ def assert_steps(B, D, N, rule, T=3, **made):
     "Steps by the kernel, alternately into a new state and in place."
     a, first = inputs(B, D, N, rule, T, **made)
     want, last = reference(a, first, rule)
-    state, outs = first.clone(), []
+    state = first.clone()
+    outs = []
     for t in range(T):
         kept = state.clone()
         out, after = triton_step(rule, **at(a, t), state=state, inplace=t % 2 == 1)
@@ -135,12 +139,12 @@ def assert_pool_steps(
     processor's vectors and the last ones of a tensor one by one, and rounds sigmoid, silu and softplus in two ways."""
     slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if apart else torch.int64)
     a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
-    now, (weight, c) = at(a, 0), torch.randn(2, D, 4, device=DEVICE)
-    pool, past = a_pool(D, N, dtype=state, apart=apart), a_pool(D, 3, dtype=state, apart=apart)
-    real, before = (
-        [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7],
-        (pool.clone(), past.clone()),
-    )
+    now = at(a, 0)
+    weight, c = torch.randn(2, D, 4, device=DEVICE)
+    pool = a_pool(D, N, dtype=state, apart=apart)
+    past = a_pool(D, 3, dtype=state, apart=apart)
+    real = [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7]
+    before = (pool.clone(), past.clone())
     others = [slot for slot in range(7) if slot not in slots.tolist()]
     for t in [now[n] for n in "qkxbz"]:
         t[[i for i in range(len(slots)) if i not in real]] = float("nan")
@@ -175,7 +179,10 @@ def assert_pool_steps(
     (y, windows), (out, states) = run(real, pool[slots[real].long()], past[slots[real].long()])
     assert windows.dtype == states.dtype == state and y.dtype == out.dtype == dtype
     every = slice(None)
-    step = lambda: run(every, pool, past, inplace=True, state_indices=slots)
+
+    def step():
+        return run(every, pool, past, inplace=True, state_indices=slots)
+
     if graph:
         recorded, found = captured(step)
         for t, kept in zip((pool, past), before):
@@ -186,8 +193,10 @@ def assert_pool_steps(
     for (got, same), given, kept, value, after in zip(
         found, (past, pool), before[::-1], (y, out), (windows, states)
     ):
-        want, changed = torch.zeros_like(got), kept.clone()
-        want[real], changed[slots[real].long()] = value, after
+        want = torch.zeros_like(got)
+        changed = kept.clone()
+        want[real] = value
+        changed[slots[real].long()] = after
         assert same is given and torch.equal(given[others], kept[others])
         if backend == "triton":
             assert torch.equal(got, want) and torch.equal(given, changed)
@@ -224,11 +233,9 @@ def assert_conv_steps(
     activation="silu",
 ):
     "Steps of the convolution, in place where `inplace(t)`, are the convolution."
-    x, weight, c = (
-        torch.randn(B, T, D, device=DEVICE).to(dtype),
-        torch.randn(D, W, device=DEVICE),
-        torch.randn(D, device=DEVICE) if bias else None,
-    )
+    x = torch.randn(B, T, D, device=DEVICE).to(dtype)
+    weight = torch.randn(D, W, device=DEVICE)
+    c = torch.randn(D, device=DEVICE) if bias else None
     state = (torch.randn if first else torch.zeros)(B, D, W - 1, device=DEVICE, dtype=dtype)
     whole, last = causal_conv1d(
         x,
@@ -269,11 +276,9 @@ def test_steps_learn_where_gradients_are_wanted():
     args = [now[n].requires_grad_() for n in "qkxb"]
     out, after = longhorn_step(*args, state, now["bias"], now["skip"], now["z"])
     assert all(g is not None for g in torch.autograd.grad(out.sum() + after.sum(), args))
-    x, past, weight = (
-        torch.randn(1, 3, device=DEVICE),
-        torch.randn(1, 3, 3, device=DEVICE),
-        torch.randn(3, 4, device=DEVICE, requires_grad=True),
-    )
+    x = torch.randn(1, 3, device=DEVICE)
+    past = torch.randn(1, 3, 3, device=DEVICE)
+    weight = torch.randn(3, 4, device=DEVICE, requires_grad=True)
     y, _ = causal_conv1d_step(x, past, weight)
     assert torch.autograd.grad(y.sum(), weight)[0].any()
     for call in (
@@ -313,11 +318,10 @@ def test_operations_are_well_formed():
 @pytest.mark.parametrize("slots", (None, [2], [-1]))
 def test_compiles_without_graph_breaks(slots):
     a, state = inputs(1, 3, 2)
-    n, slots = at(a, 0), None if slots is None else torch.tensor(slots, device=DEVICE)
-    pool, weight = (
-        state if slots is None else state.repeat(3, 1, 1),
-        torch.randn(3, 3, device=DEVICE),
-    )
+    n = at(a, 0)
+    slots = None if slots is None else torch.tensor(slots, device=DEVICE)
+    pool = state if slots is None else state.repeat(3, 1, 1)
+    weight = torch.randn(3, 3, device=DEVICE)
     options = dict(inplace=True, state_indices=slots, backend="triton")
 
     def two_steps(state, past):
@@ -357,7 +361,8 @@ def test_compiles_without_graph_breaks(slots):
 )
 def test_a_layer_steps_in_place(name, options):
     torch.manual_seed(0)
-    layer, h = build_mixer(name, 16, **options).to(DEVICE), torch.randn(2, 12, 16, device=DEVICE)
+    layer = build_mixer(name, 16, **options).to(DEVICE)
+    h = torch.randn(2, 12, 16, device=DEVICE)
     with torch.no_grad():
         whole = layer(h)
         _, cache = layer.prefill(h[:, :7])
@@ -376,11 +381,10 @@ def test_a_layer_steps_in_place(name, options):
 def test_a_layer_serves_from_a_pool(name, options, state_dtype):
     "Sequences enter and leave a pool between steps, and no step sees the others."
     torch.manual_seed(0)
-    layer, h = build_mixer(name, 16, **options).to(DEVICE), torch.randn(3, 6, 16, device=DEVICE)
-    pool, alone = (
-        layer.empty_cache(4, state_dtype=state_dtype),
-        [layer.empty_cache(1, state_dtype=state_dtype) for _ in h],
-    )
+    layer = build_mixer(name, 16, **options).to(DEVICE)
+    h = torch.randn(3, 6, 16, device=DEVICE)
+    pool = layer.empty_cache(4, state_dtype=state_dtype)
+    alone = [layer.empty_cache(1, state_dtype=state_dtype) for _ in h]
     assert pool.S.dtype == (state_dtype or torch.float32)
     plan = [{0: 2}, {0: 2, 1: 3}, {1: 3, 2: 0}, {2: 0}, {0: 2, 1: 3, 2: 0}]  # sequence: slot
     with torch.no_grad():
@@ -408,14 +412,19 @@ def test_a_layer_serves_from_a_pool(name, options, state_dtype):
 
 
 def test_wrong_slots_are_one_sentence():
-    a, pool = inputs(2, 5, 3)[0], torch.zeros(7, 5, 3, device=DEVICE)
-    now, slots = [at(a, 0)[n] for n in "qkxb"], torch.tensor([0, -1], device=DEVICE)
-    scan = lambda slots, inplace=True, state=pool: longhorn_step(
-        *now, state, inplace=inplace, state_indices=slots
-    )
-    conv = lambda slots, inplace=True, state=pool: causal_conv1d_step(
-        now[2], state, torch.zeros(5, 4, device=DEVICE), inplace=inplace, state_indices=slots
-    )
+    a = inputs(2, 5, 3)[0]
+    pool = torch.zeros(7, 5, 3, device=DEVICE)
+    now = [at(a, 0)[n] for n in "qkxb"]
+    slots = torch.tensor([0, -1], device=DEVICE)
+
+    def scan(slots, inplace=True, state=pool):
+        return longhorn_step(*now, state, inplace=inplace, state_indices=slots)
+
+    def conv(slots, inplace=True, state=pool):
+        return causal_conv1d_step(
+            now[2], state, torch.zeros(5, 4, device=DEVICE), inplace=inplace, state_indices=slots
+        )
+
     for step in (scan, conv):
         for call, message in (
             (lambda: step([0, 1]), "state_indices is list; expected an int32 or int64 tensor"),
@@ -540,11 +549,13 @@ def test_gpu_convolution_steps_are_the_convolution(W, dtype):
 def test_gpu_layer_in_a_cuda_graph(name, options):
     "A recorded step resumes from the cache, token after token."
     torch.manual_seed(0)
-    layer, h = build_mixer(name, 64, **options).to(DEVICE), torch.randn(3, 12, 64, device=DEVICE)
+    layer = build_mixer(name, 64, **options).to(DEVICE)
+    h = torch.randn(3, 12, 64, device=DEVICE)
     with torch.no_grad():
         whole = layer(h)
         _, cache = layer.prefill(h[:, :4])
-        kept, token = [t.clone() for t in cache], h[:, 4].clone()
+        kept = [t.clone() for t in cache]
+        token = h[:, 4].clone()
         graph, (y, _) = captured(lambda: layer.step(token, cache, inplace=True))
         for t, k in zip(cache, kept):
             t.copy_(k)
@@ -556,7 +567,9 @@ def test_gpu_layer_in_a_cuda_graph(name, options):
 
 @pytest.mark.cuda
 def test_gpu_offsets_beyond_two_to_the_31():
-    B, D, N = 33, 2**19, 128  # 2.2e9 numbers of state, and of its copy
+    B = 33
+    D = 2**19
+    N = 128  # 2.2e9 numbers of state, and of its copy
     a, _ = inputs(B, 8, N)
     a = {
         n: None if t is None else t.repeat_interleave(D // 8, -1) if t.shape[-1] == 8 else t
@@ -574,7 +587,8 @@ def test_gpu_offsets_beyond_two_to_the_31():
 
 
 def test_states_that_share_memory_are_not_updated_in_place():
-    x, weight = torch.randn(3, 6, device=DEVICE), torch.randn(6, 4, device=DEVICE)
+    x = torch.randn(3, 6, device=DEVICE)
+    weight = torch.randn(6, 4, device=DEVICE)
     with pytest.raises((ValueError, RuntimeError), match="share memory|single memory location"):
         causal_conv1d_step(
             x,

@@ -104,7 +104,8 @@ def value(record, task, metric, read="once"):
 @torch.no_grad()
 def log_probability(model, context, continuation):
     "By hand, in nats; byte 0 stands before an empty context."
-    context, ids = context.encode() or b"\0", continuation.encode()
+    context = context.encode() or b"\0"
+    ids = continuation.encode()
     logits = model(torch.tensor([[*context, *ids]])[:, :-1])[0].log_softmax(-1)
     return logits[len(context) - 1 :].gather(1, torch.tensor([[i] for i in ids])).sum().item()
 
@@ -132,7 +133,8 @@ def test_tokenizers_are_the_same_for_transformers(tmp_path):
         "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
     )
     (tmp_path / "encoder.json").write_text(json.dumps(known), encoding="utf-8")
-    ours, plain = get_tokenizer(f"gpt2:{tmp_path}"), get_tokenizer("bytes")
+    ours = get_tokenizer(f"gpt2:{tmp_path}")
+    plain = get_tokenizer("bytes")
     assert evaluation.vocabulary(ours) == (
         known | {evaluation.END: 50256},
         [tuple(pair.split()) for pair in merges],
@@ -206,10 +208,8 @@ def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, m
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 def test_generated_lines_are_the_models_own(checkpoint, batch_size):
-    model, lm = (
-        SequenceLM.from_pretrained(checkpoint),
-        evaluation.harness_model(checkpoint, batch_size=batch_size),
-    )
+    model = SequenceLM.from_pretrained(checkpoint)
+    lm = evaluation.harness_model(checkpoint, batch_size=batch_size)
     requests = [
         Instance("generate_until", {}, (doc["text"], {"until": ["\n"], "max_gen_toks": 9}), 0)
         for doc in DOCS
@@ -228,9 +228,14 @@ def test_generated_lines_are_the_models_own(checkpoint, batch_size):
 
 
 def test_only_contexts_are_doubled_and_long_ones_lose_their_start(checkpoint):
-    request = lambda kind, *words: Instance(kind, {}, words, 0)
+    def request(kind, *words):
+        return Instance(kind, {}, words, 0)
+
     assert evaluation.doubled(request("loglikelihood", "", "a text")).args == ("", "a text")
-    echo = lambda requests: [request.args for request in requests]
+
+    def echo(requests):
+        return [request.args for request in requests]
+
     twice = evaluation.read_twice(
         SimpleNamespace(loglikelihood=echo, loglikelihood_rolling=echo, generate_until=echo)
     )
@@ -271,7 +276,8 @@ def test_recall_tasks_of_our_own_read_the_passage(checkpoint, tmp_path, monkeypa
     assert [
         task.doc_to_text(doc) for task in found["tasks"].values() for doc in task.test_docs()
     ] == prompts * 3
-    heard, lm = [], evaluation.harness_model(checkpoint)
+    heard = []
+    lm = evaluation.harness_model(checkpoint)
     lm.generate_until = lambda requests, **options: (
         heard.extend(r.args[0] for r in requests) or [" pisa, they say", "quack"] * 3
     )
@@ -290,16 +296,22 @@ def test_recall_preset_is_the_papers_table_and_means_are_over_whole_sets():
         "b",
     ]
     row = {"task": "a", "read": "once", "metric": "perplexity", "value": 3.0}
-    means = lambda *rows: [
-        (row["task"], row["read"], row["metric"], row["value"])
-        for row in evaluation.mean_rows(list(rows))
-    ]
+
+    def means(*rows):
+        return [
+            (row["task"], row["read"], row["metric"], row["value"])
+            for row in evaluation.mean_rows(list(rows))
+        ]
+
     six = [
         row | {"task": task, "read": read, "metric": "contains", "value": i / 10}
         for read in ("once", "twice")
         for i, task in enumerate(evaluation.RECALL.values())
     ]
-    mean = lambda read: ("mean of 6 sets", read, "contains", pytest.approx(0.25))
+
+    def mean(read):
+        return ("mean of 6 sets", read, "contains", pytest.approx(0.25))
+
     assert means(*six) == [mean("once"), mean("twice")] and means(*six[1:]) == [mean("twice")]
     assert (
         means(row)
@@ -327,9 +339,15 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(
         "EleutherAI/wikitext_document_level": [{"page": text} for text in words],
         "EleutherAI/lambada_openai": [{"text": text.strip()} for text in words],
     }
-    load = lambda path, name=None, **options: datasets.DatasetDict(
-        {part: datasets.Dataset.from_list(docs[path]) for part in ("train", "validation", "test")}
-    )
+
+    def load(path, name=None, **options):
+        return datasets.DatasetDict(
+            {
+                part: datasets.Dataset.from_list(docs[path])
+                for part in ("train", "validation", "test")
+            }
+        )
+
     monkeypatch.setattr("datasets.load_dataset", load)
     assert (
         cli.main(
@@ -348,11 +366,9 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(
     assert (
         len(evaluation.manager_for(evaluation.expand_tasks(["downstream"]), None).all_subtasks) < 20
     )  # not the files of all tasks
-    out, record, model = (
-        capsys.readouterr().out,
-        json.loads((tmp_path / "scores.json").read_text()),
-        SequenceLM.from_pretrained(checkpoint),
-    )
+    out = capsys.readouterr().out
+    record = json.loads((tmp_path / "scores.json").read_text())
+    model = SequenceLM.from_pretrained(checkpoint)
     pages = sum(
         log_probability(model, "", text)
         for text in ("The cow, a big one, is brown.\nIt says moo ", "A second article\n", words[2])
@@ -400,7 +416,10 @@ def test_exported_folder_scores_the_same(mixer, tasks, tmp_path):
 
 def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch, capsys):
     export = checkpoint.parent / "export"
-    contents = lambda: {path.name: path.read_bytes() for path in export.iterdir()}
+
+    def contents():
+        return {path.name: path.read_bytes() for path in export.iterdir()}
+
     before = contents()
 
     def full(model, folder, *_):
@@ -476,7 +495,8 @@ def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
         mixer: evaluation.load_pair(tmp_path / name)[0].model.embedding.weight.clone()
         for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact"))
     }
-    real, seen = LonghornForCausalLM.__init__, []
+    real = LonghornForCausalLM.__init__
+    seen = []
 
     def built(
         self, config
@@ -602,10 +622,8 @@ def fails(capsys, argv, code=1):
 def test_command_prints_a_table_and_writes_the_record(
     checkpoint, tasks, tmp_path, capsys, monkeypatch
 ):
-    path, rest = (
-        tmp_path / "new" / "scores.json",
-        ["--model", str(checkpoint), "--include", str(tasks), "--limit"],
-    )
+    path = tmp_path / "new" / "scores.json"
+    rest = ["--model", str(checkpoint), "--include", str(tasks), "--limit"]
     assert (
         cli.main(
             [
@@ -623,7 +641,8 @@ def test_command_prints_a_table_and_writes_the_record(
         )
         == 0
     )
-    (out, err), rows = capsys.readouterr(), json.loads(path.read_text())["rows"]
+    out, err = capsys.readouterr()
+    rows = json.loads(path.read_text())["rows"]
     assert err == "" and len(rows) == 6 and {row["documents"] for row in rows} == {2}
     assert out.count("tiny_choice") == 4 and out.splitlines()[-1] == f"results: {path}"
     assert cli.main(["eval", "--tasks", "tiny_whole", *rest, "1"]) == 0
@@ -676,7 +695,9 @@ def test_what_cannot_be_evaluated_is_one_sentence(checkpoint, tasks, tmp_path, c
 def test_models_data_and_extras_that_are_missing_or_wrong(
     checkpoint, tmp_path, tasks, capsys, monkeypatch
 ):
-    argv = lambda name: ["tiny_choice", "--include", str(tasks), "--model", str(tmp_path / name)]
+    def argv(name):
+        return ["tiny_choice", "--include", str(tasks), "--model", str(tmp_path / name)]
+
     save(tmp_path / "small", vocab_size=64)
     assert "--tokenizer" in fails(capsys, argv("small"))
     assert "has 256 tokens, the model 64" in fails(capsys, [*argv("small"), "--tokenizer", "bytes"])

@@ -62,10 +62,8 @@ def model(mixer="longhorn", seed=0):
 @every_mixer
 def test_streamed_losses_are_those_of_the_whole_text(name):
     "A text read in chunks has the losses of the whole text."
-    lm, windows = (
-        model(name),
-        torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0)),
-    )
+    lm = model(name)
+    windows = torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         whole = F.cross_entropy(
             lm(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none"
@@ -76,7 +74,8 @@ def test_streamed_losses_are_those_of_the_whole_text(name):
 
 
 def test_losses_by_hand_with_the_state_reset_and_carried():
-    lm, s = model("longhorn_exact"), replace(CONFIG, tokens_at_once=48)
+    lm = model("longhorn_exact")
+    s = replace(CONFIG, tokens_at_once=48)
     windows = {length: ex.cut(TEXT, length, 128) for length in (8, 16, 64)}
     assert all(
         cut[:, 1:].flatten().tolist() == TEXT[1:129].tolist() for cut in windows.values()
@@ -96,7 +95,8 @@ def test_losses_by_hand_with_the_state_reset_and_carried():
     np.testing.assert_allclose(added, by_hand, atol=1e-5)
     assert abs(added[0]) < 1e-4 < abs(added[1])
     for longest in (16, 100, 4096):  # bins of positions cover every position once
-        edges, noise = ex.position_bins(longest), np.random.default_rng(0).random((2, longest))
+        edges = ex.position_bins(longest)
+        noise = np.random.default_rng(0).random((2, longest))
         assert edges[0] == 0 and edges[-1] == longest and (np.diff(edges) > 0).all()
         assert np.average(ex.by_position(noise)["nats"], weights=np.diff(edges)) == pytest.approx(
             noise.mean(), abs=1e-4
@@ -125,8 +125,13 @@ def test_sliding_windows_predict_each_token_once_with_half_a_window_before_it():
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba"])
 def test_memory_is_flat_while_a_long_text_goes_by(mixer):
-    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096
-    lm, text, sizes, memory = model(mixer), torch.zeros(1, 60_001, dtype=torch.uint8), set(), []
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    lm = model(mixer)
+    text = torch.zeros(1, 60_001, dtype=torch.uint8)
+    sizes = set()
+    memory = []
     for _, cache in ex.stream_losses(lm, text, 1000):
         sizes.add(cache_numbers(cache))
         memory.append(resident())
@@ -140,7 +145,8 @@ def test_the_needle_is_in_the_text_at_its_depth(kind, times):
     for seed, depth in enumerate((0.0, 0.3, 1.0)):
         sentence, question, answers = ex.needle(kind, seed, 8)
         context, tokens = ex.haystack(TEXT, BYTES, kind, seed, 300, depth, 8, times)
-        text, size = BYTES.decode(context), 300 - len(question)
+        text = BYTES.decode(context)
+        size = 300 - len(question)
         assert (
             text.count(sentence) == times
             and text.endswith(question)
@@ -158,7 +164,8 @@ def test_the_needle_is_in_the_text_at_its_depth(kind, times):
 
 
 def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_writes():
-    lm, rng = model("attention"), np.random.default_rng(0)
+    lm = model("attention")
+    rng = np.random.default_rng(0)
     contexts = torch.from_numpy(rng.integers(256, size=(2, 20)))
     answers = [[rng.integers(256, size=size) for size in (1, 3, 2)] for _ in range(2)]
     trials = [(context.numpy(), row) for context, row in zip(contexts, answers)]
@@ -187,8 +194,10 @@ def test_finetuning_asks_for_the_answer_alone_and_never_for_a_test_needle():
     assert len({inputs.shape for inputs, _ in batches}) == 1  # as a CUDA graph needs it
     for step, length, (inputs, targets) in zip(range(4), (80, 80, 96, 96), batches):
         for row_in, row_out in zip(inputs, targets):
-            asked, kind = (row_out != -100).nonzero()[:, 0].tolist(), ex.NEEDLES[step % 2]
-            answer, text = BYTES.decode(row_out[asked]), BYTES.decode(row_in)
+            asked = (row_out != -100).nonzero()[:, 0].tolist()
+            kind = ex.NEEDLES[step % 2]
+            answer = BYTES.decode(row_out[asked])
+            text = BYTES.decode(row_in)
             assert (
                 asked == list(range(length - 1, length - 1 + len(answer)))
                 and f"is{answer}." in text
@@ -200,7 +209,9 @@ def test_finetuning_asks_for_the_answer_alone_and_never_for_a_test_needle():
 
 
 def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch):
-    read, tokens, lm = [], torch.arange(48).view(2, 24), model()
+    read = []
+    tokens = torch.arange(48).view(2, 24)
+    lm = model()
     monkeypatch.setattr(
         ex, "retrieval_maps", lambda model, *rest: read.append((model, model(tokens))) or {}
     )
@@ -217,10 +228,8 @@ def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypat
         and not finetuned.training
     )
     assert math.isfinite(found["finetune_loss"]) and not torch.equal(before, after)
-    wide, narrow = (
-        ex.perplexities(lm, TEXT, CONFIG)["by_length"]["nats"],
-        found["text"]["held out"]["by_length"]["nats"],
-    )
+    wide = ex.perplexities(lm, TEXT, CONFIG)["by_length"]["nats"]
+    narrow = found["text"]["held out"]["by_length"]["nats"]
     assert wide != narrow and wide == pytest.approx(narrow, abs=0.02)
 
 
@@ -269,12 +278,16 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
             (tmp_path / f"{domain}.{part}.txt").write_text(
                 f"This is {domain}, and nothing but {domain}. " * times
             )
-    measured, measure = [], ex.measure
+    measured = []
+    measure = ex.measure
     monkeypatch.setattr(ex, "measure", lambda *words: measured.append(1) or measure(*words))
     here = TINY | dict(checkpoints=str(tmp_path / "grid"), data=str(tmp_path))
-    go = lambda minutes=math.inf, **more: run(
-        ex.EXPERIMENT, "gpu", tmp_path / "here", workers=0, minutes=minutes, **here | more
-    )
+
+    def go(minutes=math.inf, **more):
+        return run(
+            ex.EXPERIMENT, "gpu", tmp_path / "here", workers=0, minutes=minutes, **here | more
+        )
+
     assert len(go(minutes=-1)["results"]["not_run"]) == 3 and measured == []
     record = go()
     assert len(measured) == 3 and [row["seed"] for row in record["results"]["models"]] == [0, 0, 1]
@@ -318,12 +331,14 @@ def test_tiny_run_has_the_structure_of_the_committed_records(tmp_path):
     )
     assert len(compare_length(record, ("longhorn",))) == len(compare_needles(record)) == 1
     for path in RECORDS.glob("*.json"):
-        known, fields = read_record(path), set(record["settings"]) - {"preset"}
+        known = read_record(path)
+        fields = set(record["settings"]) - {"preset"}
         assert (
             set(known["settings"]) - {"preset"} == fields
             and known["results"].keys() == record["results"].keys()
         )
-        ours, theirs = record["results"]["models"][0], known["results"]["models"][0]
+        ours = record["results"]["models"][0]
+        theirs = known["results"]["models"][0]
         assert (
             ours.keys() == theirs.keys()
             and ours["text"]["held out"].keys() == next(iter(theirs["text"].values())).keys()

@@ -236,7 +236,8 @@ def test_without_extras_every_command_names_its_own(core, tmp_path):
     for command in (*NEEDS, ""):
         for helps in ([], ["--help"]):
             done = run(core / "longhorn", *([command] * bool(command)), *helps, cwd=tmp_path)
-            extra, who = "lab" if helps else NEEDS.get(command, "lab"), command or "longhorn"
+            extra = "lab" if helps else NEEDS.get(command, "lab")
+            who = command or "longhorn"
             said = f'longhorn: error: {who} needs the extra "{extra}": {pip_command(extra)}\n'
             assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
 
@@ -566,9 +567,12 @@ def test_pages_of_kernels_without_triton(names):
                 f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
                 f"ValueError: backend 'triton' cannot run this: it {NEEDS_TRITON}",
             ), error
-        errors = lambda part: {
-            error is not None for source, (error, _) in zip(sources, report) if part in source
-        }
+
+        def errors(part):
+            return {
+                error is not None for source, (error, _) in zip(sources, report) if part in source
+            }
+
         assert all(errors(part) == {False} for part in RUN_ANYWAY[path.stem]), path
         assert all(errors(part) == {True} for part in NEED_KERNELS[path.stem]), path
 
@@ -608,7 +612,8 @@ def test_pages_of_kernels_without_triton(names):
     ],
 )
 def test_which_cells_need_triton(cells, runs):
-    page, found = CellsWithoutTriton("no kernels here"), []
+    page = CellsWithoutTriton("no kernels here")
+    found = []
     for cell in cells:
         tree = page.visit(ast.parse(cell))
         found.append("no kernels here" not in ast.unparse(tree))
@@ -646,7 +651,8 @@ def test_models_need_no_float64(name, bf16, monkeypatch):
     "A float32 model computes, learns and generates without float64, which Apple's GPUs lack."
     monkeypatch.setattr("longhorn_kit.scan.matrix.NO_FLOAT64", ("mps", "cpu"))
     torch.manual_seed(0)
-    model, tokens = SequenceLM(LMConfig(16, 32, 2, name)), torch.randint(16, (2, 40))
+    model = SequenceLM(LMConfig(16, 32, 2, name))
+    tokens = torch.randint(16, (2, 40))
     with NoFloat64(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         model(tokens, tokens)[1].backward()
         found = model.generate(tokens[:, :5], 3, seed=0)
@@ -657,7 +663,8 @@ def test_models_need_no_float64(name, bf16, monkeypatch):
 def test_matrix_layers_without_float64_agree_with_those_that_have_it(name, monkeypatch):
     "Sums of log decays in float32 change a layer's output little."
     torch.manual_seed(0)
-    layer, x = build_mixer(name, 32), torch.randn(2, 150, 32)
+    layer = build_mixer(name, 32)
+    x = torch.randn(2, 150, 32)
     expected = layer(x)
     monkeypatch.setattr("longhorn_kit.scan.matrix.NO_FLOAT64", ("mps", "cpu"))
     torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-3)

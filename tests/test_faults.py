@@ -61,7 +61,8 @@ def watch(folder, kill_at):
             ) in os.path.abspath(os.fsdecode(arguments[0])):
                 step()
 
-    fsync, exchange = os.fsync, records.exchange
+    fsync = os.fsync
+    exchange = records.exchange
     os.fsync = lambda handle: (step(), fsync(handle))
     records.exchange = lambda one, other: (step(), exchange(one, other))[1]
     sys.addaudithook(hook)
@@ -70,12 +71,14 @@ def watch(folder, kill_at):
 
 def child(argv, folder, kill_at=0, limit=None):
     "Run a command in a forked process; return exit code (-9 if killed), output, and number of file operations."
-    counted, screen = os.pipe(), os.pipe()  # the limit on file sizes does not apply to a pipe
+    counted = os.pipe()
+    screen = os.pipe()  # the limit on file sizes does not apply to a pipe
     if not (pid := os.fork()):
         code = 1
         try:
             os.dup2(screen[1], 1), os.dup2(screen[1], 2), os.close(screen[1])
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            sys.stdout = open(1, "w", closefd=False)
+            sys.stderr = open(2, "w", closefd=False)
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             seen = watch(folder, kill_at)
@@ -114,19 +117,24 @@ def stable(text):
 
 
 def test_reproduce_killed_at_every_file_operation(here):
-    argv = lambda folder: ["reproduce", "--out", str(folder)]
+    def argv(folder):
+        return ["reproduce", "--out", str(folder)]
+
     code, output, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 20
-    numbers = lambda folder: [
-        records.read_record(folder / name / "laptop" / "record.json")["results"]
-        for name in ("fake", "second")
-    ]
-    named = lambda folder: [
-        path for path in folder.rglob("*.json") if not path.name.startswith(".")
-    ]
-    whole = lambda folder: all(
-        map(records.read_record, named(folder))
-    )  # files with their final name
+
+    def numbers(folder):
+        return [
+            records.read_record(folder / name / "laptop" / "record.json")["results"]
+            for name in ("fake", "second")
+        ]
+
+    def named(folder):
+        return [path for path in folder.rglob("*.json") if not path.name.startswith(".")]
+
+    def whole(folder):
+        return all(map(records.read_record, named(folder)))  # files with their final name
+
     for folder, again in killed_and_resumed(argv, here, operations, between=whole):
         assert numbers(folder) == numbers(here / "whole") and stable(again) == stable(output)
         assert files_in(folder) == files_in(here / "whole")
@@ -141,7 +149,10 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
     corpus.prepare(
         source, cache=here / "warm", workers=1
     )  # imports the modules that the children need
-    argv = lambda folder: ["prepare", source, "--cache", str(folder), "--workers", "1"]
+
+    def argv(folder):
+        return ["prepare", source, "--cache", str(folder), "--workers", "1"]
+
     code, output, operations = child(argv(here / "whole"), here / "whole")
     assert code == 0 and operations > 30
     whole = {
@@ -150,9 +161,14 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
         if name.endswith(("bin", "index.json"))
     }
     for folder, again in killed_and_resumed(argv, here, operations):
-        lines = lambda text: [
-            line for line in text[text.index("to train on") :].splitlines() if "checked" not in line
-        ]
+
+        def lines(text):
+            return [
+                line
+                for line in text[text.index("to train on") :].splitlines()
+                if "checked" not in line
+            ]
+
         assert lines(again) == lines(output), again
         assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(
             folder
@@ -185,8 +201,12 @@ def writes(folder):
 def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
     if not swap:  # as on a system that cannot swap two folders in one step
         monkeypatch.setattr(records, "exchange", lambda one, other: False)
-    old, new = small_model(here / "old", 0), small_model(here / "new", 1)
-    argv = lambda model, folder: ["export", str(model), str(folder)]
+    old = small_model(here / "old", 0)
+    new = small_model(here / "new", 1)
+
+    def argv(model, folder):
+        return ["export", str(model), str(folder)]
+
     assert child(argv(old, here / "a" / "out"), here / "a")[0] == 0
     shutil.copytree(here / "a", here / "b")
     text_of_old = writes(here / "b" / "out")
@@ -214,13 +234,12 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
 
 def damage(path, chance):
     "Damage a file at random; return the kind of damage, and whether the file has changed."
-    data, kind = (
-        path.read_bytes(),
-        chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"]),
-    )
+    data = path.read_bytes()
+    kind = chance.choice(["bit", "byte", "zeros", "cut", "garbage", "empty", "number"])
     digits = [i for i, byte in enumerate(data) if kind == "number" and chr(byte) in "0123456789"]
     at = chance.choice(digits or range(max(1, len(data))))
-    byte, rest = data[at : at + 1], data[at + 1 :]
+    byte = data[at : at + 1]
+    rest = data[at + 1 :]
     if kind == "number" and digits:  # replace a digit by another
         byte = str((int(byte) + chance.randrange(1, 10)) % 10).encode()
     elif kind in ("bit", "byte") and data:
@@ -228,7 +247,8 @@ def damage(path, chance):
             [byte[0] ^ 1 << chance.randrange(8) if kind == "bit" else chance.randrange(256)]
         )
     elif kind == "zeros":
-        byte, rest = bytes(len(data[at : at + 64])), data[at + 64 :]
+        byte = bytes(len(data[at : at + 64]))
+        rest = data[at + 64 :]
     whole = {"cut": data[:at], "garbage": chance.randbytes(200), "empty": b""}
     path.write_bytes(whole.get(kind, data[:at] + byte + rest))
     return kind, path.read_bytes() != data
@@ -266,12 +286,14 @@ def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["export", "model of train-lm"])
 def test_a_hundred_damaged_models_change_no_word(here, warm, kind):
-    chance, model = random.Random(42), small_model(here / "model", 0)
+    chance = random.Random(42)
+    model = small_model(here / "model", 0)
     if kind == "export":
         assert child(["export", str(model), str(here / "out")], here / "out")[0] == 0
     else:
         save_lm(SequenceLM.from_pretrained(model), "bytes", here / "out")
-    good, reported = writes(here / "out"), 0
+    good = writes(here / "out")
+    reported = 0
     files = sorted(path for path in (here / "out").rglob("*") if path.is_file())
     for n in range(100):
         path = chance.choice(files)
@@ -323,7 +345,8 @@ def test_text_of_a_record_is_escaped_wherever_it_ends(here):
 
 @pytest.mark.parametrize("what", ["reproduce", "export"])
 def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
-    model, folder = small_model(here / "model", 0), here / "out"
+    model = small_model(here / "model", 0)
+    folder = here / "out"
     argv = (
         ["reproduce", "--out", str(folder)]
         if what == "reproduce"
@@ -472,7 +495,9 @@ def test_training_killed_at_every_file_operation(here, trainer):
 def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
     "Damage to any file gives the same result, or a sentence that names the file and a remedy."
     words, whole, output, _ = trainer
-    chance, reported, went_back = random.Random(40), 0, 0
+    chance = random.Random(40)
+    reported = 0
+    went_back = 0
     for n in range(100):
         shutil.copytree(whole, folder := here / f"damaged{n}")
         cache = shutil.copytree(here / "cache", here / "kept")

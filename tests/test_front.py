@@ -57,10 +57,8 @@ def timed(first, second, ratios):
 
 
 def test_a_decided_row_has_the_same_words_whichever_side_the_claim_puts_first():
-    one, other = (
-        judged("exact", "Mamba", LEADS),
-        judged("Mamba", "exact", tuple(-lead for lead in LEADS)),
-    )
+    one = judged("exact", "Mamba", LEADS)
+    other = judged("Mamba", "exact", tuple(-lead for lead in LEADS))
     assert one.row.judgement.verdict == "holds" and other.row.judgement.verdict == "does not hold"
     assert statement(one) == statement(other) == "exact is ahead of Mamba by 0.021"
     assert statement(one, interval=True) == statement(other, interval=True)
@@ -68,10 +66,8 @@ def test_a_decided_row_has_the_same_words_whichever_side_the_claim_puts_first():
 
 
 def test_the_faster_side_comes_first_with_its_share_of_the_time():
-    one, other = (
-        timed("exact", "diagonal", RATIOS),
-        timed("diagonal", "exact", tuple(1 / ratio for ratio in RATIOS)),
-    )
+    one = timed("exact", "diagonal", RATIOS)
+    other = timed("diagonal", "exact", tuple(1 / ratio for ratio in RATIOS))
     assert (
         statement(one, interval=True)
         == statement(other, interval=True)
@@ -133,7 +129,10 @@ def test_planned_rows_replace_the_earlier_ones_as_soon_as_they_are_judged(monkey
     )
     waiting = replace(planned, comparison=replace(planned.comparison, waits=True))
     others = [row for row in rows if row.claim.name != "recall-rewritten"]
-    names = lambda: {found.shown.claim for found in findings() if "rewritten" in found.shown.topic}
+
+    def names():
+        return {found.shown.claim for found in findings() if "rewritten" in found.shown.topic}
+
     for extra, expected in ((planned, {"recall-rewritten"}), (waiting, {"recall"})):
         monkeypatch.setattr("longhorn_kit.lab.front.ledger", lambda *_: [*others, extra])
         assert names() == expected

@@ -23,7 +23,9 @@ from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import causal_conv1d, longhorn_scan, longhorn_step
 
-PART, ALL, MEMORY = 40, 500, 6 << 30
+PART = 40
+ALL = 500
+MEMORY = 6 << 30
 NUMBERS = [
     "0",
     "1",
@@ -69,7 +71,8 @@ TEXTS = [
 
 def forked(work, limit):  # work() -> exit code; prints to the screen
     "Run in a forked process; return (exit code, or None if it was still running after `limit` seconds; what it printed; seconds)."
-    screen, start = os.pipe(), time.monotonic()
+    screen = os.pipe()
+    start = time.monotonic()
     if not (pid := os.fork()):
         code = 99
         try:
@@ -79,7 +82,8 @@ def forked(work, limit):  # work() -> exit code; prints to the screen
                 os.dup2(screen[1], 2),
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0),
             )
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            sys.stdout = open(1, "w", closefd=False)
+            sys.stderr = open(2, "w", closefd=False)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
             torch.set_num_threads(
                 1
@@ -93,7 +97,8 @@ def forked(work, limit):  # work() -> exit code; prints to the screen
             sys.stdout.flush(), sys.stderr.flush()
             os._exit(code or 0)
     os.close(screen[1])
-    said, over = b"", False
+    said = b""
+    over = False
     while select.select([screen[0]], [], [], max(0, limit - (time.monotonic() - start)))[0]:
         if not (more := os.read(screen[0], 65536)):
             break
@@ -254,9 +259,10 @@ ODD = [
 
 def call(rng):
     "Return (name, function without arguments) of a call with one or two odd arguments."
-    T = lambda *shape: torch.randn(
-        *shape, generator=torch.Generator().manual_seed(rng.randrange(9))
-    )
+
+    def T(*shape):
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(rng.randrange(9)))
+
     kind = rng.randrange(7)
     if kind < 3:
         function, given = [
@@ -291,25 +297,24 @@ def call(rng):
             lambda: function(**given),
         )
     if kind < 5:
-        mixer, given = rng.choice(sorted(MIXERS)), rng.choice(ODD)
+        mixer = rng.choice(sorted(MIXERS))
+        given = rng.choice(ODD)
         return f"{mixer}(16)({describe(given)})", lambda: build_mixer(mixer, 16)(given)
     if kind == 5:
-        name, value = (
-            rng.choice(
-                (
-                    "vocab_size",
-                    "d_model",
-                    "n_layer",
-                    "mixer",
-                    "d_mlp",
-                    "dropout",
-                    "tie_embeddings",
-                    "mixer_options",
-                    "norm_eps",
-                )
-            ),
-            rng.choice(ODD),
+        name = rng.choice(
+            (
+                "vocab_size",
+                "d_model",
+                "n_layer",
+                "mixer",
+                "d_mlp",
+                "dropout",
+                "tie_embeddings",
+                "mixer_options",
+                "norm_eps",
+            )
         )
+        value = rng.choice(ODD)
         return f"LMConfig({name}={describe(value)})", lambda: SequenceLM(
             LMConfig(**dict(vocab_size=9, d_model=8, n_layer=1) | {name: value})
         )

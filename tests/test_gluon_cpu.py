@@ -19,7 +19,8 @@ from longhorn_kit.scan.triton_selective import selective_plan
 from scan_cases import inputs, off, oracle
 from sweep import slow_case
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+FP32 = torch.float32
 ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
@@ -71,7 +72,11 @@ def collected_in_pytorch(monkeypatch):
 @pytest.mark.parametrize("form", ("diagonal", "s6", "s6_time_varying"))
 def test_sums_over_programs(form):
     "The kernels' own sums against PyTorch's, with states that are only there to fill a block."
-    B, T, D, N, slots = 2, 5, 6, 3, 70
+    B = 2
+    T = 5
+    D = 6
+    N = 3
+    slots = 70
     p = kernels(form)[0](B, T, D, N)
     new = torch.randn
     a = dict(
@@ -130,11 +135,9 @@ def kernels(form):
 def scanned(form, a, dout, dfinal, bounds=None, **plan):
     "Output, final state and gradients."
     make, forward, backward = kernels(form)
-    sizes, given, rest = (
-        (*a["x"].shape, a["q"].shape[2]),
-        [a[name] for name in ARGUMENTS[:7]],
-        {} if a["A"] is None else dict(A=a["A"]),
-    )
+    sizes = (*a["x"].shape, a["q"].shape[2])
+    given = [a[name] for name in ARGUMENTS[:7]]
+    rest = {} if a["A"] is None else dict(A=a["A"])
     n, cu = (
         (None, None)
         if bounds is None
@@ -282,8 +285,13 @@ def exact_gradients(
 ):
     "Of exact sequences of such lengths, packed or each alone; of D channels only some are given to the kernels."
     gen = torch.Generator().manual_seed(0)
-    new = lambda *s, like=BF16: torch.randn(*s, generator=gen).to(like)
-    T, n, bounds = sum(lengths), len(lengths), torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+    def new(*s, like=BF16):
+        return torch.randn(*s, generator=gen).to(like)
+
+    T = sum(lengths)
+    n = len(lengths)
+    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
     a = dict(q=new(1, T, 16), k=new(1, T, 16) / 2) | {
         name: new(1, T, D) for name in ("x", "b", "z", "dout")
     }
@@ -317,11 +325,9 @@ def exact_gradients(
 @pytest.mark.parametrize("D", (slow_case(40), slow_case(47)))
 def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
     lengths = [0, 1, 15, 16, 17, 0, 48, 33]
-    packed, alone, some = (
-        exact_gradients(D, lengths, packed=True),
-        exact_gradients(D, lengths),
-        torch.tensor(lengths) > 0,
-    )
+    packed = exact_gradients(D, lengths, packed=True)
+    alone = exact_gradients(D, lengths)
+    some = torch.tensor(lengths) > 0
     for name in ("q", "k", "x", "b", "z"):
         assert torch.equal(packed[name], torch.cat([one[name] for one in alone], 1)), name
     assert torch.equal(
@@ -336,7 +342,8 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
 @pytest.mark.parametrize("D, few", ((47, False), slow_case(40, False), slow_case(40, True)))
 def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
     "Of the whole width the last block writes last; of the first 32 channels no block starts early."
-    (whole,), (part,) = exact_gradients(D, [37], few), exact_gradients(D, [37], few, slice(32))
+    (whole,) = exact_gradients(D, [37], few)
+    (part,) = exact_gradients(D, [37], few, slice(32))
     assert all(
         torch.equal(whole[name][..., :32], part[name])
         for name in ("x", "b", "z", "b_bias", "D_skip")
@@ -361,10 +368,8 @@ def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, n
             t[..., D:] = 0
         a[name][0, 5, 20] = value
 
-    (ragged,), (whole,) = (
-        exact_gradients(64, [37], channels=slice(D), changed=changed),
-        exact_gradients(64, [37], changed=changed),
-    )
+    (ragged,) = exact_gradients(64, [37], channels=slice(D), changed=changed)
+    (whole,) = exact_gradients(64, [37], changed=changed)
     for n in ARGUMENTS[:7]:
         right = whole[n] if n in "qk" else whole[n][..., :D]
         torch.testing.assert_close(
@@ -411,7 +416,8 @@ def _two_layouts_kernel(x_ptr, out_ptr, STORED: gl.constexpr, READ: gl.constexpr
 
 
 def copied(pending=0, mask=True):
-    x, out = torch.arange(50.0), torch.zeros(50)
+    x = torch.arange(50.0)
+    out = torch.zeros(50)
     with gluon_on_cpu():
         _copy_kernel[(2,)](x, out, 50, BLOCK=32, PENDING=pending, MASK=mask, num_warps=1)
     return out
@@ -425,12 +431,14 @@ def test_a_copy_arrives_when_it_is_waited_for_and_a_place_outside_a_tensor_is_an
 
 def test_what_is_stored_in_one_layout_and_read_in_another_changes_places():
     def read(stored, then):
-        x, out = torch.arange(8.0), torch.zeros(8)
+        x = torch.arange(8.0)
+        out = torch.zeros(8)
         with gluon_on_cpu():
             _two_layouts_kernel[(1,)](x, out, stored, then, num_warps=1)
         return out.tolist()
 
-    plain, up = [[0, 1], [0, 2], [1, 0]], [[0, 1], [0, 2], [1, 3]]
+    plain = [[0, 1], [0, 2], [1, 0]]
+    up = [[0, 1], [0, 2], [1, 3]]
     assert read(plain, plain) == read(up, up) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4] and read(
         plain, [[1, 0], [0, 1], [0, 2]]
@@ -457,9 +465,12 @@ def test_later_steps_change_no_output(form, N):
     "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
     a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]
     make, forward, _ = kernels(form)
-    run = lambda a, **options: forward(
-        make(1, 37, 40, N), *(a[name] for name in ARGUMENTS[:7]), None, None, **options
-    )
+
+    def run(a, **options):
+        return forward(
+            make(1, 37, 40, N), *(a[name] for name in ARGUMENTS[:7]), None, None, **options
+        )
+
     with gluon_on_cpu():
         want, final, _ = run(a)
         for content in (float("nan"), float("inf"), 4e18):

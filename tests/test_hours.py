@@ -9,7 +9,8 @@ from longhorn_kit.lab.hours import gpu_parts, hours_text, totals
 from longhorn_kit.records import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
-H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+H100 = "NVIDIA H100 80GB HBM3"
+H200 = "NVIDIA H200"
 
 
 def record(experiment, results, seconds, devices=(H200,), missing=0, scale="gpu"):
@@ -30,7 +31,9 @@ def parts_of(tmp_path, files):
 
 
 def test_runs_are_added_up_by_card_and_searches_without_a_card_stand_apart(tmp_path):
-    run = lambda seconds, device: {"seconds": seconds, "made": {"device": device}}
+    def run(seconds, device):
+        return {"seconds": seconds, "made": {"device": device}}
+
     models = [
         {
             "runs": [run(3600, H100), run(1800, H200), run(1800, H200)],

@@ -84,7 +84,8 @@ def imports():
     }
     graph = {}
     for name, text in modules().items():
-        package, found = ("longhorn_kit/" + name).split("/")[:-1], set()
+        package = ("longhorn_kit/" + name).split("/")[:-1]
+        found = set()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
@@ -112,9 +113,11 @@ def imports():
 
 
 def test_no_line_is_over_120_columns():
-    written = lambda text: [
-        line for line in text.splitlines() if not line.startswith("__all__ = ")
-    ]  # nbdev wraps that one
+    def written(text):
+        return [
+            line for line in text.splitlines() if not line.startswith("__all__ = ")
+        ]  # nbdev wraps that one
+
     wide = {
         name: [line for line in written(text) if len(line) > 120]
         for name, text in modules().items()
@@ -159,7 +162,8 @@ def without_types(function, bound):
     "name", [name for name in modules() if name != "scan/gluon_cpu"]
 )  # it has the signatures of Gluon
 def test_public_functions_are_annotated(name):
-    body, lacking = ast.parse(modules()[name]).body, {}
+    body = ast.parse(modules()[name]).body
+    lacking = {}
     public = {
         name
         for node in body
@@ -230,9 +234,12 @@ def test_a_folded_solution_begins_with_a_line_that_gives_nothing_away(path):
 def prose(path):
     "Markdown without code and formulas, and the comments, docstrings and messages of four words or more, of a file."
     text = path.read_text(encoding="utf-8")
-    strip = lambda part: re.sub(
-        r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$|`[^`\n]+`|<!--.*?-->", " ", part, flags=re.S
-    )
+
+    def strip(part):
+        return re.sub(
+            r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$|`[^`\n]+`|<!--.*?-->", " ", part, flags=re.S
+        )
+
     for kind, source in (
         cells(path)
         if path.suffix == ".ipynb"
@@ -241,10 +248,8 @@ def prose(path):
         if kind == "markdown":
             yield from strip(source).splitlines()
             continue
-        source, strings = (
-            re.sub(r"^[%!].*$", "", source, flags=re.M),
-            {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)},
-        )
+        source = re.sub(r"^[%!].*$", "", source, flags=re.M)
+        strings = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
         try:
             yield from (
                 token.string.lstrip("#frbu\"' ")

@@ -83,7 +83,8 @@ TOY = scale_of(
     runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)),
 )
 SMALL = scale_of(TINY, runs=in_order((), (), LAPTOP), baselines=True, sample=12, lengths=(8, 24))
-RECORDS, END = Path(__file__).parent.parent / "nbs/lab/results/language", "\n<|endoftext|>\n"
+RECORDS = Path(__file__).parent.parent / "nbs/lab/results/language"
+END = "\n<|endoftext|>\n"
 
 
 def rehearse(config, folder, workers=0, **changes):
@@ -143,11 +144,13 @@ def longhorn_parameters(preset):
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
 def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset, monkeypatch):
     "A preset's model has Longhorn's parameters within 1 % with every mixer, and sizes that suit a GPU's matrix products."
-    chosen, vocab = LM_PRESETS[preset], vocabulary(preset)
+    chosen = LM_PRESETS[preset]
+    vocab = vocabulary(preset)
     whole = longhorn_parameters(preset)
     for module in (lm, presets):  # the search counts a model dozens of times
         monkeypatch.setattr(module, "count_parameters", count_by_two)
-    config, scan = model_config(chosen, name, vocab), name.startswith(("longhorn", "mamba"))
+    config = model_config(chosen, name, vocab)
+    scan = name.startswith(("longhorn", "mamba"))
     assert config.mixer == name and abs(count_parameters(config) / whole - 1) <= 0.01
     assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
     assert config.vocab_size == (256 if vocab == 256 else 50304) and (
@@ -159,9 +162,9 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset,
 
 
 def test_the_papers_recipe():
-    millions = lambda name, mixer: round(
-        count_parameters(model_config(LM_PRESETS[name], mixer, 50257)) / 1e6, 2
-    )
+    def millions(name, mixer):
+        return round(count_parameters(model_config(LM_PRESETS[name], mixer, 50257)) / 1e6, 2)
+
     for name, sizes, steps, lr in (
         ("owt-120m", (128.56, 129.15), 5000, 6e-4),
         ("owt-350m", (369.97, 371.54), 14000, 3e-4),
@@ -243,7 +246,8 @@ def test_dropout_warmup_and_seed_of_a_preset():
     assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(
         small.train.min_lr_ratio * small.train.lr, 1e-4
     )
-    config, state = model_config(TINY, "longhorn", 256), torch.get_rng_state()
+    config = model_config(TINY, "longhorn", 256)
+    state = torch.get_rng_state()
     one, same, other = (new_model(config, seed).embedding.weight for seed in (0, 0, 1))
     assert (
         torch.equal(one, same)
@@ -260,7 +264,8 @@ def test_differences_say_what_the_code_does():
     counts = [
         count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")
     ]
-    row, lacks = rows["sizes of LLaMA and GLA at 120M"], f"lacks {123_822_336 - counts[1]:,}"
+    row = rows["sizes of LLaMA and GLA at 120M"]
+    lacks = f"lacks {123_822_336 - counts[1]:,}"
     assert (
         row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
         and lacks in row.consequence
@@ -271,7 +276,8 @@ def test_differences_say_what_the_code_does():
         "GLA {} heads (12 with --sizes official), RetNet {}, RWKV-5 {};".format(*heads)
         in rows["GLA, RetNet and RWKV-5"].ours
     )
-    medium, large = LM_PRESETS["owt-350m"].train, LM_PRESETS["slimpajama-1.3b"]
+    medium = LM_PRESETS["owt-350m"].train
+    large = LM_PRESETS["slimpajama-1.3b"]
     rates = f"{medium.lr * 1e4:.0f}e-4 to {medium.lr * medium.min_lr_ratio * 1e5:.0f}e-5"
     assert (
         rows["recipe at 350M"].ours
@@ -279,10 +285,8 @@ def test_differences_say_what_the_code_does():
     )
     numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
     assert numbers in rows["recipe at 1.3B"].ours
-    flags, given = (
-        {name for row in found for name in re.findall("--([a-z]+)", row["ours"])},
-        cli.TrainLM.settings_of(["--preset", "owt-120m"])[0],
-    )
+    flags = {name for row in found for name in re.findall("--([a-z]+)", row["ours"])}
+    given = cli.TrainLM.settings_of(["--preset", "owt-120m"])[0]
     assert (
         flags == {"decay", "sizes", "tasks"}
         and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
@@ -305,7 +309,8 @@ def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
 
 
 def test_domains_are_measured_apart_and_together(texts):
-    opened, written = open_texts(texts), (Path(texts) / "docs.val.txt").read_text()
+    opened = open_texts(texts)
+    written = (Path(texts) / "docs.val.txt").read_text()
     tokens, size = opened.domains["docs"]
     assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip(
         "\n"
@@ -339,7 +344,8 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
 
     with pytest.raises(ValueError, match="a context of 1000000 needs at least 1000001"):
         again("mamba", context=10**6)  # a start that failed does not claim the folder
-    result, folder = again(), tmp_path / "run" / "model"
+    result = again()
+    folder = tmp_path / "run" / "model"
     assert (
         f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out
         and result["steps"] == 3
@@ -387,8 +393,10 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
     "From its last checkpoint on, at the rates of the longer run; also if the second part is interrupted."
     for out in ("run", "stopped"):
         short = trained(out, 3)
-    longer, folder = trained("run", 6), tmp_path / "run"
-    known, added = longer["history"][:3], longer["history"][3:]
+    longer = trained("run", 6)
+    folder = tmp_path / "run"
+    known = longer["history"][:3]
+    added = longer["history"][3:]
     assert longer["resumed_from"] == 3 and [line["loss"] for line in known] == [
         line["loss"] for line in short["history"]
     ]
@@ -443,10 +451,8 @@ def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path,
 def test_no_experiment_takes_a_run_that_was_lengthened(tmp_path, trained, texts):
     trained("run", 3)
     trained("run", 5)
-    preset, corpus = (
-        override(TINY, steps=5, seed=5),
-        language_training.prepare(f"{texts}/docs.train.txt"),
-    )
+    preset = override(TINY, steps=5, seed=5)
+    corpus = language_training.prepare(f"{texts}/docs.train.txt")
     with pytest.raises(
         ValueError, match="holds a run that was lengthened at step 3, which no experiment judges"
     ):
@@ -459,7 +465,8 @@ def test_no_experiment_takes_a_run_that_was_lengthened(tmp_path, trained, texts)
 def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch):
     trained("run", 3)
     source = SequenceLM.from_pretrained(tmp_path / "run" / "model").state_dict()
-    starts, train = [], language_training.train
+    starts = []
+    train = language_training.train
 
     def noted(model, *arguments):
         starts.append({name: weight.clone() for name, weight in model.state_dict().items()})
@@ -568,11 +575,9 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
 
 
 def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
-    data, out, export = (
-        tmp_path / "users" / "alice" / "private text.txt",
-        tmp_path / "users" / "alice" / "run",
-        tmp_path / "e",
-    )
+    data = tmp_path / "users" / "alice" / "private text.txt"
+    out = tmp_path / "users" / "alice" / "run"
+    export = tmp_path / "e"
     data.parent.mkdir(parents=True)
     data.write_text("words of a text\n" * 100)
     monkeypatch.chdir(tmp_path.parent.parent)  # the working folder is above, as / may be
@@ -618,7 +623,9 @@ def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
-    shares, prepare, text = [], language_training.prepare, f"{texts}/docs.train.txt"
+    shares = []
+    prepare = language_training.prepare
+    text = f"{texts}/docs.train.txt"
 
     def noted(source, *args, fraction, **options):
         shares.append(fraction)
@@ -721,7 +728,8 @@ def test_the_first_runs_of_a_scale_are_a_comparison():
         assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), (
             "more seeds and models keep what is finished"
         )
-        long, short = recipe_of(config), recipe_of(replace(config, tokens=config.tokens // 2))
+        long = recipe_of(config)
+        short = recipe_of(replace(config, tokens=config.tokens // 2))
         assert (
             abs(short.steps - long.steps / 2) <= 1
             and short.warmup == short.steps // 8
@@ -731,11 +739,19 @@ def test_the_first_runs_of_a_scale_are_a_comparison():
 
 
 def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch):
-    results, copy = Results(tmp_path), tmp_path / "copy"
-    folders = lambda **changes: {
-        results.job_folder(s) for s in jobs(replace(TOY, **{"data": texts} | changes), results)
-    }
-    same, recipe = folders(), lambda **changes: {"train": replace(TOY.train, **changes)}
+    results = Results(tmp_path)
+    copy = tmp_path / "copy"
+
+    def folders(**changes):
+        return {
+            results.job_folder(s) for s in jobs(replace(TOY, **{"data": texts} | changes), results)
+        }
+
+    same = folders()
+
+    def recipe(**changes):
+        return {"train": replace(TOY.train, **changes)}
+
     assert len(same) == 3 and same == folders(
         **recipe(gradient_accumulation_steps=2, loss_chunk=8, log_every=2, compile=True)
     )
@@ -770,7 +786,8 @@ def test_a_record_has_every_run_and_its_curve_beside_its_model(finished, texts):
     for asked, row in zip(
         jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True
     ):
-        curve, place = row["val"], Results(folder).job_folder(asked)
+        curve = row["val"]
+        place = Results(folder).job_folder(asked)
         assert (
             curve["tokens"][-1] == row["tokens"] == 1024
             and len(curve["all"]) == 4
@@ -817,7 +834,8 @@ def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(
 def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(
     finished, texts, tmp_path, monkeypatch
 ):
-    one, step = {"data": texts, "runs": TOY.runs[:1]}, training.train_step
+    one = {"data": texts, "runs": TOY.runs[:1]}
+    step = training.train_step
     with (
         monkeypatch.context() as patched,
         pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 6"),
@@ -850,7 +868,8 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
 ):
     recorded = read_record(RECORDS / f"{name}.json")
     config, record = small_records[bool(recorded["settings"]["baselines"])]
-    found, then = record["results"], recorded["results"]
+    found = record["results"]
+    then = recorded["results"]
     assert (
         record["settings"]["train"].keys() >= recorded["settings"]["train"].keys()
     )  # recipes gain settings
@@ -900,7 +919,8 @@ def by_hand(windows, tokens, size):
     length=st.integers(3, 20),
 )
 def test_trigrams_are_a_count_by_hand(rng, size, count, length):
-    windows, tokens = rng.integers(0, size, (count, length)), rng.integers(0, size, 12)
+    windows = rng.integers(0, size, (count, length))
+    tokens = rng.integers(0, size, 12)
     assert np.allclose(
         trigram(windows, tokens, size), by_hand(windows.tolist(), tokens.tolist(), size)
     )
@@ -932,7 +952,8 @@ def test_baselines_are_given_what_training_feeds_the_model():
 
 @pytest.mark.parametrize("mixer", ["longhorn_exact", "attention"])
 def test_the_cache_of_attention_grows_and_a_state_does_not(mixer):
-    model, tokens = new_model(model_config(TINY, mixer, 256), 0), torch.randint(256, (1, 30))
+    model = new_model(model_config(TINY, mixer, 256), 0)
+    tokens = torch.randint(256, (1, 30))
     found = decode_costs(model, tokens, (8, 30), rounds=1, steps=1)
     assert (
         (found["numbers"][1] > found["numbers"][0])

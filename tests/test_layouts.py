@@ -139,16 +139,17 @@ def images(folder, sharding, stop=None):
     from longhorn_kit.lab import vision as lab_vision
     from longhorn_kit.lab import vision_training
 
-    accelerator, options = (
-        make_accelerator(cpu=True),
-        dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8),
-    )
+    accelerator = make_accelerator(cpu=True)
+    options = dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)
     config = vision_training.vision_config(
         "digits", cpu=True, sharding=sharding, log_every=4, **options
     )
-    digits = lambda part: lab_images.digit_images(
-        lab_vision.ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"]))
-    )
+
+    def digits(part):
+        return lab_images.digit_images(
+            lab_vision.ImageSet(*(tensor[:40] for tensor in lab_vision.digits()[part == "val"]))
+        )
+
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
         model, batches, val, about = vision_training.run_parts(config, folder, accelerator)
     validate = vision_training.measure(batches, val, accelerator)
@@ -181,7 +182,8 @@ def trained(pools, tmp_path_factory):
 
     @cache
     def folder(kind, layout, at=None):
-        place, (count, sharding) = tmp_path_factory.mktemp(kind) / "run", LAYOUTS[layout]
+        place = tmp_path_factory.mktemp(kind) / "run"
+        count, sharding = LAYOUTS[layout]
         messages = pools(count).run(KINDS[kind], place, sharding, at)
         assert messages == [at and "MemoryError: stopped"] * count, messages
         assert [path.name for path in checkpoints(place)][:1] == [
@@ -199,7 +201,8 @@ def test_a_run_resumes_with_other_processes_and_sharding(
     shutil.copytree(trained(kind, before, 10), tmp_path / "run")
     count, sharding = LAYOUTS[after]
     no_error(pools(count).run(KINDS[kind], tmp_path / "run", sharding))
-    found, whole = curve(tmp_path / "run"), curve(trained(kind, "one"))
+    found = curve(tmp_path / "run")
+    whole = curve(trained(kind, "one"))
     if before == after:
         assert found == curve(trained(kind, before))
     assert (
@@ -240,7 +243,8 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
     "With copies each process writes half and reads all; with slices it reads what it wrote."
     assert no_error(pools(2).run(large, tmp_path, sharding)) == [0, 0]
     stored = [path.stat().st_size for path in checkpoints(tmp_path)[0].glob("*.distcp")]
-    shares, half = no_error(pools(2).run(large, tmp_path, sharding)), sum(stored) / 2
+    shares = no_error(pools(2).run(large, tmp_path, sharding))
+    half = sum(stored) / 2
     assert len(stored) == 2 and max(stored) <= 1.03 * half
     assert all(
         math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03)
@@ -287,10 +291,8 @@ def test_two_processes_train_as_one_would(pools, tmp_path, options):
     assert len(list(tmp_path.rglob("events.out.*"))) == ("track" in options)  # of the main process
     fields = {"sharding": options.get("sharding", "ddp"), "processes": 2}
     assert fields.items() <= read_json(tmp_path / "config.json")["attempts"][0]["engine"].items()
-    model, tokens = (
-        options.get("model", Tiny)(**options.get("options", {"dropout": 0.0})),
-        options.get("tokens", TOKENS),
-    )
+    model = options.get("model", Tiny)(**options.get("options", {"dropout": 0.0}))
+    tokens = options.get("tokens", TOKENS)
     whole = alone(model, Masked(TOKENS, 8, 4, 0) if callable(tokens) else tokens)
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), whole)
     for loss in found:  # each process gathers the whole weights
@@ -306,7 +308,8 @@ def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
     its products may sum in another order, and a bfloat16 result then falls on the number next to it. Nine products
     follow one another, and a loss moves by at most twice as much as logits, which are below 1/2 at the start. Later
     losses have no bound that follows from arithmetic: every step of the training enlarges the difference."""
-    options, losses = dict(precision="bf16", clip=0), {}
+    options = dict(precision="bf16", clip=0)
+    losses = {}
     for kind in ("ddp", "fsdp"):
         no_error(
             pools(2).run(
@@ -332,14 +335,16 @@ def other_checkpoint(run, *found):
     return facts_of(run, *found)
 
 
-facts_of, changed = (
-    training.facts_of,
-    lambda **changes: dict(config=dataclasses.replace(SHORT, **changes)),
-)
-DIFFERS, ALL = (
-    ("settings", "model", "text", "val", "checkpoint", "same"),
-    ("checkpoint", "busy", "none", "hsdp", "mpi"),
-)  # only process 1 differs; both processes differ
+facts_of = training.facts_of
+
+
+def changed(**changes):
+    return dict(config=dataclasses.replace(SHORT, **changes))
+
+
+# only process 1 differs; both processes differ
+DIFFERS = ("settings", "model", "text", "val", "checkpoint", "same")
+ALL = ("checkpoint", "busy", "none", "hsdp", "mpi")
 CASES = dict(  # name=(change, message of both processes)
     settings=(changed(log_every=5), "log_every: 5; process 0"),
     model=(dict(model=8), "model: "),
@@ -379,7 +384,8 @@ CASES = dict(  # name=(change, message of both processes)
 
 
 def refused(name, folder):
-    own, (case, _) = os.environ["RANK"] == "1", CASES[name]
+    own = os.environ["RANK"] == "1"
+    case, _ = CASES[name]
     ours = dict(
         model=16, tokens=TOKENS, val=VAL, config=SHORT, folder="a/run", same={"mixer": "mamba"}
     )
@@ -408,7 +414,10 @@ def refused(name, folder):
 def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools, tmp_path):
     run(tmp_path / "known", config=SHORT)
     (tmp_path / "busy").mkdir()
-    files = lambda: {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
+    def files():
+        return {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
     before = files()
     with only_run_in(tmp_path / "busy"):
         messages = {name: pools(2).run(refused, name, tmp_path) for name in CASES}
@@ -474,8 +483,13 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
 
 def lost(folder, where):
     "Train while process 1 exits at a batch, during a checkpoint, or before the first step."
-    gone = lambda: os._exit(9) if os.environ["RANK"] == "1" else None
-    draw, write, resume = Sampler.next_batch, checkpoint.Writer.write_data, training.resume_run
+
+    def gone():
+        return os._exit(9) if os.environ["RANK"] == "1" else None
+
+    draw = Sampler.next_batch
+    write = checkpoint.Writer.write_data
+    resume = training.resume_run
     if where == "step":
         Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
     elif where == "checkpoint":
@@ -512,11 +526,14 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, whe
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_a_connection_outlives_it():
     "A connection of one process; test_cluster.py has two processes that end."
-    threads = lambda: {
-        path.parent.name
-        for path in Path("/proc/self/task").glob("*/comm")
-        if "gloo" in path.read_text()
-    }
+
+    def threads():
+        return {
+            path.parent.name
+            for path in Path("/proc/self/task").glob("*/comm")
+            if "gloo" in path.read_text()
+        }
+
     before = threads()
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1

@@ -36,10 +36,8 @@ from sweep import slow_case
 
 @pytest.fixture
 def three_claims(monkeypatch):
-    other, reader = (
-        fakes.claim("other", module=None, compare=None, minutes={}),
-        fakes.claim("reader", module=None, reads="fake", minutes={}),
-    )
+    other = fakes.claim("other", module=None, compare=None, minutes={})
+    reader = fakes.claim("reader", module=None, reads="fake", minutes={})
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), other, reader])
 
 
@@ -103,7 +101,8 @@ def test_recorded_commands_can_be_typed_into_a_shell():
     for command in {row.command for row in rows}:  # many rows share one
         parts = [part for part in shlex.split(command) if not part.startswith("LONGHORN_TEXT=")]
         if "-c" in parts:
-            tree, names = ast.parse(parts[parts.index("-c") + 1]), {}
+            tree = ast.parse(parts[parts.index("-c") + 1])
+            names = {}
             exec(
                 "\n".join(
                     ast.unparse(node) for node in tree.body if isinstance(node, ast.ImportFrom)
@@ -218,7 +217,8 @@ def test_terminal_table_keeps_to_its_width_and_loses_no_word(width):
 
 
 def test_json_holds_everything():
-    rows, found = ledger("no runs"), json.loads(ledger_json(ledger("no runs")))
+    rows = ledger("no runs")
+    found = json.loads(ledger_json(ledger("no runs")))
     assert len(found) == len(rows)
     for row, line in zip(rows, found):
         assert (line["claim"], line["verdict"], line["file"], line["command"], line["n"]) == (
@@ -400,7 +400,8 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
         "no code",
         "not run",
     ]
-    html, text = rows._repr_html_(), str(rows)
+    html = rows._repr_html_()
+    text = str(rows)
     assert (
         html.count("verdict no-code") == 2 == html.count("verdict not-run")
         and text.count("no code ") >= 2
@@ -434,7 +435,8 @@ def looked(exact, mamba, kind="better", published=None):
     return Row(fakes.claim(), *pair)
 
 
-FOUR, EIGHT = (0.0, 0.001, 0.002, 0.003), (0.0, 0.001, 0.002, 0.003) * 2
+FOUR = (0.0, 0.001, 0.002, 0.003)
+EIGHT = (0.0, 0.001, 0.002, 0.003) * 2
 
 
 def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside():
@@ -483,7 +485,8 @@ def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside
 
 def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
     close = [1.3 + d / 10 for d in FOUR]
-    better, as_good = looked(close, close), looked(close, close, "as good")
+    better = looked(close, close)
+    as_good = looked(close, close, "as good")
     assert (better.judgement.verdict, as_good.judgement.verdict) == ("undecided", "holds")
     assert all(
         reason(row).startswith(" (equal within the margin, at 4 seeds; ")

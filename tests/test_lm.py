@@ -61,7 +61,8 @@ def test_prompt_and_steps_equal_one_pass(name, prompt, steps, d_mlp, tied):
 
 
 def test_steps_can_start_from_an_empty_cache():
-    model, tokens = make(), torch.randint(40, (3, 2))
+    model = make()
+    tokens = torch.randint(40, (3, 2))
     with torch.no_grad():
         logits, _ = model.step(tokens[:, 0], model.empty_cache(3))
         torch.testing.assert_close(logits, model(tokens)[:, 0])
@@ -72,10 +73,15 @@ def test_steps_can_start_from_an_empty_cache():
 @every_mixer
 def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
     "A hook on a mixer or a block changes input and output of every call, with a cache and without."
-    model, tokens = make(mixer=name).eval(), torch.randint(40, (2, 7))
+    model = make(mixer=name).eval()
+    tokens = torch.randint(40, (2, 7))
     with torch.no_grad():
         whole = model(tokens)
-        block, thrice = model.blocks[0], lambda part, inputs: (3 * inputs[0], *inputs[1:])
+        block = model.blocks[0]
+
+        def thrice(part, inputs):
+            return (3 * inputs[0], *inputs[1:])
+
         for put, act in (
             (block.mixer.register_forward_hook, lambda mixer, inputs, y: -y),
             (block.mixer.register_forward_pre_hook, thrice),
@@ -83,7 +89,8 @@ def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
             (block.register_forward_pre_hook, thrice),
         ):
             hook = put(act)
-            want, (first, cache) = model(tokens), model.prefill(tokens[:, :6])
+            want = model(tokens)
+            first, cache = model.prefill(tokens[:, :6])
             torch.testing.assert_close(first, want[:, :6])
             torch.testing.assert_close(
                 model.step(tokens[:, 6], cache)[0], want[:, 6], atol=1e-5, rtol=1e-5
@@ -119,7 +126,8 @@ def test_an_output_layer_of_its_own_is_called():
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_linear_layers_can_be_quantised(name):
     "PyTorch's dynamic quantisation of the linear layers leaves a model that reads and decodes."
-    model, tokens = make(mixer=name, tie_embeddings=False).eval(), torch.randint(40, (2, 7))
+    model = make(mixer=name, tie_embeddings=False).eval()
+    tokens = torch.randint(40, (2, 7))
     small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
         assert torch.cosine_similarity(small(tokens).flatten(), model(tokens).flatten(), 0) > 0.95
@@ -135,7 +143,8 @@ def test_linear_layers_can_be_quantised(name):
 def test_a_model_on_the_meta_device_gives_shapes(name):
     "A model without memory reads and decodes tokens without values."
     with torch.device("meta"):
-        model, tokens = make(mixer=name), torch.zeros(2, 7, dtype=torch.long)
+        model = make(mixer=name)
+        tokens = torch.zeros(2, 7, dtype=torch.long)
         logits, loss = model(tokens, tokens)
         _, cache = model.prefill(tokens)
         assert (
@@ -147,12 +156,10 @@ def test_a_model_on_the_meta_device_gives_shapes(name):
 
 @pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "attention"])
 def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
-    model, tokens, sizes, prefill = (
-        make(mixer=name),
-        torch.randint(40, (2, 4100)),
-        [],
-        SequenceLM.prefill,
-    )
+    model = make(mixer=name)
+    tokens = torch.randint(40, (2, 4100))
+    sizes = []
+    prefill = SequenceLM.prefill
     monkeypatch.setattr(
         SequenceLM,
         "prefill",
@@ -167,27 +174,31 @@ def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
 
 
 def test_functional_gradients_of_a_model_are_its_gradients():
-    model, tokens = (
-        SequenceLM(LMConfig(vocab_size=16, d_model=16, n_layer=2)),
-        torch.randint(16, (2, 6)),
-    )
+    model = SequenceLM(LMConfig(vocab_size=16, d_model=16, n_layer=2))
+    tokens = torch.randint(16, (2, 6))
     values = {name: value.detach() for name, value in model.named_parameters()}
     expected = torch.autograd.grad(model(tokens, tokens)[1], list(model.parameters()))
     sliced = torch.nn.Module()
-    sliced.model, sliced.forward = model, lambda *pair: (None, model.loss(*pair, chunk=5))
+    sliced.model = model
+    sliced.forward = lambda *pair: (None, model.loss(*pair, chunk=5))
     for whole, before in ((model, ""), (sliced, "model.")):
         named = {before + name: value for name, value in values.items()}
         found = torch.func.grad(
             lambda p: torch.func.functional_call(whole, p, (tokens, tokens))[1]
         )(named)
         torch.testing.assert_close(list(found.values()), list(expected))
-    loss = lambda p, row: torch.func.functional_call(model, p, (row[None], row[None]))[1]
+
+    def loss(p, row):
+        return torch.func.functional_call(model, p, (row[None], row[None]))[1]
+
     each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, tokens)  # per sample
     torch.testing.assert_close([grad.mean(0) for grad in each.values()], list(expected))
 
 
 def test_loss_is_the_mean_negative_log_probability_of_the_targets():
-    model, tokens, targets = make(), torch.randint(40, (2, 7)), torch.randint(40, (2, 7))
+    model = make()
+    tokens = torch.randint(40, (2, 7))
+    targets = torch.randint(40, (2, 7))
     targets[0, 3] = targets[1, 0] = -100
     logits, loss = model(tokens, targets)
     terms = [
@@ -201,8 +212,10 @@ def test_loss_is_the_mean_negative_log_probability_of_the_targets():
 @every_mixer
 def test_bfloat16_weights_and_autocast(name):
     "A language model in bfloat16 or under autocast is close to float32, and its residual stream and loss are float32."
-    model, tokens = make(mixer=name, d_mlp=24), torch.randint(40, (2, 9))
-    plain, stream = model(tokens), []
+    model = make(mixer=name, d_mlp=24)
+    tokens = torch.randint(40, (2, 9))
+    plain = model(tokens)
+    stream = []
     model.blocks[1].register_forward_hook(lambda block, inputs, pair: stream.append(pair[0].dtype))
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(tokens, tokens)
@@ -220,7 +233,8 @@ def test_bfloat16_weights_and_autocast(name):
 
 
 def test_dropout_is_for_training_alone():
-    model, tokens = make(dropout=0.5, d_mlp=24), torch.randint(40, (1, 9))
+    model = make(dropout=0.5, d_mlp=24)
+    tokens = torch.randint(40, (1, 9))
     assert not torch.equal(model(tokens), model(tokens))
     assert torch.equal(model.prefill(tokens)[0], model.prefill(tokens)[0]), (
         "decoding never drops out"
@@ -230,7 +244,8 @@ def test_dropout_is_for_training_alone():
 
 @pytest.mark.parametrize("d_mlp", [0, 24])
 def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
-    model, (h, y) = make(d_mlp=d_mlp, dropout=0.5), torch.randn(2, 2, 9, 16)
+    model = make(d_mlp=d_mlp, dropout=0.5)
+    h, y = torch.randn(2, 2, 9, 16)
     torch.manual_seed(1)
     closed = model.blocks[1](model.blocks[0](h + y))
     torch.manual_seed(1)
@@ -251,7 +266,10 @@ def alone():
 @pytest.mark.parametrize("mixer, d_mlp, tied", [("longhorn_exact", 0, True), ("gla", 24, False)])
 def test_a_model_without_memory_is_drawn_as_by_its_constructor(mixer, d_mlp, tied, sharded):
     "The flow of FSDP2 and torchtitan: build on meta, shard, `to_empty`, `init_weights`."
-    build = lambda: SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=d_mlp, tie_embeddings=tied))
+
+    def build():
+        return SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=d_mlp, tie_embeddings=tied))
+
     with torch.device("meta"):
         model = build()
     with alone() if sharded else contextlib.nullcontext() as mesh:
@@ -317,7 +335,8 @@ def test_documents_are_cut_after_their_ends_and_at_the_ends_of_rows(rows):
 
 def packed_case(name, **options):
     "A model, tokens (3,T) whose documents have 1 to 30 tokens, and their bounds; the first row ends with a document."
-    model, tokens = make(mixer=name, **options).double(), torch.randint(1, 40, (3, 37))
+    model = make(mixer=name, **options).double()
+    tokens = torch.randint(1, 40, (3, 37))
     for row, t in ((0, 0), (0, 12), (0, 36), (1, 4), (1, 5), (2, 30)):
         tokens[row, t] = 0
     bounds = document_bounds(tokens, 0)
@@ -389,11 +408,9 @@ def test_published_parameter_counts(d_model, n_layer, mixer, millions):
 def test_models_of_all_kinds_can_be_matched(name, draw):
     "A model's width or MLP can be chosen so that it has the parameters of another kind of model within 1 %."
     rng = random.Random(f"{name} {draw}")  # another size for every mixer
-    base, d_model, d_mlp = (
-        rng.choice(["longhorn", "attention", "gla"]),
-        rng.choice([64, 96, 128]),
-        rng.choice([0, 160]),
-    )
+    base = rng.choice(["longhorn", "attention", "gla"])
+    d_model = rng.choice([64, 96, 128])
+    d_mlp = rng.choice([0, 160])
     n_layer = rng.randint(1, 4)
     target = count_parameters(LMConfig(256, d_model, n_layer, base, d_mlp=d_mlp))
     matched = match_parameters(LMConfig(256, d_model, n_layer, name, d_mlp=d_mlp), target)
@@ -416,7 +433,8 @@ def test_what_fits_is_left_alone_and_what_cannot_fit_says_so():
 @every_mixer
 def test_same_seed_same_tokens(name):
     "The same seed generates the same tokens, whatever the global generator, and another seed generates others."
-    model, prompt = make(mixer=name), torch.randint(40, (2, 3))
+    model = make(mixer=name)
+    prompt = torch.randint(40, (2, 3))
     torch.manual_seed(1)
     first = model.generate(prompt, 12, seed=5)
     torch.manual_seed(2)
@@ -430,7 +448,8 @@ def test_same_seed_same_tokens(name):
 
 
 def test_greedy_is_the_best_token_at_every_step():
-    model, prompt = make(), torch.randint(40, (2, 3))
+    model = make()
+    prompt = torch.randint(40, (2, 3))
     out = model.generate(prompt, 9, temperature=0)
     for t in range(3, 12):
         assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
@@ -459,7 +478,8 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
     scaled = torch.tensor(logits, dtype=torch.float64) / 4 / temperature
     best = scaled.argsort(descending=True)[:k].tolist()
     weights = [math.exp(scaled[i]) for i in best]
-    kept, mass = [], 0.0
+    kept = []
+    mass = 0.0
     for token, weight in zip(best, weights):
         if mass >= p - 1e-6 and kept:
             break
@@ -478,7 +498,8 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
 
 
 def test_equal_logits_do_not_break_the_settings():
-    flat, generator = torch.zeros(500, 6), torch.Generator().manual_seed(0)
+    flat = torch.zeros(500, 6)
+    generator = torch.Generator().manual_seed(0)
     assert len(sample(flat, 1.0, None, 1.0, generator).unique()) == 6
     assert len(sample(flat, 1.0, 2, None, generator).unique()) == 2
     assert len(sample(flat, 1.0, None, 0.5, generator).unique()) == 3
@@ -525,7 +546,8 @@ def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
         model.blocks[1].mixer.key_scale.fill_(3.5)
     for name, each in (("plain", plain), ("option", model)):
         each.save_pretrained(tmp_path / name)
-        again, tokens = SequenceLM.from_pretrained(tmp_path / name), torch.randint(40, (2, 7))
+        again = SequenceLM.from_pretrained(tmp_path / name)
+        tokens = torch.randint(40, (2, 7))
         assert again.config == each.config and torch.equal(again(tokens), each(tokens))
     assert set(model.state_dict()) - set(plain.state_dict()) == {
         f"blocks.{i}.mixer.key_scale" for i in (0, 1)
@@ -546,7 +568,8 @@ def test_dtype_is_kept_or_chosen(tmp_path):
     )
 
 
-WEIGHTS, CONFIG = "model.safetensors", "config.json"
+WEIGHTS = "model.safetensors"
+CONFIG = "config.json"
 DAMAGE = {
     "cut": (WEIGHTS, lambda held: held[:-100]),
     "empty": (WEIGHTS, lambda held: b""),
@@ -575,7 +598,8 @@ def test_a_damaged_model_names_the_file(tmp_path, how):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_flipped_bit_of_a_model_is_silent(tmp_path, dtype):
     make().to(dtype).save_pretrained(tmp_path)
-    path, chance = tmp_path / WEIGHTS, random.Random(0)
+    path = tmp_path / WEIGHTS
+    chance = random.Random(0)
     held = path.read_bytes()
     header = 8 + int.from_bytes(held[:8], "little")
     for at in [
@@ -595,7 +619,8 @@ def test_models_of_earlier_versions_without_a_digest_are_read(tmp_path):
 
     model = make()
     model.save_pretrained(tmp_path)
-    state, config = load_file(tmp_path / WEIGHTS), json.dumps(model.config.to_dict(), indent=1)
+    state = load_file(tmp_path / WEIGHTS)
+    config = json.dumps(model.config.to_dict(), indent=1)
     for about in (None, {"format": "pt"}, {"format": "pt", "config": config}):
         save_file(state, tmp_path / WEIGHTS, about)
         assert torch.equal(
@@ -693,8 +718,10 @@ def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop
 
 def official_shapes(V, d, L, N, W=4, expand=2, mixer="longhorn"):
     "Names and shapes of the official code's parameters."
-    D, R = expand * d, math.ceil(d / 16)
-    rate, top = {"longhorn": "dt_head", "mamba": "dt_proj"}[mixer], "transformer."
+    D = expand * d
+    R = math.ceil(d / 16)
+    rate = {"longhorn": "dt_head", "mamba": "dt_proj"}[mixer]
+    top = "transformer."
     shapes = {
         top + "backbone.embedding.weight": (V, d),
         top + "backbone.norm_f.weight": (d,),
@@ -735,7 +762,8 @@ def official_weights(seed=0, **sizes):
 
 def official_mixer(w, h, N):
     "The official Longhorn layer in float64 and its own layout: channels before time, keys (B,N,T)."
-    R, D = w["dt_head.weight"].shape[1], w["out_proj.weight"].shape[1]
+    R = w["dt_head.weight"].shape[1]
+    D = w["out_proj.weight"].shape[1]
     B, T, _ = h.shape
     u, z = torch.einsum("ed,btd->bet", w["in_proj.weight"], h).split(D, 1)
     u = F.silu(F.conv1d(F.pad(u, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=D))
@@ -744,7 +772,8 @@ def official_mixer(w, h, N):
         torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None]
     )
     dt = dt / (1 + dt * k.square().sum(1, keepdim=True))
-    x, ys = torch.zeros(B, D, N, dtype=h.dtype), []
+    x = torch.zeros(B, D, N, dtype=h.dtype)
+    ys = []
     for t in range(T):
         keep = 1 - torch.einsum("bd,bn->bdn", dt[..., t], k[..., t].square())
         x = keep * x + torch.einsum("bd,bn->bdn", dt[..., t] * u[..., t], k[..., t])
@@ -778,10 +807,8 @@ def official_mamba(w, h, N):
     [("longhorn", 3, official_mixer, 1e-4), ("mamba", 2, official_mamba, 1e-3)],
 )
 def test_official_models_compute_the_same(name, layers, mixer, close):
-    state, tokens = (
-        official_weights(V=23, d=20, L=layers, N=5, mixer=name),
-        torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0)),
-    )
+    state = official_weights(V=23, d=20, L=layers, N=5, mixer=name)
+    tokens = torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0))
     model = SequenceLM(LMConfig(23, 20, layers, name, dict(d_state=5)))
     model.load_state_dict(load_official_state_dict(state, model.config))
     expected = official_logits(state, tokens, layers, lambda w, h: mixer(w, h, 5))
@@ -790,10 +817,8 @@ def test_official_models_compute_the_same(name, layers, mixer, close):
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
 def test_wrappers_leave_a_prefix(prefix):
-    config, state = (
-        LMConfig(23, 20, 2, mixer_options=dict(d_state=5)),
-        official_weights(V=23, d=20, L=2, N=5),
-    )
+    config = LMConfig(23, 20, 2, mixer_options=dict(d_state=5))
+    state = official_weights(V=23, d=20, L=2, N=5)
     wrapped = {
         prefix + name.removeprefix("" if prefix else "transformer."): t for name, t in state.items()
     }
@@ -1000,7 +1025,8 @@ def test_configs_survive_json(name):
 
 
 def test_integers_of_numpy_are_integers():
-    two, options = np.int64(2), dict(d_state=np.int32(3))
+    two = np.int64(2)
+    options = dict(d_state=np.int32(3))
     model = make(d_model=np.int64(16), n_layer=two, mixer_options=options)
     json.dumps(model.config.to_dict())
     assert model.generate(TOKENS, two, top_k=two, seed=0).shape == (2, 5)
@@ -1019,7 +1045,10 @@ def test_a_model_compiles_as_one_graph_and_its_blocks_read_packed_documents(mixe
         torch.testing.assert_close(
             torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), model(tokens)
         )
-    run = lambda: torch.autograd.grad(model(tokens, tokens, bounds)[1], [*model.parameters()])
+
+    def run():
+        return torch.autograd.grad(model(tokens, tokens, bounds)[1], [*model.parameters()])
+
     want = run()
     torch._dynamo.reset()
     for block in model.blocks:

@@ -72,7 +72,10 @@ def test_walk_ends_where_both_neighbours_are_worse_or_at_the_end_of_the_extended
             break
         losses[asked[-1]] = curve[asked[-1] + EXTRA]
         asked, best = walk(losses, 7)
-    worst = lambda place: math.inf if math.isnan(losses[place]) else losses[place]
+
+    def worst(place):
+        return math.inf if math.isnan(losses[place]) else losses[place]
+
     assert asked[0] == 3 and set(asked) == losses.keys()
     assert all(
         worst(near) >= worst(best) for near in (best - 1, best + 1) if -EXTRA <= near < 7 + EXTRA
@@ -136,10 +139,13 @@ def test_further_losses_do_not_change_what_a_search_asked_for(seed):
 def model(name, loss, seeds=4, seed=0, place=3, common=3, sd=PLAN_SD, why=""):
     "Return a model of a record, with losses around a parabola."
     rng = np.random.default_rng(seed)
-    at = lambda where: {
-        "place": where,
-        "bits_per_byte": loss + 0.004 * (where - 3) ** 2 + rng.normal(0, sd),
-    }
+
+    def at(where):
+        return {
+            "place": where,
+            "bits_per_byte": loss + 0.004 * (where - 3) ** 2 + rng.normal(0, sd),
+        }
+
     search = [at(where) for where in (2, 3, 4) for _ in SEEDS]
     return {
         "name": name,
@@ -229,7 +235,8 @@ def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
     for loss, found in zip((0.0, 0.05, 0.0, 0.0), models):
         for run in found["search"]:
             run["bits_per_byte"] = 1.3 + (loss if run["place"] == 3 else 0.02 * (run["place"] != 4))
-    models[0]["place"], models[1]["place"] = 3, 4
+    models[0]["place"] = 3
+    models[1]["place"] = 4
     assert common_place(models) == (4, [])
     models[2]["search"] = [run for run in models[2]["search"] if run["place"] != 4]
     assert common_place(models) == (None, [(models[2]["name"], 4)]), "a run at 4 is missing"
@@ -238,7 +245,8 @@ def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
 
 
 def test_at_one_rate_a_model_whose_best_rate_is_the_common_one_is_not_run_again():
-    same, other = model("a", 1.3, common=3), model("b", 1.3, common=4)
+    same = model("a", 1.3, common=3)
+    other = model("b", 1.3, common=4)
     assert (
         runs_of(same, "one rate") is same["runs"]
         and runs_of(other, "one rate") is other["one_rate"]
@@ -318,8 +326,11 @@ def curves(losses, tokens=(50, 100)):
     st.lists(st.floats(1, 2), min_size=4, max_size=4),
 )
 def test_saved_tokens_are_antisymmetric(a, b):
-    value = lambda fits: fits[1].value - fits[0].value
-    forth, back = fit_tokens(curves(a), curves(b), 4), fit_tokens(curves(b), curves(a), 4)
+    def value(fits):
+        return fits[1].value - fits[0].value
+
+    forth = fit_tokens(curves(a), curves(b), 4)
+    back = fit_tokens(curves(b), curves(a), 4)
     if abs(np.mean(a) - np.mean(b)) > 1e-9:
         assert value(forth) == pytest.approx(-value(back), abs=1e-6)
         assert (value(forth) >= -1e-9) == (np.mean(a) <= np.mean(b))

@@ -47,7 +47,8 @@ def softplus(v):
 
 def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
     "h' = exp(Delta A) h + Delta B u, y = C h + D u, gated by z: every tensor widened to (B,D,N,L)."
-    (batch, width, L), N = u.shape, A.shape[1]
+    batch, width, L = u.shape
+    N = A.shape[1]
     step = delta if bias is None else delta + bias[:, None]
     step = softplus(step) if use_softplus else step
 
@@ -57,7 +58,10 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
         M = M if M.dim() == 4 else M[:, None]
         return M[:, :, None].expand(-1, -1, width // M.shape[1], -1, -1).reshape(batch, width, N, L)
 
-    h, ys, B, C = torch.zeros(batch, width, N, dtype=u.dtype, device=u.device), [], wide(B), wide(C)
+    h = torch.zeros(batch, width, N, dtype=u.dtype, device=u.device)
+    ys = []
+    B = wide(B)
+    C = wide(C)
     for t in range(L):
         h = (
             torch.exp(step[:, :, t, None] * A) * h
@@ -71,7 +75,8 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
 
 def conv_by_definition(x, weight, bias, seq_idx, past, activation):
     "y_t = sum of w_j x_(t-W+1+j), over inputs of the same sequence."
-    W, L = weight.shape[1], x.shape[2]
+    W = weight.shape[1]
+    L = x.shape[2]
     whole = torch.cat(
         [
             torch.zeros(*x.shape[:2], W - 1, dtype=x.dtype, device=x.device)
@@ -102,7 +107,8 @@ def compare(ours, definition, tensors, tolerance, layout="rows"):
             t.mT.contiguous().mT if layout == "rows" and t.dim() == 3 else t.clone()
         ).requires_grad_()
 
-    got, want = [], []
+    got = []
+    want = []
     for run, dtype, into in ((ours, None, got), (definition, FULL, want)):
         leaves = [None if t is None else leaf(t, dtype or t.dtype) for t in tensors]
         outputs = run(*leaves)
@@ -126,14 +132,16 @@ def scan_case(
     bias=True,
 ):
     new = drawer(L * 10 + N)
-    shape = lambda kind: (
-        dict(shared=(batch, N, L), constant=(width, N)).get(kind) or (batch, int(kind), N, L)
-    )
-    like = lambda kind: (
-        dtype if kind != "constant" else max(dtype, torch.float32, key=lambda d: d.itemsize)
-    )
+
+    def shape(kind):
+        return dict(shared=(batch, N, L), constant=(width, N)).get(kind) or (batch, int(kind), N, L)
+
+    def like(kind):
+        return dtype if kind != "constant" else max(dtype, torch.float32, key=lambda d: d.itemsize)
+
     wide = max(dtype, torch.float32, key=lambda d: d.itemsize)
-    u, delta = new(batch, width, L, dtype=dtype), new(batch, width, L, dtype=dtype) / 2
+    u = new(batch, width, L, dtype=dtype)
+    delta = new(batch, width, L, dtype=dtype) / 2
     A = (-0.5 * torch.rand(width, N, generator=torch.Generator().manual_seed(1))).to(DEVICE, wide)
     B, C = (new(*shape(kind), dtype=like(kind)) for kind in kinds)
     return [
@@ -265,9 +273,11 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
     cuts = [(3, 4, 6), (1, 7), ()]
 
     def run_by_run(x, w, b, past):
-        outputs, finals = [], []
+        outputs = []
+        finals = []
         for row, ends in enumerate(cuts):
-            state, parts = past[row : row + 1], []
+            state = past[row : row + 1]
+            parts = []
             for part in x[row : row + 1].tensor_split(ends, 2):
                 y, final = conv_by_definition(part, w, b, None, state, activation)
                 parts.append(y)
@@ -315,7 +325,8 @@ def test_states_of_packed_sequences(state_len, dtype):
 
 def test_final_states_are_written():
     new = drawer()
-    x, place = new(2, 8, 7), torch.zeros(2, 8, 3, device=DEVICE)
+    x = new(2, 8, 7)
+    place = torch.zeros(2, 8, 3, device=DEVICE)
     out, final = causal_conv1d_fn(x, new(8, 4), return_final_states=True, final_states_out=place)
     assert final is place and torch.equal(place, x[..., -3:])
 
@@ -325,18 +336,24 @@ def test_final_states_are_written():
 @pytest.mark.parametrize("width, M", ((2, 1), (3, 4), (4, 3), (4, 12)))
 def test_convolution_update(width, M, S, indexed):
     "Tokens of rows of a pool, more tokens than places, a padded row."
-    new, B, D = drawer(M), 5, 8
-    x, pool, weight, bias = new(B, D, S or 1), new(9, D, M), new(D, width), new(D)
+    new = drawer(M)
+    B = 5
+    D = 8
+    x = new(B, D, S or 1)
+    pool = new(9, D, M)
+    weight = new(D, width)
+    bias = new(D)
     rows = [7, 2, -1, 0, 5] if indexed else range(B)
-    want, expected = pool.clone(), torch.zeros(B, D, S or 1, device=DEVICE, dtype=FULL)
+    want = pool.clone()
+    expected = torch.zeros(B, D, S or 1, device=DEVICE, dtype=FULL)
     for i, row in enumerate(rows):
         if row >= 0:
             line = torch.cat([pool[row], x[i]], -1)
             past, full = (t.double()[None] for t in (line[:, M + 1 - width : M], x[i]))
-            expected[i], want[row] = (
-                conv_by_definition(full, weight.double(), bias.double(), None, past, "silu")[0][0],
-                line[:, -M:],
-            )
+            expected[i] = conv_by_definition(
+                full, weight.double(), bias.double(), None, past, "silu"
+            )[0][0]
+            want[row] = line[:, -M:]
     state = pool if indexed else pool[:B]
     y = causal_conv1d_update(
         x[..., 0] if S is None else x,
@@ -359,28 +376,40 @@ def test_convolution_update(width, M, S, indexed):
     "indexed, z, given", ((False, True, False), (True, False, False), (True, True, True))
 )
 def test_state_update(groups, tied, indexed, z, given, dtype):
-    new, B, H, P, N = drawer(3), 4, 4, 8, 16
+    new = drawer(3)
+    B = 4
+    H = 4
+    P = 8
+    N = 16
     lead = (H * P,) if groups is None else (H, P)
-    full = lambda *s: new(*s[:-1], 1).expand(*s) if tied else new(*s)
-    state, x, dt = (
-        new(11, *lead, N, dtype=dtype),
-        new(B, *lead, dtype=dtype),
-        full(B, *lead).to(dtype).expand(B, *lead),
-    )
+
+    def full(*s):
+        return new(*s[:-1], 1).expand(*s) if tied else new(*s)
+
+    state = new(11, *lead, N, dtype=dtype)
+    x = new(B, *lead, dtype=dtype)
+    dt = full(B, *lead).to(dtype).expand(B, *lead)
     A = -(new(H, 1, 1).abs() + 0.5).expand(H, P, N) if tied else -new(*lead, N).abs() - 0.5
     keys, queries = (new(B, N) if groups is None else new(B, groups, N) for _ in "BC")
-    D, bias, gate = new(*lead), full(*lead) - 2, new(B, *lead, dtype=dtype) if z else None
+    D = new(*lead)
+    bias = full(*lead) - 2
+    gate = new(B, *lead, dtype=dtype) if z else None
     if given:
-        dt, bias = dt.abs(), bias.abs() / 4
+        dt = dt.abs()
+        bias = bias.abs() / 4
     rows = torch.tensor([9, 0, -1, 4], device=DEVICE, dtype=torch.int32) if indexed else None
-    pool, chosen = state.clone(), [9, 0, 3, 4] if indexed else range(B)
+    pool = state.clone()
+    chosen = [9, 0, 3, 4] if indexed else range(B)
     pool = pool if indexed else pool[:B]
-    wide = lambda M: (
-        M.double()
-        .reshape(B, groups or 1, 1, N)
-        .expand(-1, -1, H * P // (groups or 1), -1)
-        .reshape(B, *lead, N)
-    )
+
+    def wide(M):
+        return (
+            M.double()
+            .reshape(B, groups or 1, 1, N)
+            .expand(-1, -1, H * P // (groups or 1), -1)
+            .reshape(B, *lead, N)
+        )
+
     step = dt.double() + bias.double()
     step = (step if given else softplus(step))[..., None]
     h = (
@@ -401,10 +430,13 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
 def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B=None, C=None):
     x, z = xz.chunk(2, 1)
     x, _ = conv_by_definition(x, cw[:, 0], cb, None, None, "silu")
-    normed = lambda t, w: (
-        t if w is None else t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
-    )
-    rest, R, N = x.mT @ xp.T, dp.shape[1], A.shape[1]
+
+    def normed(t, w):
+        return t if w is None else t / (t.square().mean(-1, keepdim=True) + 1e-6).sqrt() * w
+
+    rest = x.mT @ xp.T
+    R = dp.shape[1]
+    N = A.shape[1]
     B = normed(rest[..., R : R + N] + (0 if Bb is None else Bb), Bw).mT if B is None else B
     C = normed(rest[..., -N:] + (0 if Cb is None else Cb), Cw).mT if C is None else C
     y, _ = scan_by_definition(x, normed(rest[..., :R] @ dp.T, dw).mT, A, B, C, D, z, bias, True)
@@ -416,9 +448,16 @@ def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, 
     "extras", ("none", "biases", "norms", "constant B", "constant C", "constant both")
 )
 def test_inner_function(extras, level):
-    new, B, D, L, N, R, E = drawer(4), 2, 12, 17, 8, 3, 5
+    new = drawer(4)
+    B = 2
+    D = 12
+    L = 17
+    N = 8
+    R = 3
+    E = 5
     own = {"constant B": 1, "constant C": 1, "constant both": 0}.get(extras, 2)
-    biases, norms = extras == "biases", extras == "norms"
+    biases = extras == "biases"
+    norms = extras == "norms"
     case = [
         new(B, 2 * D, L),
         new(D, 1, 3),
@@ -436,9 +475,12 @@ def test_inner_function(extras, level):
         new(D, N) if extras in ("constant B", "constant both") else None,
         new(D, N) if extras in ("constant C", "constant both") else None,
     ]
-    ours = lambda xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B, C: mamba_inner_fn(
-        xz, cw, cb, xp, dp, ow, ob, A, B, C, D, bias, Bb, Cb, True, level, Bw, Cw, dw
-    )
+
+    def ours(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B, C):
+        return mamba_inner_fn(
+            xz, cw, cb, xp, dp, ow, ob, A, B, C, D, bias, Bb, Cb, True, level, Bw, Cw, dw
+        )
+
     compare(ours, inner_by_definition, case, 1e-4)
 
 
@@ -470,7 +512,8 @@ def test_inner_function_normalizes_in_float64():
 
 @pytest.mark.parametrize("level", (0, 1))
 def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkeypatch):
-    new, calls = drawer(), []
+    new = drawer()
+    calls = []
 
     def counted(*args, **options):
         calls.append(torch.is_grad_enabled())
@@ -508,14 +551,20 @@ def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
         -torch.ones(64, 4, device=DEVICE),
     ]
     args[1:] = (t if t is None else t.requires_grad_() for t in args[1:])
-    run = lambda xz: mamba_inner_fn(xz, *args[1:]).square().sum()
+
+    def run(xz):
+        return mamba_inner_fn(xz, *args[1:]).square().sum()
+
     for changed in (args[1], args[3], args[4], args[7]):
         loss = run(args[0])
         with torch.no_grad():
             changed.mul_(1.5)
         with pytest.raises(RuntimeError, match="changed in place|modified by an inplace operation"):
             loss.backward()
-    tensors = lambda: gc.collect() and sum(isinstance(t, torch.Tensor) for t in gc.get_objects())
+
+    def tensors():
+        return gc.collect() and sum(isinstance(t, torch.Tensor) for t in gc.get_objects())
+
     alive = [[run(args[0]), gc.collect(), tensors()][-1] for _ in range(4)]  # no backward
     assert alive[1] == alive[3]
     plain = torch.autograd.grad(run(x := args[0].clone().requires_grad_()), x)[0]
@@ -534,7 +583,9 @@ def test_compilers_see_one_graph():
         None,
         -torch.ones(6, 4, device=DEVICE),
     )
-    state, x, keys = new(2, 6, 4), new(2, 6), new(2, 4)
+    state = new(2, 6, 4)
+    x = new(2, 6)
+    keys = new(2, 4)
     for run in (
         lambda: mamba_inner_fn(*args),
         lambda: selective_state_update(state.clone(), x, x, args[-1], keys, keys, dt_softplus=True),
@@ -547,18 +598,18 @@ def test_compilers_see_one_graph():
 
 def mistakes():
     new = drawer()
-    u, A, keys, x, w = (
-        new(2, 6, 9),
-        -torch.ones(6, 4, device=DEVICE),
-        new(2, 4, 9),
-        new(2, 6, 9),
-        new(6, 4),
-    )
+    u = new(2, 6, 9)
+    A = -torch.ones(6, 4, device=DEVICE)
+    keys = new(2, 4, 9)
+    x = new(2, 6, 9)
+    w = new(6, 4)
     idx = torch.tensor([[0, 0, 1, 0, 0, 0, 2, 2, 2]] * 2, device=DEVICE)
-    state, now = new(2, 6, 4), new(2, 6)
-    step = lambda state=state, x=now, A=A, keys=keys[..., 0]: selective_state_update(
-        state, x, now, A, keys, keys
-    )
+    state = new(2, 6, 4)
+    now = new(2, 6)
+
+    def step(state=state, x=now, A=A, keys=keys[..., 0]):
+        return selective_state_update(state, x, now, A, keys, keys)
+
     return {
         "A is torch.complex64; only real rates": lambda: selective_scan_fn(
             u, u, A.to(torch.complex64), keys, keys
@@ -706,10 +757,8 @@ def test_models_of_transformers_run_on_these_functions(kind, options, filter):
         vocab_size=50, hidden_size=16, num_hidden_layers=2, hidden_act=filter, **options
     )
     torch.manual_seed(0)
-    model, tokens = (
-        getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE),
-        torch.randint(50, (2, 21), device=DEVICE),
-    )
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE)
+    tokens = torch.randint(50, (2, 21), device=DEVICE)
 
     def everything():
         model.zero_grad()
@@ -719,7 +768,8 @@ def test_models_of_transformers_run_on_these_functions(kind, options, filter):
         model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
         return text, logits, {n: p.grad.clone() for n, p in model.named_parameters()}
 
-    before, original = everything(), dict(vars(modeling))
+    before = everything()
+    original = dict(vars(modeling))
     try:
         patch_mamba(modeling)
         assert modeling.causal_conv1d_fn.__wrapped__ is causal_conv1d_fn

@@ -29,8 +29,13 @@ def draw(
 ):
     "Arguments of `matrix_scan`; unit keys, log decays from 0 to -strongest, mostly small."
     g = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)
-    rand = lambda *shape: torch.rand(*shape, generator=g, dtype=torch.float64)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    def rand(*shape):
+        return torch.rand(*shape, generator=g, dtype=torch.float64)
+
     shape = {"none": None, "head": (B, T, H), "key": (B, T, H, N)}[decay]
     t = dict(
         q=randn(B, T, H, N),
@@ -96,7 +101,9 @@ def test_every_chunk_length_gives_the_same(decay, delta, bonus, chunk):
 def test_steps_equal_the_scan(decay, delta, bonus):
     t = draw(decay, delta, bonus, T=9)
     y, S = matrix_scan(**t, output_final_state=True)
-    state, bonus, reads = t.pop("initial_state"), t.pop("bonus", None), []
+    state = t.pop("initial_state")
+    bonus = t.pop("bonus", None)
+    reads = []
     for i in range(9):
         now = {name + "_t": tensor[:, i] for name, tensor in t.items()}
         before = state.clone()
@@ -114,7 +121,8 @@ def swap(*tensors):
 
 def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, **options):
     "The naive operation for these arguments, with its own scale taken out and its states (B,H,N,P) turned."
-    scaled, S = q * q.shape[-1] ** 0.5, initial_state.mT
+    scaled = q * q.shape[-1] ** 0.5
+    S = initial_state.mT
     if bonus is not None:
         log_decay = torch.zeros_like(k) if log_decay is None else log_decay
         log_decay = log_decay[..., None].expand(k.shape) if log_decay.dim() == 3 else log_decay
@@ -308,7 +316,10 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
 
 def test_autocast_does_not_break_compiled_code():
     x = torch.randn(1, 20, 2, 4)
-    scan = lambda x: matrix_scan(x, x, x, backend="chunked")
+
+    def scan(x):
+        return matrix_scan(x, x, x, backend="chunked")
+
     torch.testing.assert_close(torch.compile(scan, fullgraph=True, backend="eager")(x), scan(x))
 
 
@@ -383,7 +394,10 @@ def test_mistakes_are_told_in_one_line(change, message):
 
 def test_what_the_kernels_cannot_run_is_named(monkeypatch):
     q = SimpleNamespace(is_cuda=True, shape=(1, 1, 1, 64))
-    x = lambda dtype: SimpleNamespace(dtype=dtype)
+
+    def x(dtype):
+        return SimpleNamespace(dtype=dtype)
+
     monkeypatch.setattr(fla, "fla_trouble", lambda: None)
     assert "not float64" in fla.fla_obstacle(q, x(torch.float64), None)
     assert "delta rule takes bfloat16" in fla.fla_obstacle(q, x(torch.float32), 1)

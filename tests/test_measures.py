@@ -142,13 +142,15 @@ def test_bins_hold_sums_and_counts():
 
 
 def test_summary_and_arrays_against_plain_formulas():
-    lm, source = model("longhorn", layers=1), texts()
+    lm = model("longhorn", layers=1)
+    source = texts()
     summary, arrays = measures.measure_run(lm, source, CONTEXT, 4, False)
     parts = measures.parts_of(source, LONGEST)
     every = {part: [alone(lm, tokens) for tokens in found] for part, found in parts.items()}
     reached = {}
     for part, losses in every.items():
-        found, lengths = summary["parts"][part], [len(loss) for loss in losses]
+        found = summary["parts"][part]
+        lengths = [len(loss) for loss in losses]
         assert (
             found["documents"] == len(losses)
             and found["bytes"] == sum(lengths) == arrays[f"{part}/bytes"].sum()
@@ -170,14 +172,16 @@ def test_summary_and_arrays_against_plain_formulas():
             )
         for row, loss in zip(arrays[f"{part}/nats"], losses):
             assert row.sum() == pytest.approx(loss.sum(), abs=len(row) / 128 + 1e-3)
-        curve, counts = arrays[f"{part}/position_nats"], arrays[f"{part}/position_bytes"]
+        curve = arrays[f"{part}/position_nats"]
+        counts = arrays[f"{part}/position_bytes"]
         assert counts.sum() == found["bytes"] and counts[0] == len(losses)
         assert curve[0] == pytest.approx(np.mean([loss[0] for loss in losses]), rel=1e-5)
         reached[part] = [tokens for tokens in parts[part] if len(tokens) == LONGEST + 1]
         assert arrays[f"{part}/windows"].shape == (len(reached[part]), 5)
     assert [len(found) for found in reached.values()] == [3, 0, 2, 1]
     for name in ("docs", "prose"):
-        documents, found = reached[name] + reached[f"{name} long"], summary["by_length"][name]
+        documents = reached[name] + reached[f"{name} long"]
+        found = summary["by_length"][name]
         assert found["documents"] == len(documents)
         for length, bits in zip(summary["by_length"]["length"], found["bits_per_byte"]):
             losses = [
@@ -227,7 +231,8 @@ def test_a_run_is_small_repeats_and_changes_nothing():
 
 
 def test_wrong_arguments_are_named():
-    lm, source = model(layers=1), texts()
+    lm = model(layers=1)
+    source = texts()
     for wrong, message in ((dict(context=0), "context is 0"), (dict(rows=0), "rows is 0")):
         with pytest.raises(ValueError, match=message):
             measures.measure_run(
@@ -247,8 +252,10 @@ def test_wrong_arguments_are_named():
 def test_shares_are_those_of_the_step(form):
     "Shares are what a step writes into an empty memory, and what its transition takes from a state along the key."
     torch.manual_seed(0)
-    k, beta = torch.randn(5, 4).double(), torch.rand(5, 3).double()
-    entries, ones = measures.entry_shares(form, k, beta), torch.ones(5, 3).double()
+    k = torch.randn(5, 4).double()
+    beta = torch.rand(5, 3).double()
+    entries = measures.entry_shares(form, k, beta)
+    ones = torch.ones(5, 3).double()
     empty = torch.zeros(5, 3, 4).double()
     answer = (STEPS[form](empty, k, ones, beta) * k[:, None]).sum(-1)
     torch.testing.assert_close(entries.sum(-1), answer)
@@ -306,7 +313,8 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
     x = 3 * torch.randn(2, 20, 8).double()
     found = measures.describe_layer(mixer, x)
     k, beta, _ = mixer.rates(x)
-    norms, fourth = k.square().sum(-1, keepdim=True), k.pow(4).sum(-1, keepdim=True)
+    norms = k.square().sum(-1, keepdim=True)
+    fourth = k.pow(4).sum(-1, keepdim=True)
     share = beta * norms / (1 + beta * norms)
     assert found["squared_norm"] == percentiles(norms) and found["gate"] == percentiles(beta)
     assert not key_norm or found["squared_norm"] == [4.0, 4.0, 4.0]  # the learnt length starts at 2
@@ -320,7 +328,8 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
             * k[:, :, None].square()
             / (1 + beta[..., None] * k[:, :, None].square())
         )
-        share, erased = entry.sum(-1), (entry * k[:, :, None].square()).sum(-1) / norms
+        share = entry.sum(-1)
+        erased = (entry * k[:, :, None].square()).sum(-1) / norms
     else:
         entry = share[..., None] * k[:, :, None].square() / norms[..., None]
         erased = share if form == "exact" else share * fourth / norms.square()
@@ -332,10 +341,12 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
 @torch.no_grad()
 def test_percentiles_of_mamba(name):
     torch.manual_seed(0)
-    mixer, x = build_mixer(name, 8, d_state=4).double(), torch.randn(2, 20, 8).double()
+    mixer = build_mixer(name, 8, d_state=4).double()
+    x = torch.randn(2, 20, 8).double()
     found = measures.describe_layer(mixer, x)
     _, B, inner, dt, _, _ = mixer.project(x)
-    dt, A = F.softplus(mixer.dt_proj(dt)), mixer.rates(inner)
+    dt = F.softplus(mixer.dt_proj(dt))
+    A = mixer.rates(inner)
     kept = (dt[..., None] * (A if A.dim() == 2 else A[:, :, None])).exp()  # (B,T,D,N)
     norms = B.square().sum(-1)
     along = ((1 - kept) * B[:, :, None].square()).sum(-1) / norms[..., None]
@@ -372,7 +383,8 @@ def test_every_layer_is_described_or_has_no_keys(name):
 
 
 def test_layers_are_described_on_their_own_inputs():
-    lm, windows = model("longhorn"), measures.sample_windows(texts(), CONTEXT)
+    lm = model("longhorn")
+    windows = measures.sample_windows(texts(), CONTEXT)
     found = measures.describe_layers(lm, windows)
     with torch.no_grad():
         h = lm.embed(windows[:, :-1])
@@ -390,7 +402,8 @@ def test_layers_are_described_on_their_own_inputs():
 def test_windows_lie_evenly_in_every_domain():
     source = texts({"docs": (100,), "prose": (20,), "notes": (2,)}, {})
     windows = measures.sample_windows(source, CONTEXT, 3)
-    docs, prose = source.domains["docs"][0], source.domains["prose"][0]
+    docs = source.domains["docs"][0]
+    prose = source.domains["prose"][0]
     assert windows.tolist() == [docs[at : at + 9].tolist() for at in (0, 46, 92)] + [
         prose[at : at + 9].tolist() for at in (0, 12)
     ]
@@ -405,7 +418,8 @@ def test_windows_lie_evenly_in_every_domain():
     ],
 )
 def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
-    lm, source = model(name, layers=3), texts()
+    lm = model(name, layers=3)
+    source = texts()
     summary, arrays = measures.measure_run(lm, source, CONTEXT, 4, False)
     windows = measures.sample_windows(source, CONTEXT)
     for row, layer in enumerate((None, 0, 1, 2)):
@@ -414,10 +428,8 @@ def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
             twin.blocks[layer].mixer.form = other
         expected = [alone(twin, window).sum() for window in windows]
         np.testing.assert_allclose(arrays["exchange"][row], expected, atol=1 / 128 + 1e-4)
-    found, losses = (
-        summary["exchange"],
-        arrays["exchange"].sum(1) / windows[:, 1:].numel() / math.log(2),
-    )
+    found = summary["exchange"]
+    losses = arrays["exchange"].sum(1) / windows[:, 1:].numel() / math.log(2)
     assert found["form"] == other and [found["as_trained"], *found["exchanged"]] == pytest.approx(
         losses, abs=2e-3
     )
@@ -425,7 +437,9 @@ def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
 
 
 def test_forms_come_back_after_an_error(monkeypatch):
-    lm, windows, calls = model("longhorn"), measures.sample_windows(texts(), CONTEXT), []
+    lm = model("longhorn")
+    windows = measures.sample_windows(texts(), CONTEXT)
+    calls = []
 
     def fail(*arguments):
         calls.append(arguments)

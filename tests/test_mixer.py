@@ -52,13 +52,15 @@ def make(name, d_model=16, **options):
 
 
 def in_pieces(layer, h, lengths, cache=None):
-    parts, start = [], 0
+    parts = []
+    start = 0
     for length in lengths:
         if length == 0:
             y_t, cache = layer.step(
                 h[:, start], cache or layer.empty_cache(len(h), h.device, h.dtype)
             )
-            y, length = y_t[:, None], 1
+            y = y_t[:, None]
+            length = 1
         else:
             y, cache = layer.prefill(h[:, start : start + length], cache)
         parts.append(y)
@@ -70,7 +72,8 @@ def in_pieces(layer, h, lengths, cache=None):
 @every_mixer
 def test_shapes(name):
     "Outputs have the shape (B,T,d_model) of the inputs, a step's (B,d_model), and every tensor of a cache starts with the batch."
-    layer, h = make(name), torch.randn(3, 7, 16)
+    layer = make(name)
+    h = torch.randn(3, 7, 16)
     y, cache = layer.prefill(h[:, :6])
     y_t, after = layer.step(h[:, 6], cache)
     assert (layer(h).shape, y.shape, y_t.shape) == (h.shape, h[:, :6].shape, h[:, 6].shape)
@@ -95,7 +98,8 @@ def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch)
 @every([*SCANS, *OPTIONS], FAMILIES)
 def test_compiled_halves_of_the_input_projection_are_the_whole(name):
     "A compiled scan layer has the gradients of the eager one."
-    layer, h = make(name), torch.randn(2, 9, 16)
+    layer = make(name)
+    h = torch.randn(2, 9, 16)
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     got, want = (
@@ -112,24 +116,32 @@ def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkey
     """One scan is one operation: traced through, its loop took 88 s to compile and 17 times the time per step.
 
     Times are of the CPU, which other programs disturb less than the clock. PyTorch first builds headers once per machine."""
-    resource, metrics = (
-        pytest.importorskip("resource"),
-        pytest.importorskip("torch._inductor.metrics"),
-    )
+    resource = pytest.importorskip("resource")
+    metrics = pytest.importorskip("torch._inductor.metrics")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    spent = lambda: sum(
-        sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    )
-    layer, h = make(name, 64), torch.randn(1, 127, 64)
-    step = lambda run: run(h).square().sum().backward()
+
+    def spent():
+        return sum(
+            sum(resource.getrusage(who)[:2])
+            for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+
+    layer = make(name, 64)
+    h = torch.randn(1, 127, 64)
+
+    def step(run):
+        return run(h).square().sum().backward()
+
     torch.compiler.reset()
     with torch._inductor.config.patch(compile_threads=1):
         torch.compile(torch.sin)(h)
         metrics.reset()
-        before, compiled = spent(), torch.compile(layer, fullgraph=True)
+        before = spent()
+        compiled = torch.compile(layer, fullgraph=True)
         step(compiled)
     assert spent() - before < 20 and metrics.generated_kernel_count < 30
-    seconds, threads = {layer: [], compiled: []}, torch.get_num_threads()
+    seconds = {layer: [], compiled: []}
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads that wait for each other take CPU time
     for _ in range(60):
         for run, times in seconds.items():
@@ -145,7 +157,8 @@ class Added(torch.nn.Module):
 
     def __init__(self, layer, delta):
         super().__init__()
-        self.layer, self.delta = layer, delta
+        self.layer = layer
+        self.delta = delta
 
     def forward(self, h):
         return self.layer(h) + self.delta
@@ -165,9 +178,12 @@ class Added(torch.nn.Module):
     ],
 )
 def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch, request):
-    layer, h = make("longhorn"), torch.randn(2, 9, 16)
+    layer = make("longhorn")
+    h = torch.randn(2, 9, 16)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    plain, halves, called = layer.in_proj, layer(h), []
+    plain = layer.in_proj
+    halves = layer(h)
+    called = []
     assert is_plain(plain)
     hooks = {
         "forward hook": plain.register_forward_hook,
@@ -204,16 +220,21 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch, reque
 @every([name for name in NAMES if hasattr(build_mixer(name, 16), "conv1d")])
 def test_a_convolution_that_is_not_plain_is_called(name):
     "A pruned convolution, whose weight a hook computes, gives what a plain one with its zeros gives."
-    layer, h, bounds = make(name), torch.randn(2, 9, 16), torch.tensor([0, 2, 2, 9])
+    layer = make(name)
+    h = torch.randn(2, 9, 16)
+    bounds = torch.tensor([0, 2, 2, 9])
     prune.l1_unstructured(layer.conv1d, "weight", 0.5)
     with torch.no_grad():
         layer.conv1d.weight_orig += 1  # the hook has to compute the weight anew
-    runs = lambda: [
-        layer(h),
-        in_pieces(layer, h, [5, 0, 1, 0, 1])[0],
-        layer(h[:1], bounds),
-        layer(h[:, :0]),
-    ]
+
+    def runs():
+        return [
+            layer(h),
+            in_pieces(layer, h, [5, 0, 1, 0, 1])[0],
+            layer(h[:1], bounds),
+            layer(h[:, :0]),
+        ]
+
     found = runs()
     for _ in range(2):  # each backward has a new graph
         runs()[0].sum().backward()
@@ -227,12 +248,18 @@ def test_a_convolution_that_is_not_plain_is_called(name):
 @torch.no_grad()
 def test_a_convolution_that_is_called_steps_in_place_and_in_a_pool(name):
     "A hooked convolution updates its cache in place, and at the slots of a pool."
-    layer, h, slots = make(name), torch.randn(2, 16), torch.tensor([3, -1])
-    runs = lambda: [
-        layer.step(h, layer.empty_cache(2), inplace=True),
-        layer.step(h, layer.empty_cache(5), inplace=True, state_indices=slots),
-    ]
-    plain, called = runs(), []
+    layer = make(name)
+    h = torch.randn(2, 16)
+    slots = torch.tensor([3, -1])
+
+    def runs():
+        return [
+            layer.step(h, layer.empty_cache(2), inplace=True),
+            layer.step(h, layer.empty_cache(5), inplace=True, state_indices=slots),
+        ]
+
+    plain = runs()
+    called = []
     layer.conv1d.register_forward_hook(lambda *_: called.append(1))
     found = runs()
     assert len(called) == 2
@@ -249,7 +276,8 @@ def test_a_convolution_that_is_called_steps_in_place_and_in_a_pool(name):
 )
 def test_odd_sizes_decode_too(name, options):
     "A scan layer of odd sizes decodes what one pass computes."
-    layer, h = make(name, 13, **options), torch.randn(2, 9, 13)
+    layer = make(name, 13, **options)
+    h = torch.randn(2, 9, 13)
     with torch.no_grad():
         pieces, _ = in_pieces(layer, h, [1, 0, 3, 0, 2, 0])
         torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
@@ -259,8 +287,10 @@ def test_odd_sizes_decode_too(name, options):
 def test_gradients_flow_through_the_cache(name):
     "Two prefills in a row have the gradients of one pass: the cache passes them on."
     # a normalised key near zero enlarges every rounding of float32
-    layer, h = make(name).double(), torch.randn(2, 11, 16, dtype=torch.float64)
-    whole, cut = h.clone().requires_grad_(), h.clone().requires_grad_()
+    layer = make(name).double()
+    h = torch.randn(2, 11, 16, dtype=torch.float64)
+    whole = h.clone().requires_grad_()
+    cut = h.clone().requires_grad_()
     layer(whole)[:, 6:].square().sum().backward()
     whole_weights = {n: p.grad.clone() for n, p in layer.named_parameters()}
     layer.zero_grad()
@@ -277,8 +307,10 @@ def test_gradients_flow_through_the_cache(name):
 @pytest.mark.parametrize("lengths", [[1, 71, 0, 7, 1, 1, 20], [9]])
 def test_packed_documents_are_documents_alone(name, lengths):
     "Packed documents have the outputs and gradients that they have alone; a bound that comes twice is a document of no tokens."
-    layer, (h, dy) = make(name).double(), torch.randn(2, 1, sum(lengths), 16, dtype=torch.float64)
-    h, bounds = h.requires_grad_(), torch.tensor([0, *lengths]).cumsum(0).int()
+    layer = make(name).double()
+    h, dy = torch.randn(2, 1, sum(lengths), 16, dtype=torch.float64)
+    h = h.requires_grad_()
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     alone = torch.cat([layer(part) for part in h.split(lengths, 1) if part.shape[1]], 1)
     for what, a, b in zip(
         ["output", "input", *dict(layer.named_parameters())],
@@ -293,7 +325,8 @@ def test_packed_documents_are_documents_alone(name, lengths):
 @every_layer
 def test_a_cache_can_be_continued_twice(name):
     "A cache can be continued twice: `prefill` and `step` return a new cache and leave the given one as it is."
-    layer, h = make(name), torch.randn(2, 9, 16)
+    layer = make(name)
+    h = torch.randn(2, 9, 16)
     with torch.no_grad():
         _, cache = layer.prefill(h[:, :5])
         before = copy.deepcopy(cache)
@@ -306,7 +339,8 @@ def test_a_cache_can_be_continued_twice(name):
 @every_layer
 def test_sequences_of_a_batch_are_independent(name):
     "A sequence has the outputs in a batch that it has alone."
-    layer, h = make(name).double(), torch.randn(3, 8, 16, dtype=torch.float64)
+    layer = make(name).double()
+    h = torch.randn(3, 8, 16, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(layer(h)[1:2], layer(h[1:2]), atol=1e-8, rtol=1e-8)
 
@@ -315,8 +349,10 @@ def dense_longhorn(layer, h, form):
     "The layer in float64 from its defining objective: a linear solve for every channel, no closed form, no scan."
     w = {name: tensor.double() for name, tensor in layer.named_parameters()}
     h, (T, D, N) = h.double(), (h.shape[0], layer.d_inner, layer.d_state)
-    S, outputs = torch.zeros(D, N, dtype=torch.float64), []
-    raw, taps = h @ w["in_proj.weight"].T, w["conv1d.weight"].shape[-1]
+    S = torch.zeros(D, N, dtype=torch.float64)
+    outputs = []
+    raw = h @ w["in_proj.weight"].T
+    taps = w["conv1d.weight"].shape[-1]
     for t in range(T):
         x = w["conv1d.bias"].clone()
         for j in range(taps):
@@ -337,7 +373,8 @@ def dense_longhorn(layer, h, form):
             else:
                 eps = beta[d] / (1 + beta[d] * (k @ k))
                 new[d] = (1 - eps * k * k) * S[d] + eps * x[d] * k
-        S, z = new, raw[t, D:]
+        S = new
+        z = raw[t, D:]
         outputs.append(w["out_proj.weight"] @ ((S @ q + w["D_skip"] * x) * z * torch.sigmoid(z)))
     return torch.stack(outputs), S
 
@@ -346,15 +383,14 @@ def dense_longhorn(layer, h, form):
 @pytest.mark.parametrize("rate", ["vector", "scalar"])
 @pytest.mark.parametrize("key_norm", [False, True])
 def test_longhorn_is_the_minimiser_of_its_objective(form, rate, key_norm):
-    layer, h = (
-        make("longhorn", 9, form=form, rate=rate, d_state=3, key_norm=key_norm),
-        torch.randn(1, 7, 9, requires_grad=True),
-    )
+    layer = make("longhorn", 9, form=form, rate=rate, d_state=3, key_norm=key_norm)
+    h = torch.randn(1, 7, 9, requires_grad=True)
     expected, state = dense_longhorn(layer, h[0], form)
     y, cache = layer.prefill(h)
     torch.testing.assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(cache.S[0].double(), state, atol=1e-5, rtol=1e-4)
-    dy, named = torch.randn(7, 9), {"input": h, **dict(layer.named_parameters())}
+    dy = torch.randn(7, 9)
+    named = {"input": h, **dict(layer.named_parameters())}
     ours, theirs = (
         torch.autograd.grad((out * dy).sum(), [*named.values()]) for out in (layer(h)[0], expected)
     )
@@ -367,10 +403,8 @@ def test_longhorn_is_the_minimiser_of_its_objective(form, rate, key_norm):
 def test_normalised_keys_are_exact_in_float64(form, rate):
     "Outputs and all gradients, that of the length included, of the layer and of the plain formula."
     layer = make("longhorn", 9, form=form, rate=rate, d_state=3, key_norm=True).double()
-    h, dy = (
-        torch.randn(1, 7, 9, dtype=torch.float64, requires_grad=True),
-        torch.randn(7, 9, dtype=torch.float64),
-    )
+    h = torch.randn(1, 7, 9, dtype=torch.float64, requires_grad=True)
+    dy = torch.randn(7, 9, dtype=torch.float64)
     expected, state = dense_longhorn(layer, h[0], form)
     y, cache = layer.prefill(h)
     torch.testing.assert_close((y[0], cache.S[0]), (expected, state), atol=1e-12, rtol=1e-11)
@@ -385,7 +419,8 @@ def test_normalised_keys_are_exact_in_float64(form, rate):
 def test_keys_get_their_length_and_zeros_stay_zero():
     "Also where the length in the dtype of the keys would overflow or vanish; a key of zeros passes no gradient."
     torch.manual_seed(0)
-    k, s = torch.randn(2, 5, 3, dtype=torch.float64), torch.tensor([-1.7], dtype=torch.float64)
+    k = torch.randn(2, 5, 3, dtype=torch.float64)
+    s = torch.tensor([-1.7], dtype=torch.float64)
     k[1, 2] = 0
     inputs = k.requires_grad_(), s.requires_grad_()
     found = to_length(*inputs)
@@ -462,7 +497,8 @@ def test_step_sizes_start_at_one_half_and_rates_are_those_of_the_formula():
     assert (
         torch.equal(beta, torch.full((1, 4, 64), 0.5)) and torch.equal(eps, beta) and (k == 0).all()
     )
-    layer, h = make("longhorn_scalar"), torch.randn(2, 5, 16)
+    layer = make("longhorn_scalar")
+    h = torch.randn(2, 5, 16)
     k, beta, eps = layer.rates(h)
     assert beta.shape == (2, 5, 1)
     torch.testing.assert_close(eps, beta / (1 + beta * k.square().sum(-1, keepdim=True)))
@@ -471,7 +507,8 @@ def test_step_sizes_start_at_one_half_and_rates_are_those_of_the_formula():
 @every_layer
 def test_state_is_float32_when_weights_are_bfloat16(name):
     "With bfloat16 weights outputs are bfloat16, and a scan's state stays in float32."
-    layer, h = make(name).to(torch.bfloat16), torch.randn(2, 6, 16, dtype=torch.bfloat16)
+    layer = make(name).to(torch.bfloat16)
+    h = torch.randn(2, 6, 16, dtype=torch.bfloat16)
     y, cache = layer.prefill(h)
     y_t, cache = layer.step(h[:, 0], cache)
     assert y.dtype is y_t.dtype is torch.bfloat16
@@ -484,7 +521,8 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
 def test_a_traced_layer_runs_and_learns_at_another_length(name):
     "A traced layer passes the checks that `torch.jit.trace` makes by default, and equals the layer at another length, with gradients."
     torch.manual_seed(0)
-    layer, longer = MIXERS[name](16), torch.randn(2, 37, 16, requires_grad=True)
+    layer = MIXERS[name](16)
+    longer = torch.randn(2, 37, 16, requires_grad=True)
     traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
     torch.testing.assert_close(traced(longer), layer(longer), rtol=1e-4, atol=1e-5)
     got, want = (
@@ -510,11 +548,9 @@ def test_device_and_dtype_are_arguments_as_in_pytorch(name):
         torch.manual_seed(0)
         return MIXERS[name](16, **place)
 
-    plain, half, far = (
-        drawn().state_dict(),
-        drawn(dtype=torch.bfloat16),
-        drawn(device="meta", dtype=torch.float64).state_dict(),
-    )
+    plain = drawn().state_dict()
+    half = drawn(dtype=torch.bfloat16)
+    far = drawn(device="meta", dtype=torch.float64).state_dict()
     for key, value in half.state_dict().items():
         assert torch.equal(
             value, plain[key].to(torch.float32 if key in ("A_log", "D_skip") else torch.bfloat16)
@@ -531,7 +567,8 @@ def test_device_and_dtype_are_arguments_as_in_pytorch(name):
 @every_layer
 def test_autocast_trains_and_decodes(name):
     "Under autocast outputs are bfloat16 and close to those in float32, decoding agrees, and every weight gets a finite float32 gradient."
-    layer, h = make(name), torch.randn(2, 9, 16)
+    layer = make(name)
+    h = torch.randn(2, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
         y = layer(h)
         pieces, cache = in_pieces(layer, h, [4, 0, 3, 0])
@@ -549,7 +586,8 @@ def test_autocast_trains_and_decodes(name):
 
 
 def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():
-    layer, h = make("longhorn"), torch.randn(1, 9, 16)
+    layer = make("longhorn")
+    h = torch.randn(1, 9, 16)
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
             _, cache = layer.prefill(h[:, :8])
@@ -561,7 +599,10 @@ def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():
 def test_decoding_takes_constant_memory(name):
     "The cache has the same size after any number of tokens; a mixer whose cache grows belongs in GROWING of tests/mixers.py."
     layer = make(name)
-    bytes_held = lambda cache: sum(t.untyped_storage().nbytes() for t in cache)
+
+    def bytes_held(cache):
+        return sum(t.untyped_storage().nbytes() for t in cache)
+
     with torch.no_grad():
         sizes = {bytes_held(layer.prefill(torch.randn(1, length, 16))[1]) for length in (1, 40, 90)}
     assert sizes == {bytes_held(layer.empty_cache(1))}
@@ -689,7 +730,10 @@ def emptied(build):
 def test_a_layer_without_memory_is_drawn_as_by_its_constructor(name):
     "After `to_empty`, `reset_parameters` gives the parameters that the constructor gives with the same seed."
     name, options = parts(name)
-    build = lambda: build_mixer(name, 24, **options)
+
+    def build():
+        return build_mixer(name, 24, **options)
+
     layer = emptied(build)
     torch.manual_seed(3)
     layer.reset_parameters()
@@ -702,12 +746,16 @@ def test_a_layer_without_memory_is_drawn_as_by_its_constructor(name):
 def test_resetting_every_submodule_gives_the_starting_values(name):
     "Resetting all submodules of a layer in turn, also of a copy, keeps what the layer asks of its projections."
     name, options = parts(name)
-    build = lambda: build_mixer(name, 64, **options)
+
+    def build():
+        return build_mixer(name, 64, **options)
+
     layer = copy.deepcopy(emptied(build))
     for module in layer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    one, two = build().state_dict(), build().state_dict()
+    one = build().state_dict()
+    two = build().state_dict()
     for key, value in layer.state_dict().items():
         if torch.equal(one[key], two[key]):  # no random numbers
             assert torch.equal(value, one[key]), key
@@ -763,7 +811,8 @@ def test_a_layer_can_be_traced_and_refuses_to_be_scripted(name):
 
 @pytest.mark.parametrize("name", ("longhorn", "mamba"))
 def test_a_second_derivative_comes_by_the_way_that_the_message_names(name):
-    layer, h = make(name).double(), torch.randn(1, 4, 16, dtype=torch.float64, requires_grad=True)
+    layer = make(name).double()
+    h = torch.randn(1, 4, 16, dtype=torch.float64, requires_grad=True)
 
     def second():
         (first,) = torch.autograd.grad(layer(h).square().sum(), h, create_graph=True)
@@ -773,7 +822,8 @@ def test_a_second_derivative_comes_by_the_way_that_the_message_names(name):
         second()
     way = re.search(r"a layer by layer\.scan = (functools\.partial\(.*\))$", str(error.value))[1]
     layer.scan = eval(way, {"functools": functools, "layer": layer})
-    found, step = second(), 1e-6
+    found = second()
+    step = 1e-6
     direction = torch.randn_like(h)
     ahead, behind = (
         torch.autograd.grad(layer(h + side * step * direction).square().sum(), h)[0].square().sum()

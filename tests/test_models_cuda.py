@@ -21,10 +21,13 @@ def make(name):
 @every_layer
 def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
     "On a GPU a model computes what it computes on the CPU, packed or not, and decodes what one pass computes."
-    model, tokens = make(name), torch.randint(40, (2, 37))
+    model = make(name)
+    tokens = torch.randint(40, (2, 37))
     bounds = document_bounds(tokens, 7)
-    expected, packed = model(tokens), model(tokens, cu_seqlens=bounds)
-    model, tokens = model.cuda(), tokens.cuda()
+    expected = model(tokens)
+    packed = model(tokens, cu_seqlens=bounds)
+    model = model.cuda()
+    tokens = tokens.cuda()
     torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
         model(tokens, cu_seqlens=bounds.cuda()).cpu(), packed, atol=1e-4, rtol=1e-4
@@ -44,7 +47,8 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
 @every_layer
 def test_gpu_autocast_trains(name):
     "On a GPU, autocast changes loss and gradients little, and a scan's state stays in float32."
-    model, tokens = make(name).cuda(), torch.randint(40, (2, 33), device="cuda")
+    model = make(name).cuda()
+    tokens = torch.randint(40, (2, 33), device="cuda")
     plain = model(tokens, tokens)[1]
     plain.backward()
     exact = {n: p.grad.clone() for n, p in model.named_parameters()}
@@ -63,7 +67,8 @@ def test_gpu_autocast_trains(name):
 @every_layer
 def test_gpu_generates_and_saves(name, tmp_path):
     "On a GPU a seed decides the tokens, and a saved model loads in bfloat16."
-    model, prompt = make(name).cuda(), torch.randint(40, (2, 5), device="cuda")
+    model = make(name).cuda()
+    prompt = torch.randint(40, (2, 5), device="cuda")
     first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
     assert first.is_cuda and torch.equal(
         first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)

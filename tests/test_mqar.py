@@ -64,15 +64,11 @@ TINY = replace(
 
 @st.composite
 def tasks(draw):
-    pairs, longer, words = (
-        draw(st.integers(1, 9)),
-        draw(st.integers(0, 20)),
-        draw(st.integers(0, 30)),
-    )
-    rewritten, power_a = (
-        draw(st.integers(0, pairs // 2)),
-        draw(st.sampled_from((0.01, 0.5, 1.0, 2.0))),
-    )
+    pairs = draw(st.integers(1, 9))
+    longer = draw(st.integers(0, 20))
+    words = draw(st.integers(0, 30))
+    rewritten = draw(st.integers(0, pairs // 2))
+    power_a = draw(st.sampled_from((0.01, 0.5, 1.0, 2.0)))
     return Task(
         2 * (2 * pairs - rewritten + longer), pairs, 2 * (pairs + 1 + words), rewritten, power_a
     )
@@ -84,10 +80,13 @@ def tasks(draw):
 )
 def test_every_question_is_answered_by_the_last_value_of_its_own_key(task, seed, block, part):
     streams = draw(task, 3, generator_of(seed, part, block))
-    half, P = task.vocab // 2, task.pairs
+    half = task.vocab // 2
+    P = task.pairs
     for tokens, where, answers, first in zip(*(t.tolist() for t in streams)):
-        keys, values = tokens[0 : 2 * P : 2], tokens[1 : 2 * P : 2]
-        last, earliest = dict(zip(keys, values)), dict(zip(keys[::-1], values[::-1]))
+        keys = tokens[0 : 2 * P : 2]
+        values = tokens[1 : 2 * P : 2]
+        last = dict(zip(keys, values))
+        earliest = dict(zip(keys[::-1], values[::-1]))
         assert len(tokens) == task.length and all(
             0 < key < half <= value < task.vocab for key, value in zip(keys, values)
         )
@@ -107,11 +106,13 @@ def test_every_question_is_answered_by_the_last_value_of_its_own_key(task, seed,
 
 
 def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
-    streams, rank = (
-        draw(Task(32, 4, 20), 4800, generator_of(0, "train", 0)),
-        lambda tokens: tokens.argsort(1).argsort(1),
-    )
-    keys, values = rank(streams.tokens[:, 0:8:2]), rank(streams.tokens[:, 1:8:2])
+    streams = draw(Task(32, 4, 20), 4800, generator_of(0, "train", 0))
+
+    def rank(tokens):
+        return tokens.argsort(1).argsort(1)
+
+    keys = rank(streams.tokens[:, 0:8:2])
+    values = rank(streams.tokens[:, 1:8:2])
     for row, column in (
         (keys, values),
         (keys, torch.arange(4).expand(4800, 4)),
@@ -125,16 +126,16 @@ def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
 
 def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     for power, i in ((power, np.arange(1, 43)) for power in (0.01, 1.0, 1.7)):
-        task, law = (
-            Task(96, 6, 64, power_a=power),
-            power * i ** (power - 1) / (power * i ** (power - 1)).sum(),
-        )  # in the words of the public code
+        # in the words of the public code
+        task = Task(96, 6, 64, power_a=power)
+        law = power * i ** (power - 1) / (power * i ** (power - 1)).sum()
         counts = np.bincount(
             (draw(task, 20000, generator_of(1, "train", 0)).where[:, 0] - 12) // 2, minlength=42
         )
         assert np.allclose(gap_law(task), law) and chisquare(counts, 20000 * law).pvalue > 1e-3
         assert power == 1.0 or chisquare(counts).pvalue < 1e-6  # the test can fail
-    task, rng = Task(40, 4, 64), np.random.default_rng(0)
+    task = Task(40, 4, 64)
+    rng = np.random.default_rng(0)
     ours = ((draw(task, 6000, generator_of(2, "train", 0)).where - 8) // 2).numpy()
     theirs = np.stack(
         [rng.choice(16, 4, replace=False, p=gap_law(task).numpy()) for _ in range(6000)]
@@ -255,15 +256,18 @@ def small(mixer="longhorn", **changes):
     )
 
 
-model_of = lambda settings: train(settings | {"steps": 1, "warmup": 0})[0]
+def model_of(settings):
+    return train(settings | {"steps": 1, "warmup": 0})[0]
 
 
 @pytest.mark.parametrize(
     "mixer", ["longhorn", "longhorn_exact", "mamba", "attention", "gla", "deltanet"]
 )
 def test_answers_are_the_logits_of_the_language_model_and_looking_inside_agrees(mixer):
-    model, streams = model_of(small(mixer)), draw(Task(16, 2, 16), 1, generator_of(0, "test", 3))
-    said, inside = answer(model, streams.tokens, streams.where), look_inside(model, Task(16, 2, 16))
+    model = model_of(small(mixer))
+    streams = draw(Task(16, 2, 16), 1, generator_of(0, "test", 3))
+    said = answer(model, streams.tokens, streams.where)
+    inside = look_inside(model, Task(16, 2, 16))
     assert (
         torch.allclose(said, model(streams.tokens)[[[0]], streams.where], atol=1e-5)
         and look_inside(model, Task(128, 2, 16)) is None
@@ -280,7 +284,8 @@ def test_answers_are_the_logits_of_the_language_model_and_looking_inside_agrees(
 def test_a_training_is_the_plain_loop(monkeypatch):
     monkeypatch.setattr(mqar, "CHUNK", 3)
     torch.manual_seed(0)
-    plain, losses = SequenceLM(LMConfig(16, 8, 2, "longhorn")), []
+    plain = SequenceLM(LMConfig(16, 8, 2, "longhorn"))
+    losses = []
     optimizer = torch.optim.AdamW(fit.parameter_groups(plain, 0.1), betas=(0.9, 0.999))
     for step in range(6):
         tokens, where, answers, _ = (
@@ -307,7 +312,8 @@ def test_a_training_is_the_plain_loop(monkeypatch):
 
 
 def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path):
-    drawn, inner = [], mqar.generator_of
+    drawn = []
+    inner = mqar.generator_of
     monkeypatch.setattr(
         mqar,
         "generator_of",
@@ -323,7 +329,8 @@ def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path
         (3, "test", 1),
         (0, "test", 3),
     }  # tests, perturbations, a look inside
-    model, accuracy = model_of(small()), torch.arange(120) / 256
+    model = model_of(small())
+    accuracy = torch.arange(120) / 256
     monkeypatch.setattr(
         mqar,
         "train",
@@ -343,7 +350,8 @@ def test_every_test_grades_what_a_known_model_answers(monkeypatch, named):
     def known(
         model, tokens, where, perturb=None
     ):  # a table; the other one keeps the first value of a key
-        keys, values = tokens[:, 0:16:2], tokens[:, 1:16:2]
+        keys = tokens[:, 0:16:2]
+        values = tokens[:, 1:16:2]
         kept = [
             dict(zip(k, v) if named == "answers" else zip(k[::-1], v[::-1]))
             for k, v in zip(keys.tolist(), values.tolist())
@@ -408,10 +416,8 @@ def test_training_learns_and_stops_when_the_task_is_solved(tmp_path):
 
 def test_perturbed_keys_are_as_noisy_and_as_alike_as_asked():
     streams = draw(Task(64, 8, 32), 50, generator_of(0, "test", 0))
-    h, is_key = (
-        torch.randn(50, 64, 256, generator=torch.Generator().manual_seed(0)),
-        (streams.tokens > 0) & (streams.tokens < 16),
-    )
+    h = torch.randn(50, 64, 256, generator=torch.Generator().manual_seed(0))
+    is_key = (streams.tokens > 0) & (streams.tokens < 16)
     noise, alike = (
         perturb_keys(kind, amount, 32, generator_of(0, "test", 1))(h, streams.tokens)
         for kind, amount in (("noise", 0.5), ("cosine", 0.75))
@@ -427,9 +433,9 @@ def test_perturbed_keys_are_as_noisy_and_as_alike_as_asked():
 
 
 def test_state_bytes_are_counted_by_hand():
-    count = lambda mixer="longhorn", d_model=8, **options: state_bytes(
-        SequenceLM(LMConfig(16, d_model, 2, mixer, options)), 16
-    )
+    def count(mixer="longhorn", d_model=8, **options):
+        return state_bytes(SequenceLM(LMConfig(16, d_model, 2, mixer, options)), 16)
+
     assert count() == 4 * 2 * 16 * (16 + 3) and count(d_state=64) == 4 * 2 * 16 * (
         64 + 3
     )  # N, and three inputs of the convolution
@@ -506,12 +512,15 @@ def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path)
         workers=0,
         **vars(TINY) | dict(stages=stages, lrs=(1e-2,), steps=2),
     )
-    shape = lambda cell: (
-        cell.keys(),
-        cell["tests"].keys(),
-        cell["curves"][0].keys(),
-        cell["tests"]["rewritten"]["0"][0].keys(),
-    )
+
+    def shape(cell):
+        return (
+            cell.keys(),
+            cell["tests"].keys(),
+            cell["curves"][0].keys(),
+            cell["tests"]["rewritten"]["0"][0].keys(),
+        )
+
     here, laptop, gpu = (
         record["results"],
         *(
@@ -540,7 +549,8 @@ def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path)
 
 def test_every_scale_has_the_sizes_of_the_public_code_and_the_published_rates():
     for scale in ("gpu", "paper"):
-        config, known = PRESETS[scale], cells(PRESETS[scale])
+        config = PRESETS[scale]
+        known = cells(PRESETS[scale])
         assert (
             {cell["task"]["vocab"] for cell in known} == {8192}
             and config.gpu

@@ -47,11 +47,10 @@ def make(*sizes, form, **options):
 
 def errors(form, t, chunk):
     "The largest error of every value and gradient, relative to the largest entry of the float64 reference."
-    single, double = leaves(t), leaves(t, torch.float64)
-    ours, exact = (
-        everything(scan(form, single, chunk), single),
-        everything(call(double, form, oracle=True), double),
-    )
+    single = leaves(t)
+    double = leaves(t, torch.float64)
+    ours = everything(scan(form, single, chunk), single)
+    exact = everything(call(double, form, oracle=True), double)
     assert all(ours[name].shape == exact[name].shape for name in exact)
     found = {}
     for name, expected in exact.items():
@@ -111,7 +110,9 @@ def test_it_agrees_with_pytorch_in_float32(form, monkeypatch):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_number_of_threads_changes_no_bit(form):
-    t, before, found = leaves(make(5, 20, 20, 4, form=form)), torch.get_num_threads(), []
+    t = leaves(make(5, 20, 20, 4, form=form))
+    before = torch.get_num_threads()
+    found = []
     try:
         for threads in (1, 3, 16):
             torch.set_num_threads(threads)
@@ -123,7 +124,9 @@ def test_the_number_of_threads_changes_no_bit(form):
 
 def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
     x = torch.linspace(-87, 88, 20001)
-    q, k, zero = torch.ones(1, 1, 1), torch.zeros(1, 1, 1), torch.zeros(1, 1, len(x))
+    q = torch.ones(1, 1, 1)
+    k = torch.zeros(1, 1, 1)
+    zero = torch.zeros(1, 1, len(x))
     _, state, _ = native.forward(
         "s6",
         1,

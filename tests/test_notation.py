@@ -34,8 +34,10 @@ def inputs(B=2, T=5, D=3, N=4, seed=0):
 def official_recurrence(u, q, k, dt, D, t_bias, z):
     """The official recurrence in its own layout, one number at a time."""
     u, q, k, dt, D, t_bias, z = (t.numpy() for t in (u, q, k, dt, D, t_bias, z))
-    (batch, channels, L), N = u.shape, k.shape[1]
-    out, state = np.zeros_like(u), np.zeros((batch, channels, N))
+    batch, channels, L = u.shape
+    N = k.shape[1]
+    out = np.zeros_like(u)
+    state = np.zeros((batch, channels, N))
     for b in range(batch):
         for d in range(channels):
             for t in range(L):

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.numeric
 
 def problem(*lead, D=3, N=4, scale=1.0, seed=0):
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
+
+    def draw(*shape):
+        return torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
+
     return (
         draw(D, N),
         scale * draw(N),
@@ -33,9 +36,13 @@ def problem(*lead, D=3, N=4, scale=1.0, seed=0):
 
 def random_quadratic(M, seed=0):
     g = torch.Generator().manual_seed(seed)
-    root, linear = torch.randn(M, M, generator=g).double(), torch.randn(M, generator=g).double()
+    root = torch.randn(M, M, generator=g).double()
+    linear = torch.randn(M, generator=g).double()
     H = root @ root.T + torch.eye(M).double()
-    f = lambda S: ((S.flatten(-2) @ H) * S.flatten(-2)).sum(-1) / 2 + S.flatten(-2) @ linear
+
+    def f(S):
+        return ((S.flatten(-2) @ H) * S.flatten(-2)).sum(-1) / 2 + S.flatten(-2) @ linear
+
     return f, H, linear
 
 
@@ -71,7 +78,10 @@ def test_solve_and_descent_agree_for_every_shape(D, N, lead, scale):
 def test_a_batch_of_any_arguments_is_as_many_problems(many, method):
     one, batch = (dict(zip(("S", "k", "x", "beta"), problem(*lead))) for lead in ((), (7,)))
     given = {n: batch[n] if n in many.split() else t for n, t in one.items()}
-    solve = lambda S, k, x, beta: IMPLICIT.minimise(S, k, x, method=method, beta=beta)
+
+    def solve(S, k, x, beta):
+        return IMPLICIT.minimise(S, k, x, method=method, beta=beta)
+
     each = torch.stack(
         [solve(**{n: t[i] if n in many.split() else t for n, t in given.items()}) for i in range(7)]
     )
@@ -83,7 +93,8 @@ def test_a_batch_of_any_arguments_is_as_many_problems(many, method):
 
 def test_the_gradient_passes_a_finite_difference_check():
     S, k, x, beta = problem()
-    at, h = torch.randn_like(S), 1e-5 * torch.eye(12).double().view(12, 3, 4)
+    at = torch.randn_like(S)
+    h = 1e-5 * torch.eye(12).double().view(12, 3, 4)
     by_difference = (
         (IMPLICIT(at + h, S, k, x, beta=beta) - IMPLICIT(at - h, S, k, x, beta=beta)) / 2e-5
     ).view(3, 4)
@@ -107,7 +118,8 @@ def test_the_tangent_plane_touches_the_loss_and_lies_below_it():
 @pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
 def test_on_a_consistent_stream_the_implicit_learner_never_leaves_its_teacher(scale):
     torch.manual_seed(0)
-    teacher, k = torch.randn(2, 3).double(), scale * torch.randn(25, 3).double()
+    teacher = torch.randn(2, 3).double()
+    k = scale * torch.randn(25, 3).double()
     states = trajectory(
         IMPLICIT.minimise, torch.zeros(2, 3).double(), k, k @ teacher.T, beta=torch.rand(2).double()
     )
@@ -146,7 +158,8 @@ def test_one_state_may_meet_many_pairs():
 def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
     for seed in range(10):
         torch.manual_seed(seed)
-        S, k = torch.randn(3, 16).double(), torch.randn(16).double()
+        S = torch.randn(3, 16).double()
+        k = torch.randn(16).double()
         for offset in (0, 1e-6):
             beta = torch.tensor(0.5).double()
             found = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
@@ -156,7 +169,8 @@ def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
 
 
 def test_descent_is_as_good_for_small_problems():
-    k, x = torch.tensor([1.0, 2.0, 0.0]), torch.tensor([1e-11, 2e-11])
+    k = torch.tensor([1.0, 2.0, 0.0])
+    x = torch.tensor([1e-11, 2e-11])
     small = IMPLICIT.minimise(torch.zeros(2, 3), k, x, method="descend", beta=torch.tensor(0.5))
     torch.testing.assert_close(
         small, IMPLICIT.minimise(torch.zeros(2, 3), k, x, beta=torch.tensor(0.5)), rtol=1e-6, atol=0

@@ -63,7 +63,8 @@ def finished(text, tmp_path_factory):
 
 def test_plan_is_the_committed_one():
     "A change of models, comparisons, rates, rule or recipe needs a new plan, committed before its runs."
-    gpu, steps = EXPERIMENT.presets["gpu"], one_pass.STEPS
+    gpu = EXPERIMENT.presets["gpu"]
+    steps = one_pass.STEPS
     assert (
         plan_of(gpu, steps) == one_pass.PLAN | {"rule": "looks"}
         and plan_of(gpu, steps - 1)["commit"] is None
@@ -142,7 +143,8 @@ def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
 
 @pytest.mark.slow
 def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, monkeypatch):
-    count, train = [], one_pass.fit
+    count = []
+    train = one_pass.fit
 
     def killed(*args, **options):
         count.append(1)
@@ -154,17 +156,20 @@ def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, mo
     with pytest.raises(KeyboardInterrupt):
         run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
     again = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
-    numbers = lambda record: [
-        (
-            model["name"],
-            model["lr"],
-            model["bracket"],
-            [one["val"] for one in model["runs"]],
-            [one["measured"] for one in model["runs"]],
-            [one["first_losses"] for one in model["runs"]],
-        )
-        for model in record["results"]["groups"]["laptop"]
-    ]
+
+    def numbers(record):
+        return [
+            (
+                model["name"],
+                model["lr"],
+                model["bracket"],
+                [one["val"] for one in model["runs"]],
+                [one["measured"] for one in model["runs"]],
+                [one["first_losses"] for one in model["runs"]],
+            )
+            for model in record["results"]["groups"]["laptop"]
+        ]
+
     assert len(count) == 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json"))) and numbers(
         again
     ) == numbers(finished[1])
@@ -232,8 +237,12 @@ def test_divergence_is_a_result_and_gets_no_verdict(text, tmp_path):
 
 
 def toy(losses, seeds=(1, 2, 3, 4, 5), group="equal-state"):
-    val = lambda loss: {"tokens": [50, 100], "all": [loss + 1, loss]}
-    runs = lambda loss: [dict(seed=seed, val=val(loss + seed * seed / 100)) for seed in seeds]
+    def val(loss):
+        return {"tokens": [50, 100], "all": [loss + 1, loss]}
+
+    def runs(loss):
+        return [dict(seed=seed, val=val(loss + seed * seed / 100)) for seed in seeds]
+
     models = [
         dict(name=name, lr=5e-3, bracket={"0.0032": 1, "0.005": 0, "0.008": 1}, runs=runs(loss))
         for name, loss in losses.items()
@@ -556,7 +565,8 @@ def recorded_text(record):
 def test_every_recorded_run_has_the_settings_of_its_job(path):
     "Models, recipe and rates of every run follow from the record; archived jobs had the same settings."
     record = read_record(path)
-    config, texts = config_of(record, "FOLDER"), recorded_text(record)
+    config = config_of(record, "FOLDER")
+    texts = recorded_text(record)
     archived = [job["settings"] for job in archived_jobs(path)]
     runs = list(recorded_runs(record))
     for one in runs:
@@ -584,7 +594,8 @@ def test_every_recorded_run_has_the_settings_of_its_job(path):
 )
 def test_gpu_first_losses_are_the_recorded_ones():
     job = next(archived_jobs(RECORDS / "second-plan.json"))
-    settings, source = SimpleNamespace(**job["settings"]), one_pass.text_of(OnePass())
+    settings = SimpleNamespace(**job["settings"])
+    source = one_pass.text_of(OnePass())
     texts = open_texts(**source)
     assert to_plain(texts.summary()) == settings.text, "LONGHORN_TEXT is another text"
     _, found = one_pass.train_run(settings, texts, source, points=1)

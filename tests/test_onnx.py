@@ -55,7 +55,8 @@ class Step(nn.Module):
     def forward(self, x_t, *states):
         empty = self.module.empty_cache(1)
         several = isinstance(empty, list)
-        left, entries = list(states), []
+        left = list(states)
+        entries = []
         for entry in empty if several else [empty]:
             entries.append(type(entry)(*(left.pop(0) for _ in entry)))
         y_t, after = self.module.step(x_t, entries if several else entries[0])
@@ -76,7 +77,8 @@ def test_a_layer_reads_any_batch_and_length(name, tmp_path):
 @torch.no_grad()
 @layers
 def test_a_step_keeps_its_states_over_64_tokens(name, tmp_path):
-    layer, h = make(name), torch.randn(2, 64, 32)
+    layer = make(name)
+    h = torch.randn(2, 64, 32)
     start = 0
     states = layer.empty_cache(2)
     shapes = None
@@ -111,7 +113,8 @@ def test_a_language_model_reads_and_decodes(mixer, tmp_path):
 
 @torch.no_grad()
 def test_a_layer_reads_one_fixed_length(tmp_path):
-    layer, h = Longhorn(32).eval(), torch.randn(2, 20, 32)
+    layer = Longhorn(32).eval()
+    h = torch.randn(2, 20, 32)
     (y,) = exported(layer, (h,), tmp_path)(h)
     torch.testing.assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
 
@@ -119,7 +122,8 @@ def test_a_layer_reads_one_fixed_length(tmp_path):
 @torch.no_grad()
 @pytest.mark.slow
 def test_a_file_does_not_grow_with_the_length(tmp_path):
-    layer, sizes = Longhorn(16, form="exact").eval(), []
+    layer = Longhorn(16, form="exact").eval()
+    sizes = []
     for T in (8, 256):
         program = torch.onnx.export(layer, (torch.randn(1, T, 16),), dynamo=True, verbose=False)
         sizes.append(len(program.model.graph))
@@ -127,7 +131,8 @@ def test_a_file_does_not_grow_with_the_length(tmp_path):
 
 
 def test_packed_sequences_are_refused():
-    q, x = torch.randn(1, 9, 4), torch.randn(1, 9, 3)
+    q = torch.randn(1, 9, 4)
+    x = torch.randn(1, 9, 3)
     with pytest.raises(
         ValueError, match="cu_seqlens. cannot be exported to ONNX; read each as a separate row"
     ):
@@ -155,11 +160,9 @@ def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
     config = transformers.LonghornConfig(
         vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False
     )
-    model, tokens, mask = (
-        transformers.LonghornForCausalLM(config).eval(),
-        torch.randint(50, (3, 31)),
-        torch.ones(3, 31, dtype=torch.long),
-    )
+    model = transformers.LonghornForCausalLM(config).eval()
+    tokens = torch.randint(50, (3, 31))
+    mask = torch.ones(3, 31, dtype=torch.long)
     mask[0, :5] = 0
     mask[1, 7:9] = 0
     given = {"input_ids": tokens} | ({"attention_mask": mask} if masked else {})

@@ -34,7 +34,10 @@ def on_the_gpu_if_there_is_one():
 
 def make(B=B, T=T, D=D, N=N, seed=0, dtype=torch.float32):
     gen = torch.Generator("cpu").manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE, dtype)
+
+    def new(*s):
+        return torch.randn(*s, generator=gen, device="cpu").to(DEVICE, dtype)
+
     return dict(
         q=new(B, T, N),
         k=new(B, T, N),
@@ -83,7 +86,8 @@ def test_steps_equal_the_scan(form, backend, inplace):
     t = make()
     first = torch.randn(B, D, N)
     out, end = run(form, t, initial_state=first, output_final_state=True, backend=backend)
-    A, state = rates(form, t), first.clone()
+    A = rates(form, t)
+    state = first.clone()
     for i in range(T):
         now = [t[n][:, i] for n in "qkxb"]
         if form in FORMS:
@@ -128,14 +132,16 @@ WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), 
     st.booleans(),
 )
 def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, widths, strided):
-    total, (D, N) = sum(lengths), widths
+    total = sum(lengths)
+    D, N = widths
     t = make(1, total, D, N)
     if strided:  # every second channel of a wider tensor
         t = {
             n: torch.stack([v, v + 1], -1).flatten(-2)[..., ::2] if v.dim() == 3 else v
             for n, v in t.items()
         }
-    A, first = rates(form, t), torch.randn(len(lengths), D, N)
+    A = rates(form, t)
+    first = torch.randn(len(lengths), D, N)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
     out, ends = run(
@@ -174,10 +180,8 @@ def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, 
 
 @pytest.mark.parametrize("form", RUNS)
 def test_gradients_of_states_and_parameters_flow_through_packing(form):
-    t, first = (
-        make(1, 12, dtype=torch.float64),
-        torch.randn(2, D, N, dtype=torch.float64, requires_grad=True),
-    )
+    t = make(1, 12, dtype=torch.float64)
+    first = torch.randn(2, D, N, dtype=torch.float64, requires_grad=True)
     options = dict(initial_state=first, cu_seqlens=torch.tensor([0, 5, 12]))
     for a, b in zip(
         *(
@@ -349,7 +353,8 @@ def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
 @pytest.mark.parametrize("form", RUNS)
 def test_inputs_and_states_are_not_changed_and_no_grad_works(form):
     t = make()
-    first, copies = torch.randn(B, D, N), {n: v.clone() for n, v in t.items()}
+    first = torch.randn(B, D, N)
+    copies = {n: v.clone() for n, v in t.items()}
     state = first.clone()
     with torch.no_grad():
         out = run(form, {n: v.requires_grad_() for n, v in t.items()}, initial_state=first)
@@ -457,13 +462,13 @@ def test_bad_arguments_are_named(change, text):
 class Far:
     "Bounds on a GPU, as far as `read_bounds` asks."
 
-    device, values, _version, reads, is_inference = (
-        torch.device("cuda"),
-        [0, 4, 9],
-        0,
-        0,
-        lambda t: False,
-    )
+    device = torch.device("cuda")
+    values = [0, 4, 9]
+    _version = 0
+    reads = 0
+
+    def is_inference(t):
+        return False
 
     def tolist(self):
         self.reads += 1
@@ -473,13 +478,13 @@ class Far:
 def test_bounds_are_read_once_and_again_when_they_change():
     far = Far()
     assert read_bounds(far) == read_bounds(far) == [0, 4, 9] and far.reads == 1
-    far.values, far._version = [0, 6, 9], 1
+    far.values = [0, 6, 9]
+    far._version = 1
     assert read_bounds(far) == [0, 6, 9] and far.reads == 2
-    t, values = {name: tensor.cpu() for name, tensor in make(1).items()}, np.array([0, 4, 9])
-    first, bounds = (
-        longhorn_scan(**t, cu_seqlens=torch.from_numpy(values)),
-        torch.from_numpy(values),
-    )
+    t = {name: tensor.cpu() for name, tensor in make(1).items()}
+    values = np.array([0, 4, 9])
+    first = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values))
+    bounds = torch.from_numpy(values)
     assert torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
     values[1] = 6  # behind PyTorch's back
     assert not torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
@@ -498,7 +503,10 @@ def test_bounds_are_read_once_and_again_when_they_change():
 def test_bad_arguments_of_the_other_functions_are_named():
     t = make()
     s = {n + "_t": t[n][:, 0] for n in "qkxb"} | dict(state=torch.zeros(2, 5, 4))
-    scan = lambda dt, A: selective_scan(t["q"], t["k"], t["x"], dt, A)
+
+    def scan(dt, A):
+        return selective_scan(t["q"], t["k"], t["x"], dt, A)
+
     for text, call in (
         (
             "state has shape (2, 5, 3); expected (2, 5, 4) to match q_t and x_t",
@@ -536,7 +544,10 @@ def test_bad_arguments_of_the_other_functions_are_named():
 def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
     t = make(dtype=torch.float64)
     A = rates(form, t)
-    scan = lambda backend: lambda q: run(form, t | {"q": q}, A, backend=backend)
+
+    def scan(backend):
+        return lambda q: run(form, t | {"q": q}, A, backend=backend)
+
     for ours, expected in zip(
         torch.func.jvp(scan("auto"), (t["q"],), (t["k"],)),
         torch.func.jvp(scan("reference"), (t["q"],), (t["k"],)),
@@ -573,8 +584,12 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
 def test_compiled_transforms_take_the_reference_too(transform, form):
     "The operation has no forward mode: a compiled tangent used to be zero."
     t = make(T=2, dtype=torch.float64)  # a compiler unrolls the steps of the reference
-    A, q, u = rates(form, t), t["q"], t["k"]
-    scan = lambda q: run(form, t | {"q": q}, A)
+    A = rates(form, t)
+    q = t["q"]
+    u = t["k"]
+
+    def scan(q):
+        return run(form, t | {"q": q}, A)
 
     def tangent(q):
         with torch.autograd.forward_ad.dual_level():
@@ -589,7 +604,8 @@ def test_compiled_transforms_take_the_reference_too(transform, form):
     )
     asked = asked.get(transform, tangent)
     torch._dynamo.reset()
-    found, expected = torch.compile(asked, fullgraph=True, backend="aot_eager")(q), asked(q)
+    found = torch.compile(asked, fullgraph=True, backend="aot_eager")(q)
+    expected = asked(q)
     torch.testing.assert_close(found, expected)
     assert expected.abs().max() > 0.05
 

@@ -111,10 +111,8 @@ def test_ranges_are_no_wider_than_repeats_and_held_out_steps_need():
 
 
 def test_matrix_products_are_six_operations_per_parameter_and_token():
-    config, tokens = (
-        LMConfig(512, 128, 4, "attention", d_mlp=256),
-        torch.zeros(2, 16, dtype=torch.int64),
-    )
+    config = LMConfig(512, 128, 4, "attention", d_mlp=256)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter:
         SequenceLM(config)(tokens, tokens)[1].backward()
     counted = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
@@ -124,7 +122,8 @@ def test_matrix_products_are_six_operations_per_parameter_and_token():
 
 def test_parts_of_a_step_add_up_and_grow_with_their_own_work():
     (row,) = recorded_steps(mixer="attention", context=1024, compile=True)
-    parts, work = planner.parts_of(row), planner.recorded_work(row)
+    parts = planner.parts_of(row)
+    work = planner.recorded_work(row)
     assert sum(parts.values()) == pytest.approx(row["ms"] / 1e3) and min(parts.values()) >= 0
     for name in work:
         assert planner.scaled_parts(row, work | {name: 2 * work[name]}) == pytest.approx(
@@ -154,14 +153,13 @@ def test_memory_is_shared_by_fsdp_and_cut_by_parts_slices_and_recomputing():
         )
         return plan(preset, "longhorn", gpus, micro_batches=parts)
 
-    ddp, fsdp, more, whole, again = (
-        of(5, "auto"),
-        of(5, "fsdp"),
-        of(10, "ddp"),
-        of(5, "ddp", loss_chunk=2**20),
-        of(5, "ddp", again=True),
-    )
-    P, tiny = ddp.parameters, plan(changed("owt-120m", batch_size=1, context=8), "longhorn")
+    ddp = of(5, "auto")
+    fsdp = of(5, "fsdp")
+    more = of(10, "ddp")
+    whole = of(5, "ddp", loss_chunk=2**20)
+    again = of(5, "ddp", again=True)
+    P = ddp.parameters
+    tiny = plan(changed("owt-120m", batch_size=1, context=8), "longhorn")
     assert ddp.sharding == "ddp" and ddp.memory["Adam"][0] == 8 * P == 4 * fsdp.memory["Adam"][0]
     assert [of(1, "hsdp", gpus).memory["Adam"][0] for gpus in (16, 64)] == [
         P,
@@ -179,7 +177,8 @@ def test_memory_is_shared_by_fsdp_and_cut_by_parts_slices_and_recomputing():
     assert sum(tiny.memory[name] for name in ("gradients", "activations", "loss")) == pytest.approx(
         4 * P
     )  # when the pass ends
-    alpha, width = planner.kept_per_channel(ddp.like[0]), again.tokens * again.config.d_model
+    alpha = planner.kept_per_channel(ddp.like[0])
+    width = again.tokens * again.config.d_model
     assert again.memory["activations"][0] == pytest.approx((2 * alpha + 4 * 24) * width)
     assert 5 * again.memory["activations"][0] < ddp.memory["activations"][0]
     assert {
@@ -213,27 +212,22 @@ def test_communication_takes_the_slowest_link(gpus, network, rate, says):
 
 
 def test_hsdp_gathers_within_a_node_and_sends_gradients_of_a_shard_between_nodes():
-    preset, P = (
-        changed("owt-120m", batch_size=512, sharding="hsdp"),
-        plan(SMALL, "longhorn").parameters,
-    )
+    preset = changed("owt-120m", batch_size=512, sharding="hsdp")
+    P = plan(SMALL, "longhorn").parameters
     for gpus, nodes in (16, 2), (64, 8):
         p = plan(preset, "longhorn", gpus, micro_batches=2, network=2.0)
-        within, between = (
-            7 / 8 * (4 + 8 * 2) * P / planner.link_rate(),
-            (1 - 1 / nodes) * 8 * P / 8 / 2e9,
-        )
+        within = 7 / 8 * (4 + 8 * 2) * P / planner.link_rate()
+        between = (1 - 1 / nodes) * 8 * P / 8 / 2e9
         assert p.shards == 8 and p.work["communication"][1] == pytest.approx(within + between)
 
 
 def test_gpus_wait_for_a_slow_host_and_get_the_largest_part_that_fits():
-    tiny, sharded = (
-        plan(changed("laptop"), "longhorn"),
-        plan(changed("laptop", sharding="fsdp"), "longhorn", gpus=2),
-    )
+    tiny = plan(changed("laptop"), "longhorn")
+    sharded = plan(changed("laptop", sharding="fsdp"), "longhorn", gpus=2)
     assert tiny.step_seconds[1] == pytest.approx(5 * waits()["none"][1])
     assert sharded.step_seconds == pytest.approx(5 * waits()["fsdp"])
-    p, large = plan(SMALL, "longhorn"), plan(find_preset("slimpajama-1.3b"), "longhorn", gpu="H100")
+    p = plan(SMALL, "longhorn")
+    large = plan(find_preset("slimpajama-1.3b"), "longhorn", gpu="H100")
     assert (
         p.tokens <= PARTS[1] < p.tokens * p.micro_batches / (p.micro_batches - 1)
         and large.peak[1] < 0.9 * 80e9
@@ -346,11 +340,9 @@ def test_what_cannot_be_planned_is_one_sentence(mixer, options, says, tmp_path, 
 
 @pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_machine_rates_measures_and_keeps_what_it_did_not_measure(gpus, tmp_path):
-    path, script, about = (
-        tmp_path / "machine.json",
-        ROOT / "kernels/machine_rates.py",
-        dict(gpu="a", torch="b", cuda="c"),
-    )
+    path = tmp_path / "machine.json"
+    script = ROOT / "kernels/machine_rates.py"
+    about = dict(gpu="a", torch="b", cuda="c")
     subprocess.run(
         [sys.executable, script, "--device", "cpu", "--gpus", str(gpus), "--out", path], check=True
     )

@@ -28,7 +28,8 @@ def test_a_line_is_the_mean_over_seeds_and_its_band_the_range(ax, runs):
     )
     assert line.get_label() == LABELS["longhorn_exact"]
     band = ax.collections[0].get_paths()[0].vertices
-    low, high = np.atleast_2d(runs).min(0), np.atleast_2d(runs).max(0)
+    low = np.atleast_2d(runs).min(0)
+    high = np.atleast_2d(runs).max(0)
     for step in range(3):
         there = band[band[:, 0] == step, 1]
         assert (there.min(), there.max()) == (low[step], high[step])

@@ -76,7 +76,9 @@ def page_cells(page):
     text = (ROOT / page).read_text(encoding="utf-8")
     if page.endswith(".md"):
         return re.sub(r"```.*?```", "", text, flags=re.S), "", ""
-    prose, code, shown = [], [], []
+    prose = []
+    code = []
+    shown = []
     for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         (prose if cell["cell_type"] == "markdown" else code).append(source)
@@ -184,7 +186,8 @@ def published():
 def sources(page):
     "Return the numbers that a page shows or that were published, and the fields of records that it may quote."
     _, code, shown = page_cells(page)
-    lab, front = page.startswith("nbs/lab/"), page in ("README.md", "nbs/index.ipynb")
+    lab = page.startswith("nbs/lab/")
+    front = page in ("README.md", "nbs/index.ipynb")
     found = numbers_in(str(ledger("no runs"))) if front else set()
     if page == "README.md":  # tests/test_site.py checks these blocks
         found |= numbers_in("\n".join(build.readme_blocks().values()))
@@ -195,8 +198,10 @@ def sources(page):
 
 def agrees(text, kind, page):
     "Check whether some value agrees with the stated number to all its digits."
-    (shown, records), (factors, fields) = sources(page), kind
-    number, places = abs(value_of(text)), len(text.partition(".")[2])
+    shown, records = sources(page)
+    factors, fields = kind
+    number = abs(value_of(text))
+    places = len(text.partition(".")[2])
     half = 0.5 * 10**-places * (1 + 1e-9)
     values = shown | {value for field, value in records if re.search(fields, field)}
     return any(abs(abs(value) * factor - number) <= half for value in values for factor in factors)
@@ -403,10 +408,12 @@ def test_the_mixer_of_the_contributing_guide_works():
             "from longhorn_kit.models.mixer import Mixer, register_mixer\n" + textwrap.dedent(code),
             {},
         )
-        layer, x = MIXERS["decay"](6), torch.randn(2, 5, 6)
+        layer = MIXERS["decay"](6)
+        x = torch.randn(2, 5, 6)
     finally:
         MIXERS.pop("decay", None)
-    parts, cache = [], layer.empty_cache(2)
+    parts = []
+    cache = layer.empty_cache(2)
     for x_t in x.unbind(1):
         y_t, cache = layer.step(x_t, cache)
         parts.append(y_t)

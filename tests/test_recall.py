@@ -103,7 +103,8 @@ def test_every_model_starts_at_ln_v_and_reads_only_the_past(name):
     keys, symbols, answers = (part[None].repeat(2, *[1] * part.dim()) for part in stream)
     assert grade(model, keys, symbols, answers)[1][0].allclose(torch.tensor(6.0).log())
     torch.nn.init.normal_(model.out, generator=torch.Generator().manual_seed(0))
-    before, later = model(keys, symbols), keys.clone()
+    before = model(keys, symbols)
+    later = keys.clone()
     later[:, :, 5] += 1
     after = model(later, symbols)
     assert torch.allclose(before[:, :, :5], after[:, :, :5], atol=1e-5) and not torch.allclose(
@@ -159,16 +160,14 @@ def test_a_tiny_run_has_the_structure_of_the_record_and_is_judged(tmp_path):
 
 
 def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_test(tmp_path):
-    config, calls = (
-        replace(
-            CONFIG,
-            tasks=("once",),
-            models=("gla", "attention"),
-            lrs=(0.1, 0.2, 0.3),
-            search_seeds=(100, 101),
-        ),
-        [],
+    config = replace(
+        CONFIG,
+        tasks=("once",),
+        models=("gla", "attention"),
+        lrs=(0.1, 0.2, 0.3),
+        search_seeds=(100, 101),
     )
+    calls = []
 
     def made_up(settings, folder):
         calls.append((settings["lr"], settings["seeds"], settings["test_pairs"]))
@@ -206,7 +205,8 @@ def test_recorded_learning_rates_lie_inside_their_grid(record):
     )
     for found in record["results"]["tasks"].values():
         for model, grid in found["grid"].items():
-            rates, best = sorted(grid, key=float), max(grid, key=grid.get)
+            rates = sorted(grid, key=float)
+            best = max(grid, key=grid.get)
             assert f"{found['lr'][model]:g}" == best and best not in (rates[0], rates[-1])
             assert len(found["recall"][model]) == len(record["settings"]["seeds"]) == 8
 

@@ -207,7 +207,8 @@ def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, mon
     with atomic_folder(path) as new:
         (new / "weights").write_text("old")
     monkeypatch.setattr(records, "exchange", lambda one, other: False)
-    real, seen = os.replace, []
+    real = os.replace
+    seen = []
 
     def watched(source, target):
         real(source, target)
@@ -315,7 +316,10 @@ def test_a_damaged_folder_names_its_file(tmp_path):
 
 def test_a_second_process_does_not_get_the_folder(tmp_path):
     code = f"from longhorn_kit.records import exclusive_lock\nwith exclusive_lock({str(tmp_path)!r}, wait=False): print('in')"
-    second = lambda: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+    def second():
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
     with exclusive_lock(tmp_path) as alone:
         assert alone and "BlockingIOError" in second().stderr
     assert second().stdout == "in\n" and os.listdir(tmp_path) == []
@@ -332,7 +336,8 @@ def test_progress_is_silent_for_short_work_away_from_a_terminal(monkeypatch, ter
 
 
 def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
-    path, real = tmp_path / "step", os.replace
+    path = tmp_path / "step"
+    real = os.replace
     path.mkdir()
     (path / "old").write_text("old")
     monkeypatch.setattr(records, "exchange", lambda one, other: False)
@@ -367,13 +372,17 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "ada"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    home, here = str(tmp_path / "home" / "ada"), os.getcwd()
+    home = str(tmp_path / "home" / "ada")
+    here = os.getcwd()
     assert without_machine_paths(f"a {home}/runs b={here}/x '{home}'") == "a ~/runs b=./x '~'"
     assert (
         without_machine_paths(f"{home}lovelace {here}er /x{here}")
         == f"{home}lovelace {here}er /x{here}"
     )
-    again = lambda path: to_plain(to_plain(FullPath(path)))  # of a run that resumes elsewhere
+
+    def again(path):
+        return to_plain(to_plain(FullPath(path)))  # of a run that resumes elsewhere
+
     assert (
         again(f"{home}/x") == "~/x"
         and re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x"))

@@ -14,7 +14,10 @@ B, T, D, N = 2, 11, 3, 4
 @pytest.fixture
 def tensors():
     torch.manual_seed(0)
-    new = lambda *s: torch.randn(*s, dtype=torch.float64).requires_grad_()
+
+    def new(*s):
+        return torch.randn(*s, dtype=torch.float64).requires_grad_()
+
     return dict(
         q=new(B, T, N),
         k=new(B, T, N),
@@ -58,11 +61,9 @@ def same(ours, theirs, tensors):
 @pytest.mark.parametrize("form", ["diagonal", "decoupled"])
 def test_elementwise_forms_are_sums_over_products_of_gates(form, tensors):
     t = tensors
-    beta, k, x = (
-        torch.sigmoid(t["b"] + t["b_bias"])[..., None],
-        t["k"][:, :, None],
-        t["x"][..., None],
-    )
+    beta = torch.sigmoid(t["b"] + t["b_bias"])[..., None]
+    k = t["k"][:, :, None]
+    x = t["x"][..., None]
     shared = (k * k).sum(-1, keepdim=True) if form == "diagonal" else k * k
     eps = beta / (1 + beta * shared)
     y, S = from_gates(1 - eps * k * k, eps * x * k, t["q"], t["initial_state"])
@@ -71,9 +72,11 @@ def test_elementwise_forms_are_sums_over_products_of_gates(form, tensors):
 
 def test_exact_is_a_dense_solve_a_step(tensors):
     t = tensors
-    S, reads = t["initial_state"], []
+    S = t["initial_state"]
+    reads = []
     for i in range(T):
-        beta, k = torch.sigmoid(t["b"] + t["b_bias"])[:, i, :, None], t["k"][:, i, None]
+        beta = torch.sigmoid(t["b"] + t["b_bias"])[:, i, :, None]
+        k = t["k"][:, i, None]
         system = torch.eye(N).double() + beta[..., None] * torch.einsum("ban,bam->banm", k, k)
         S = torch.linalg.solve(system, S + beta * t["x"][:, i, :, None] * k)
         reads.append(torch.einsum("bdn,bn->bd", S, t["q"][:, i]))

@@ -19,7 +19,9 @@ class Page(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.open, self.tags, self.text = [], [], []
+        self.open = []
+        self.tags = []
+        self.text = []
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -56,10 +58,8 @@ def fake_claims(monkeypatch):
 def written(tmp_path):
     write_record(tmp_path / "nbs/fake/gpu.json", fakes.record(scale="gpu", results={"score": -1}))
     settings = {"train": {"lr": 0.003, "seeds": [0, 1]}, "data": "</pre><script>1</script>\x07"}
-    records, known = (
-        [fakes.record(settings=settings), fakes.record(scale="gpu")],
-        ledger(tmp_path / "runs", tmp_path / "nbs"),
-    )
+    records = [fakes.record(settings=settings), fakes.record(scale="gpu")]
+    known = ledger(tmp_path / "runs", tmp_path / "nbs")
     return report.write_report(records, tmp_path / "deep/report.html", known).read_text(
         encoding="utf-8"
     )

@@ -111,7 +111,8 @@ def test_the_rate_is_best_over_all_search_seeds_and_none_of_them_diverges(tmp_pa
 
 
 def test_no_verdict_before_the_last_seed_of_both_models(tmp_path):
-    config, results = RewrittenConfig(**TINY), Results(tmp_path)
+    config = RewrittenConfig(**TINY)
+    results = Results(tmp_path)
     experiment = made_up(lambda seeds, lr: {0.05: 0.6}.get(lr, 0.5))
     record = run(experiment, folder=tmp_path, workers=0, **TINY)
     last = next(rewritten.cells(replace(config, embed=(3,), models=("longhorn",)))) | {

@@ -130,9 +130,15 @@ def wait(job):
 
 def test_a_free_process_takes_the_model_that_it_holds():
     engine = StayingProcesses(["0", "1"])
-    worker = lambda model, free: SimpleNamespace(model=model, free=lambda: free)
+
+    def worker(model, free):
+        return SimpleNamespace(model=model, free=lambda: free)
+
     engine.processes = {"0": worker("a", False), "1": worker("b", True)}
-    jobs = lambda *models: [{"model": model} for model in models]
+
+    def jobs(*models):
+        return [{"model": model} for model in models]
+
     assert engine.choose(jobs("c", "a", "b")) == 2, "its own model first"
     assert engine.choose(jobs("a", "c")) == 1, "then one that no process holds"
     assert engine.choose(jobs("a", "a")) == 0
@@ -289,7 +295,9 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(
     tmp_path, expected, launcher, request
 ):
     variables, nanny = request.getfixturevalue("dask_cluster") if launcher == "dask" else ({}, None)
-    chance, kills, process = random.Random(launcher), 0, None
+    chance = random.Random(launcher)
+    kills = 0
+    process = None
     end = time.monotonic() + 1500
     while time.monotonic() < end and not (tmp_path / "record.json").exists():
         if process is None or process.poll() is not None:
@@ -371,7 +379,10 @@ def test_a_job_is_expected_to_take_the_time_of_the_finished_ones_most_like_it():
         job("b", 1, 70.0, size=2),
     ):
         known.setdefault(lab_run.kind_of(row["settings"]), []).append(row["seconds"])
-    likely = lambda **settings: lab_run.likely_seconds(lab_run.kind_of(settings), known)
+
+    def likely(**settings):
+        return lab_run.likely_seconds(lab_run.kind_of(settings), known)
+
     assert likely(model="a", size=1, lr=9, seed=5) == 15  # neither rate nor seed changes the time
     assert (
         likely(model="b", size=2) == 70 and likely(model="a", size=2) == 15
@@ -422,7 +433,8 @@ def test_estimates_are_round(seconds, words):
 
 
 def test_jobs_that_wait_for_results_are_counted_from_the_start(tmp_path, monkeypatch):
-    totals, estimates = [], []
+    totals = []
+    estimates = []
 
     class Bar(contextlib.nullcontext):
         n = 0
@@ -461,13 +473,15 @@ def test_a_resumed_run_is_estimated_before_its_first_job(tmp_path):
 def test_a_free_gpu_gets_the_next_job(monkeypatch):
     class Job:
         def __init__(self, context, function, arguments, variables):
-            self.gpu, self.ended = variables["CUDA_VISIBLE_DEVICES"], False
+            self.gpu = variables["CUDA_VISIBLE_DEVICES"]
+            self.ended = False
 
         def done(self):
             return self.ended
 
     monkeypatch.setattr(lab_run, "LocalJob", Job)
     engine = lab_run.Processes(2, ["3", "5"], "json")
-    long, short = engine.submit(print), engine.submit(print)
+    long = engine.submit(print)
+    short = engine.submit(print)
     short.ended = True
     assert [long.gpu, short.gpu, engine.submit(print).gpu] == ["3", "5", "5"]

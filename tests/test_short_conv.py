@@ -23,7 +23,10 @@ BACKENDS = ("torch", "triton")
 def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=True, seed=0):
     "Arguments, and the gradients of y and of the final state."
     gen = torch.Generator().manual_seed(seed)
-    new = lambda *s: torch.randn(*s, generator=gen).to(DEVICE)
+
+    def new(*s):
+        return torch.randn(*s, generator=gen).to(DEVICE)
+
     n = B if sequences is None else sequences
     a = dict(
         x=new(B, T, D).to(dtype),
@@ -36,7 +39,8 @@ def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=Tru
 
 def summed(x, weight, bias, initial_state, activation="silu"):
     "y and the final state of one batch, each output a sum over its window."
-    (B, T, D), W = x.shape, weight.shape[1]
+    B, T, D = x.shape
+    W = weight.shape[1]
     past = x.new_zeros(B, D, W - 1) if initial_state is None else initial_state
     row = torch.cat([past.transpose(1, 2), x], 1)
     y = sum(row[:, j : j + T] * weight[:, j] for j in range(W)) + (0 if bias is None else bias)
@@ -70,9 +74,12 @@ def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
         if isinstance(bounds, list)
         else bounds
     )
-    run = lambda **t: causal_conv1d(
-        **t, cu_seqlens=cu, output_final_state=True, backend=backend, **options
-    )
+
+    def run(**t):
+        return causal_conv1d(
+            **t, cu_seqlens=cu, output_final_state=True, backend=backend, **options
+        )
+
     return results(run, leaves(a), dy, dfinal)
 
 
@@ -80,10 +87,8 @@ def assert_right(
     B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made
 ):
     a, dy, dfinal = inputs(B, T, D, W, None if bounds is None else len(bounds) - 1, dtype, **made)
-    got, want = (
-        ours(a, dy, dfinal, backend, bounds, activation=activation),
-        oracle(a, dy, dfinal, activation, bounds),
-    )
+    got = ours(a, dy, dfinal, backend, bounds, activation=activation)
+    want = oracle(a, dy, dfinal, activation, bounds)
     bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
     assert got.keys() == want.keys() and not bad, bad
     assert got["y"].is_contiguous() and got["final"].is_contiguous()  # can be viewed in any shape
@@ -94,10 +99,8 @@ def assert_right(
 def test_sixteen_bits_are_rounded_once(activation, dtype):
     "Outputs are as far from float64 as one rounding; gradients of float32 taps have no 16-bit rounding at all."
     a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
-    got, want = (
-        ours(a, dy, dfinal, "torch", activation=activation),
-        oracle(a, dy, dfinal, activation),
-    )
+    got = ours(a, dy, dfinal, "torch", activation=activation)
+    want = oracle(a, dy, dfinal, activation)
     for name in ("y", "x", "initial_state"):
         assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
     assert error(got["weight"], want["weight"]) < 3e-6 and error(got["bias"], want["bias"]) < 3e-6
@@ -107,7 +110,8 @@ def test_sixteen_bits_are_rounded_once(activation, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_keep_wide_states_and_round_once(backend):
     a, *_ = inputs(64, 1, 8, 4, dtype=torch.bfloat16)
-    x, state = a["x"][:, 0], a["initial_state"].float() + 1e-3  # no bfloat16 numbers
+    x = a["x"][:, 0]
+    state = a["initial_state"].float() + 1e-3  # no bfloat16 numbers
     with torch.no_grad():
         y, after = causal_conv1d_step(x, state, a["weight"], a["bias"], backend=backend)
     want, _ = summed(*(t.double() for t in (a["x"], a["weight"], a["bias"], state)))
@@ -194,7 +198,8 @@ def test_packed_is_bit_identical_to_alone(backend, small):
 def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
     a, *_ = inputs(2, sum(lengths), 3, W)
     whole = causal_conv1d(**a, output_final_state=True, backend=backend)
-    parts, past = [], a["initial_state"]
+    parts = []
+    past = a["initial_state"]
     for piece in a["x"].split(lengths, 1):
         y, past = causal_conv1d(
             piece,
@@ -374,7 +379,9 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
 def test_compiles_without_graph_breaks(small):
     a, dy, _ = inputs(1, 4, 2, 3)
     r = leaves(a)
-    once = lambda x, w, c, h: causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
+
+    def once(x, w, c, h):
+        return causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
 
     def twice(x, w, c, h):
         y, again = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
@@ -422,7 +429,10 @@ def test_autocast_and_mixed_types():
 
 def test_forward_mode_takes_pytorch():
     a, *_ = inputs(1, 5, 3, 4)
-    through = lambda x: causal_conv1d(x, a["weight"], a["bias"])
+
+    def through(x):
+        return causal_conv1d(x, a["weight"], a["bias"])
+
     _, ours = torch.func.jvp(through, (a["x"],), (a["x"],))
     _, expected = torch.func.jvp(
         lambda x: causal_conv1d(x, a["weight"], a["bias"], backend="torch"), (a["x"],), (a["x"],)
@@ -431,7 +441,8 @@ def test_forward_mode_takes_pytorch():
     torch.testing.assert_close(ours, expected)
 
 
-X, WEIGHT = torch.zeros(2, 5, 3, device=DEVICE), torch.zeros(3, 4, device=DEVICE)
+X = torch.zeros(2, 5, 3, device=DEVICE)
+WEIGHT = torch.zeros(3, 4, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -539,7 +550,8 @@ def test_gpu_gradients_repeat_bit_for_bit():
 def test_gpu_offsets_beyond_two_to_the_31():
     B, T, D = 1, 1_100_000, 2048
     x = torch.randn(B, T, D, device=DEVICE, dtype=torch.bfloat16)
-    w, c = torch.randn(D, 4, device=DEVICE), torch.randn(D, device=DEVICE)
+    w = torch.randn(D, 4, device=DEVICE)
+    c = torch.randn(D, device=DEVICE)
     y = causal_conv1d(x, w, c)
     tail = causal_conv1d(x[:, -70:], w, c)
     assert torch.equal(y[:, -60:], tail[:, -60:])
@@ -553,7 +565,10 @@ def test_gpu_cuda_graph_and_inductor():
     a, dy, dfinal = inputs(2, 300, 64, 4, dtype=torch.bfloat16)
     want = ours(a, dy, dfinal)
     compiled = torch.compile(causal_conv1d, fullgraph=True)
-    run = lambda **t: compiled(**t, output_final_state=True)
+
+    def run(**t):
+        return compiled(**t, output_final_state=True)
+
     got = results(run, leaves(a), dy, dfinal)
     assert all(torch.equal(got[n], want[n]) for n in want)
     with torch.no_grad():

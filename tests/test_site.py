@@ -49,10 +49,8 @@ class Page:
         self.ids = {tag["id"] for tag in soup.find_all(id=True)} | {
             tag.get("name") for tag in soup.find_all("a")
         }
-        self.links, self.pictures = (
-            [tag["href"] for tag in soup.find_all("a", href=True)],
-            soup.find_all("img"),
-        )
+        self.links = [tag["href"] for tag in soup.find_all("a", href=True)]
+        self.pictures = soup.find_all("img")
         self.loaded = [
             tag["src"]
             for tag in soup.find_all(
@@ -421,7 +419,8 @@ def test_front_pages_are_sparing_with_numbers():
 
 
 def test_the_python_of_the_readme_works():
-    text, scope = (ROOT / "README.md").read_text(), {}
+    text = (ROOT / "README.md").read_text()
+    scope = {}
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
     exec(code, scope)
     assert (
@@ -468,7 +467,9 @@ def headings(path):
 
 def test_every_link_and_image_works_under_make_lab_and_on_github(monkeypatch):
     monkeypatch.chdir(ROOT)
-    root, dead, count = server_root(), [], 0
+    root = server_root()
+    dead = []
+    count = 0
     for path in PAGES:
         text = markdown_of(path)
         targets = re.findall(r"\]\(<?([^)\s>]+)", text) + re.findall(
@@ -511,7 +512,8 @@ def only_draws(cell):
 
 
 def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(prepared):
-    folded, sites = [], 0
+    folded = []
+    sites = 0
     for path in build.notebooks():
         for cell in (cell for cell in build.read(path)["cells"] if cell["cell_type"] == "code"):
             hidden = cell["metadata"].get("jupyter", {}).get("source_hidden", False)
@@ -551,7 +553,8 @@ def test_figures_have_twice_the_pixels_and_few_bytes():
     for path in build.notebooks():
         for output in figures.pictures(*build.read(path)["cells"]):
             data = base64.b64decode("".join(output["data"]["image/png"]))
-            image, size = Image.open(io.BytesIO(data)), output["metadata"].get("image/png", {})
+            image = Image.open(io.BytesIO(data))
+            size = output["metadata"].get("image/png", {})
             remedy = (
                 f"{path.stem}: call `use_style` and run `make outputs NB={path.relative_to(ROOT)}`"
             )
@@ -582,7 +585,8 @@ def test_a_packed_figure_looks_the_same():
 
 
 def test_every_cited_paper_is_on_the_page_of_references():
-    cited, listed = set(), set()
+    cited = set()
+    listed = set()
     for path in build.notebooks():
         for cell in build.read(path)["cells"]:
             found = set(
@@ -611,7 +615,8 @@ STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
 
 @pytest.mark.parametrize("path", build.notebooks(), ids=lambda path: path.stem)
 def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
-    text, stub = "", None  # text since the last solution, and the stub that has none yet
+    text = ""
+    stub = None  # text since the last solution, and the stub that has none yet
     for cell in build.read(path)["cells"]:
         folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and "solution" in cell[
             "metadata"
@@ -626,7 +631,8 @@ def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
             stub = cell["source"]
         elif folded:
             assert stub, f"a solution of what?\n{cell['source']}"
-            text, stub = "", None
+            text = ""
+            stub = None
     assert stub is None, f"no folded solution of\n{stub}"
 
 
@@ -684,10 +690,13 @@ def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site,
 def test_the_search_finds_a_function_by_name_and_by_what_it_does(site, words, name):
     stemmer = pytest.importorskip("sphinx.search.en").SearchEnglish({})
     index = json.loads((site / "searchindex.js").read_text()[len("Search.setIndex(") : -1])
-    listed = lambda found: set(found if isinstance(found, list) else [found])
-    pages_of = lambda stem: (
-        listed(index["terms"].get(stem, [])) | listed(index["titleterms"].get(stem, []))
-    )
+
+    def listed(found):
+        return set(found if isinstance(found, list) else [found])
+
+    def pages_of(stem):
+        return listed(index["terms"].get(stem, [])) | listed(index["titleterms"].get(stem, []))
+
     by_words = set.intersection(*(pages_of(stemmer.stem(word)) for word in words.split()))
     module, function = name.rsplit(".", 1)
     by_name = {row[0] for row in index["objects"][module] if row[4] == function}

@@ -24,18 +24,22 @@ RATES = dict(bytes=4e12, operations=30e12, specials=4e12, products=400e12)
 @pytest.mark.parametrize("dtype, gated", [(torch.bfloat16, True), (torch.float32, False)])
 def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
     B, T, D, N = 2, 8, 6, 4
-    new = lambda *s: torch.randn(s).to(dtype).requires_grad_()
-    q, k, x, b, z = (
-        new(B, T, N),
-        new(B, T, N),
-        new(B, T, D),
-        new(B, T, D),
-        new(B, T, D) if gated else None,
-    )
+
+    def new(*s):
+        return torch.randn(s).to(dtype).requires_grad_()
+
+    q = new(B, T, N)
+    k = new(B, T, N)
+    x = new(B, T, D)
+    b = new(B, T, D)
+    z = new(B, T, D) if gated else None
     given = [t for t in (q, k, x, b, z) if t is not None]
     out = longhorn_scan(q, k, x, b, z=z)
     grads = torch.autograd.grad(out, given, torch.ones_like(out))
-    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)
+
+    def size(tensors):
+        return sum(t.numel() * t.element_size() for t in tensors)
+
     sizes = dict(z=gated, itemsize=x.element_size(), kept=0.0)
     assert scan_bytes(B, T, D, N, **sizes) == size([*given, out])
     assert scan_bytes(B, T, D, N, "backward", **sizes) == size(
@@ -105,9 +109,10 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
         dtype="bfloat16",
         kept_bytes_per_x=4.0,
     )
-    count = lambda case, way, n: dict(
-        case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0)
-    )
+
+    def count(case, way, n):
+        return dict(case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0))
+
     compiled = dict(
         rows=[count("fast diagonal", "backward", n) for n in (100, 300, None)]
         + [

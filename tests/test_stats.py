@@ -87,10 +87,8 @@ def test_words(values, options, word):
 
 def test_a_claim_with_many_questions_is_harder():
     clear = Comparison("x", (2.0, 3.1, 2.4), searched=0)
-    one, many = (
-        judge([clear])[0],
-        judge([clear] + [Comparison("y", (-1.0, 2.0, 0.5), searched=0)] * 9)[0],
-    )
+    one = judge([clear])[0]
+    many = judge([clear] + [Comparison("y", (-1.0, 2.0, 0.5), searched=0)] * 9)[0]
     assert (one.verdict, many.verdict) == ("holds", "undecided") and many.p == pytest.approx(
         10 * one.p
     )
@@ -101,7 +99,8 @@ def test_a_claim_with_many_questions_is_harder():
 
 @pytest.mark.parametrize("asked", [1, 4])
 def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(asked):
-    rng, repeats = np.random.default_rng(0), 1000
+    rng = np.random.default_rng(0)
+    repeats = 1000
     decided = [
         any(
             found.verdict != "undecided"
@@ -115,10 +114,8 @@ def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(asked):
 
 
 def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
-    ahead, even = (
-        Comparison("a above b", (1.0, 1.1, 0.9), searched=0),
-        Comparison("a above c", (1.0, -1.0, 0.1), searched=0),
-    )
+    ahead = Comparison("a above b", (1.0, 1.1, 0.9), searched=0)
+    even = Comparison("a above c", (1.0, -1.0, 0.1), searched=0)
     title, header, rows = verdict_table(list(zip([ahead, even], judge([ahead, even]))))
     assert (title, header) == (
         "Verdicts",
@@ -472,10 +469,8 @@ def test_the_level_of_a_bar_follows_the_step_of_the_correction():
 
 
 def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
-    first, second = (
-        [3.0, 2.4, 1.0],
-        [0.5, 2.4, 1.0],
-    )  # at the second look the first has lost its lead
+    first = [3.0, 2.4, 1.0]
+    second = [0.5, 2.4, 1.0]  # at the second look the first has lost its lead
     judged = compare_normal([first, second])
     assert [(judgement.side, judgement.look) for judgement in judged] == [
         ("ahead", 4),
@@ -577,7 +572,8 @@ def test_better_and_as_good_on_one_pair_are_one_question():
     ].level == judged[1].level == 0.02
 
 
-A_RUNS, B_RUNS = (1.0, 1.2, 1.1, 0.9), (2.0, 2.1, 1.05, 2.3)
+A_RUNS = (1.0, 1.2, 1.1, 0.9)
+B_RUNS = (2.0, 2.1, 1.05, 2.3)
 
 
 def test_runs_are_compared_beside_the_verdict():

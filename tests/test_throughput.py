@@ -46,7 +46,8 @@ def test_a_run_has_the_rows_of_the_committed_record_and_can_be_judged(tmp_path, 
             mixers=("longhorn", "longhorn_exact", "mamba"),
             **FAST,
         )
-    rows, recorded = record["results"]["rows"], read_record(RECORDS / "throughput.json")["rows"]
+    rows = record["results"]["rows"]
+    recorded = read_record(RECORDS / "throughput.json")["rows"]
     assert record["missing"] == 0 and {frozenset(row) for row in rows} == {
         frozenset(row) for row in recorded
     }
@@ -79,10 +80,8 @@ def test_all_mixers_come_before_a_longer_context_and_a_full_memory_is_a_result(
     record = run(
         EXPERIMENT, "gpu", tmp_path, workers=0, mixers=("mamba2",), compiled=(False,), **FAST
     )
-    (failed,), (then,) = (
-        record["results"]["failed"],
-        read_record(RECORDS / "throughput.json")["failed"],
-    )
+    (failed,) = record["results"]["failed"]
+    (then,) = read_record(RECORDS / "throughput.json")["failed"]
     assert (
         failed["settings"].keys() == then["settings"].keys()
         and failed["error"] == then["error"]

@@ -34,7 +34,8 @@ def events(folder):
     "What TensorBoard shows of a run, as lines of metrics."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    reader, lines = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0}).Reload(), {}
+    reader = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0}).Reload()
+    lines = {}
     for name in reader.Tags()["scalars"]:
         for event in reader.Scalars(name):
             line = lines.setdefault(event.step, {"step": event.step})
@@ -111,11 +112,10 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
     with pytest.raises(MemoryError):  # before it comes as far again
         run(folder, Interrupting(33, failing(MemoryError("stopped"))), tracked(name))
     run(folder, config=tracked(name))
-    starts, seen = (
-        [call for call in calls(name) if "project" in call],
-        [call for call in calls(name) if "step" in call],
-    )
-    about, key = starts[0], read_json(folder / "config.json")["id"]
+    starts = [call for call in calls(name) if "project" in call]
+    seen = [call for call in calls(name) if "step" in call]
+    about = starts[0]
+    key = read_json(folder / "config.json")["id"]
     assert (
         len(starts) == 3
         and about == starts[1] == starts[2]
@@ -127,9 +127,13 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
         and about["config"]["lr"] == CONFIG.lr
         and calls(name).count("finished") == 3
     )
-    drop = lambda lines: [
-        {key: value for key, value in line.items() if key != "tokens_per_second"} for line in lines
-    ]
+
+    def drop(lines):
+        return [
+            {key: value for key, value in line.items() if key != "tokens_per_second"}
+            for line in lines
+        ]
+
     assert drop(seen) == drop(read_jsonl(folder / "metrics.jsonl")) and len(seen) == CONFIG.steps
 
 

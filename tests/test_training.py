@@ -51,8 +51,10 @@ class Tiny(nn.Module):
     def __init__(self, seed=0, d=16, dropout=0.2):
         super().__init__()
         torch.manual_seed(seed)
-        self.embed, self.dropout = nn.Embedding(32, d), nn.Dropout(dropout)
-        self.hidden, self.head = nn.Linear(d, d), nn.Linear(d, 32)
+        self.embed = nn.Embedding(32, d)
+        self.dropout = nn.Dropout(dropout)
+        self.hidden = nn.Linear(d, d)
+        self.head = nn.Linear(d, 32)
 
     def forward(self, tokens, targets):
         logits = self.head(torch.tanh(self.hidden(self.dropout(self.embed(tokens)))))
@@ -64,7 +66,8 @@ class Interrupting(Sampler):
 
     def __init__(self, at, what, **options):
         super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
-        self.at, self.what = at, what
+        self.at = at
+        self.what = what
 
     def next_batch(self):
         if self.drawn // self.batch_size + 1 == self.at:
@@ -175,7 +178,8 @@ def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, change
 def test_a_copy_of_a_model_that_recomputes_its_blocks_runs_its_own():
     from longhorn_kit.lab.recipe import checkpoint_blocks
 
-    model, tokens = language_model(), torch.arange(8)[None]
+    model = language_model()
+    tokens = torch.arange(8)[None]
     checkpoint_blocks(model)
     copy = pickle.loads(pickle.dumps(model))
     for p in copy.parameters():
@@ -231,7 +235,13 @@ def test_a_finished_run_is_not_run_again_and_has_its_last_checkpoints(tmp_path, 
 
 def damages(folder):
     "Return ways to damage a checkpoint: (file, function of its bytes or None)."
-    cut, bit = lambda b: b[: len(b) // 2], lambda b: b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
+
+    def cut(b):
+        return b[: len(b) // 2]
+
+    def bit(b):
+        return b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
+
     return [
         (path.name, damage)
         for path in sorted(folder.iterdir())
@@ -302,7 +312,8 @@ def test_a_folder_belongs_to_one_run(tmp_path):
 @pytest.mark.parametrize("name", ["replace", "fsync"])
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, name, in_background):
-    real, config = getattr(os, name), dataclasses.replace(CONFIG, async_save=in_background)
+    real = getattr(os, name)
+    config = dataclasses.replace(CONFIG, async_save=in_background)
 
     def full(*args, **options):
         if "step-00000030" in str(args) + str(
@@ -322,8 +333,10 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, na
 
 
 def test_averaged_weights_are_those_of_a_plain_loop_and_resume(tmp_path):
-    config, seen = dataclasses.replace(CONFIG, ema=0.9, eval_every=1), []
-    model, step = Tiny(), training.train_step
+    config = dataclasses.replace(CONFIG, ema=0.9, eval_every=1)
+    seen = []
+    model = Tiny()
+    step = training.train_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             training,
@@ -363,7 +376,9 @@ class Nan(Tiny):
 
     def __init__(self, at, gradient_only=False):
         super().__init__()
-        self.at, self.calls, self.gradient_only = at, 0, gradient_only
+        self.at = at
+        self.calls = 0
+        self.gradient_only = gradient_only
 
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
@@ -478,7 +493,8 @@ class Table(nn.Module):
 @settings(max_examples=40, deadline=None)
 @given(st.integers(2, 90), st.integers(1, 20), st.integers(1, 9))
 def test_evaluation_is_the_mean_over_every_token_except_the_first(length, context, batch):
-    model, text = Table(), VAL[:length]
+    model = Table()
+    text = VAL[:length]
     logits = model.logits.detach().double().numpy()
     log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     by_hand = -np.mean([log_p[a, b] for a, b in zip(text[:-1], text[1:])])
@@ -491,7 +507,9 @@ def test_evaluation_is_the_mean_over_every_token_except_the_first(length, contex
 
 
 def test_evaluation_changes_nothing_and_training_no_random_state():
-    model, other, found = Tiny().train(), Tiny(), []
+    model = Tiny().train()
+    other = Tiny()
+    found = []
     torch.manual_seed(5)
     expected = torch.rand(3)
     for call in (
@@ -537,10 +555,12 @@ def test_the_number_of_evaluations_does_not_change_training(whole):
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 200), st.data())
 def test_schedule_rises_then_falls_to_its_end(steps, data):
-    warmup, end = data.draw(st.integers(0, steps - 1)), data.draw(st.floats(0, 1))
+    warmup = data.draw(st.integers(0, steps - 1))
+    end = data.draw(st.floats(0, 1))
     config = TrainConfig(steps=steps, warmup=warmup, lr=0.5, min_lr_ratio=end)
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
-    up, down = rates[: config.warmup], rates[max(config.warmup - 1, 0) :]
+    up = rates[: config.warmup]
+    down = rates[max(config.warmup - 1, 0) :]
     assert up == sorted(up) and down == sorted(down, reverse=True) and max(rates) <= 0.5
     assert math.isclose(rates[-1], 0.5 * end, abs_tol=1e-12) and all(
         rate > 0 for rate in rates[:-1]
@@ -551,13 +571,12 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.proj, self.head = (
-                nn.Embedding(9, 4),
-                nn.Linear(4, 4),
-                nn.Linear(4, 9, bias=False),
-            )
+            self.embed = nn.Embedding(9, 4)
+            self.proj = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 9, bias=False)
             self.head.weight = self.embed.weight  # tied
-            self.conv, self.norm = nn.Conv1d(4, 4, 4, groups=4), nn.LayerNorm(4)
+            self.conv = nn.Conv1d(4, 4, 4, groups=4)
+            self.norm = nn.LayerNorm(4)
             self.A_log = nn.Parameter(torch.zeros(4, 2))
             self.conv_weight, self.raw, self.special = (
                 nn.Parameter(torch.zeros(4, 4)) for _ in range(3)
@@ -588,7 +607,8 @@ def test_only_matrices_decay_and_every_parameter_is_in_one_group():
 )
 def test_language_models_decay_projections_alone(mixer, options):
     model = language_model(d_model=32, n_layer=1, mixer=mixer, mixer_options=options)
-    decay, modules = parameter_groups(model, 0.1)[0], dict(model.named_modules())
+    decay = parameter_groups(model, 0.1)[0]
+    modules = dict(model.named_modules())
     if mixer.startswith("rwkv"):  # stacked vectors do not decay
         assert decay["names"] and not [
             name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))
@@ -669,9 +689,12 @@ def test_runs_of_earlier_versions(tmp_path):
 @pytest.mark.numeric
 def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
     config = dataclasses.replace(CONFIG, steps=5, warmup=2, clip=0.05, weight_decay=0.3)
-    model, ours = Tiny(dropout=0.0), Tiny(dropout=0.0)
+    model = Tiny(dropout=0.0)
+    ours = Tiny(dropout=0.0)
     result = train(ours, TOKENS, None, config, quiet=True)
-    sampler, moments, expected = Sampler(TOKENS, 8, 4, 0), {}, []
+    sampler = Sampler(TOKENS, 8, 4, 0)
+    moments = {}
+    expected = []
     for step in range(1, 6):  # AdamW written out
         model.zero_grad()
         loss = model(*sampler.next_batch())[1]
@@ -728,7 +751,8 @@ class Sparse(Sampler):
 )
 def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
     "A micro-batch without targets adds nothing."
-    one, other = language_model(), language_model()
+    one = language_model()
+    other = language_model()
     whole, parts = (
         losses(
             model,
@@ -802,7 +826,8 @@ def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize("bf16", [False, True])
 def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
     torch.manual_seed(1)
-    h, weight = torch.randn(33, 6, requires_grad=True), torch.randn(11, 6, requires_grad=True)
+    h = torch.randn(33, 6, requires_grad=True)
+    weight = torch.randn(11, 6, requires_grad=True)
     targets = torch.randint(11, (33,))
     targets[::5] = -100
     with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
@@ -858,12 +883,11 @@ def test_slices_change_nothing_in_training(options):
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_the_state_is_reset_at_documents(chunk):
     "The loss equals that of every document read alone; tokens before a document do not change it."
-    model, tokens = (
-        language_model(mixer="longhorn"),
-        torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3)),
-    )
+    model = language_model(mixer="longhorn")
+    tokens = torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3))
     tokens[0, [4, 5, 17]] = tokens[1, 24] = 0
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
     pieces = [(0, 0, 5), (0, 5, 6), (0, 6, 18), (0, 18, 24), (1, 0, 24)]
     by_hand = (
         sum(

@@ -48,7 +48,10 @@ def padded(*lengths, side="left", seed=0):
     generator = torch.Generator().manual_seed(seed)
     alone = [torch.randint(50, (1, length), generator=generator) for length in lengths]
     fill = [(max(lengths) - n, 0) if side == "left" else (0, max(lengths) - n) for n in lengths]
-    pad = lambda t, by, value: torch.nn.functional.pad(t, by, value=value)
+
+    def pad(t, by, value):
+        return torch.nn.functional.pad(t, by, value=value)
+
     tokens = torch.cat([pad(t, by, 7) for t, by in zip(alone, fill)])
     mask = torch.cat([pad(torch.ones_like(t), by, 0) for t, by in zip(alone, fill)])
     return tokens, mask, alone
@@ -61,7 +64,8 @@ def padded(*lengths, side="left", seed=0):
 @pytest.mark.parametrize("tied", (True, False))
 def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
     lm = make(mixer, tie_embeddings=tied, d_mlp=32, mixer_options=options)
-    hf, tokens = to_transformers(lm), torch.randint(50, (2, 9))
+    hf = to_transformers(lm)
+    tokens = torch.randint(50, (2, 9))
     out = hf(tokens, labels=tokens)
     logits, loss = lm(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(out.logits[:, :-1], logits)
@@ -102,7 +106,8 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
 @pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), slow_case((3, 5), 1), ((3, 3, 5), 2)])
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, rows):
     "In transformers, generation from a padded batch gives each prompt the tokens that it gets alone (also where all rows are padded alike: of the last batches only those are given)."
-    hf, lm = to_transformers(make(name)), make(name)
+    hf = to_transformers(make(name))
+    lm = make(name)
     tokens, mask, alone = (t[:rows] for t in padded(*lengths))
     options = dict(
         max_new_tokens=7, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -110,10 +115,8 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
     together = hf.generate(tokens, attention_mask=mask, **options)
     careless = hf.generate(tokens, attention_mask=torch.ones_like(mask), **options)
     for row, prompt in enumerate(alone):
-        own, logits = (
-            lm.generate(prompt, 7, temperature=0),
-            torch.cat(hf.generate(prompt, **options).logits),
-        )
+        own = lm.generate(prompt, 7, temperature=0)
+        logits = torch.cat(hf.generate(prompt, **options).logits)
         assert torch.equal(together.sequences[row, max(lengths) :], own[0, -7:])
         torch.testing.assert_close(
             torch.stack([step[row] for step in together.logits]), logits, rtol=1e-4, atol=1e-5
@@ -127,15 +130,20 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
 def scattered(rows=5, length=14, seed=0):
     "A mask with zeros anywhere: also a full row, an empty one, and padding on one side."
     mask = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.6
-    mask[0], mask[1], mask[2, :5], mask[3, 9:] = True, False, False, False
+    mask[0] = True
+    mask[1] = False
+    mask[2, :5] = False
+    mask[3, 9:] = False
     return mask.long()
 
 
 @every_family_of_kit
 def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     "Zeros anywhere in a mask are skipped: outputs, states after two calls, and gradients are those of each text alone, in one pass."
-    hf, tokens = to_transformers(make(name)).double(), torch.randint(50, (5, 20))
-    mask, batches = scattered(length=20), []
+    hf = to_transformers(make(name)).double()
+    tokens = torch.randint(50, (5, 20))
+    mask = scattered(length=20)
+    batches = []
     hf.model.blocks[0].mixer.out_proj.register_forward_hook(
         lambda layer, inputs, out: batches.append(out.shape[:2])
     )
@@ -153,9 +161,11 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     torch.testing.assert_close(
         hf(tokens, attention_mask=mask).logits[mask.bool()], together[mask.bool()]
     )
-    weight, outputs = torch.randn_like(together) * mask[..., None], []
+    weight = torch.randn_like(together) * mask[..., None]
+    outputs = []
     for row in range(5):
-        own, text = tokens[row][mask[row].bool()][None], mask[row].bool()
+        own = tokens[row][mask[row].bool()][None]
+        text = mask[row].bool()
         torch.testing.assert_close(together[row][text], hf(own).logits[0])
         outputs.append((hf(own).logits[0] * weight[row][text]).sum())
     expected = torch.autograd.grad(sum(outputs), hf.parameters(), allow_unused=True)
@@ -182,16 +192,18 @@ class Running(Mixer):
 
 @pytest.mark.parametrize("empty", (False, True))
 def test_a_mixer_that_does_not_know_of_padding_gets_texts_moved_together(empty):
-    mixer, x, mask = Running(6), torch.randn(5, 14, 6), scattered().bool()
+    mixer = Running(6)
+    x = torch.randn(5, 14, 6)
+    mask = scattered().bool()
     mask = mask & False if empty else mask
-    slot, text = CacheSlot(None), TextMask.read(mask)
-    kept, read = mixer(x, slot=slot, text=text), mixer(x, text=text)
+    slot = CacheSlot(None)
+    text = TextMask.read(mask)
+    kept = mixer(x, slot=slot, text=text)
+    read = mixer(x, text=text)
     assert not mixer.reads_text
     for row in range(5):
-        y, cache = (
-            mixer.prefill(x[row][mask[row]][None])[0] if mask[row].any() else None,
-            slot.after[0][row],
-        )
+        y = mixer.prefill(x[row][mask[row]][None])[0] if mask[row].any() else None
+        cache = slot.after[0][row]
         torch.testing.assert_close(cache, x[row][mask[row]].sum(0))
         if y is not None:
             torch.testing.assert_close(kept[row][mask[row]], y[0])
@@ -203,7 +215,8 @@ def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentenc
         def run(self, x, cache=None, keep_cache=False):
             return x, (x if cache is None else torch.cat([cache[0].reshape(len(x), -1, 6), x], 1),)
 
-    mixer, mask = Growing(6), scattered().bool()
+    mixer = Growing(6)
+    mask = scattered().bool()
     with pytest.raises(
         ValueError,
         match="texts that end in different places cannot share this mixer's growing cache",
@@ -213,7 +226,8 @@ def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentenc
 
 @pytest.mark.parametrize("mixer", ("longhorn", "attention"))
 def test_generation_after_padding_behind_or_inside_prompts(mixer):
-    hf, (tokens, mask, alone) = to_transformers(make(mixer)), padded(3, 8, 5, side="right")
+    hf = to_transformers(make(mixer))
+    tokens, mask, alone = padded(3, 8, 5, side="right")
     gap = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1]] * 3)
     options = dict(
         max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -240,12 +254,11 @@ def test_generation_after_padding_behind_or_inside_prompts(mixer):
 
 
 def test_padding_shows_the_last_text_token_before_it():
-    hf, tokens = to_transformers(make()), torch.tensor([[1, 2, 3, 4, 5]])
+    hf = to_transformers(make())
+    tokens = torch.tensor([[1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 1, 0, 1, 0]])
-    out, own = (
-        hf(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True),
-        hf(tokens[:, [1, 3]], output_hidden_states=True),
-    )
+    out = hf(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
+    own = hf(tokens[:, [1, 3]], output_hidden_states=True)
     for found, expected in zip(
         (out.logits, *out.hidden_states), (own.logits, *own.hidden_states), strict=True
     ):
@@ -261,7 +274,8 @@ def test_padding_shows_the_last_text_token_before_it():
 
 
 def test_values_at_padding_that_are_not_finite_do_not_spread():
-    hf, mask = to_transformers(make()), torch.tensor([[1, 0, 1], [0, 1, 1]])
+    hf = to_transformers(make())
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
     rows = torch.randn(2, 3, 24)
     expected = hf(inputs_embeds=rows, attention_mask=mask).logits
     rows[mask == 0] = torch.nan
@@ -277,8 +291,10 @@ def collated(texts, **options):
 @every_family
 def test_packed_texts_share_no_state(name):
     "Every way to mark packed texts, alone or with others, gives each text what it gives alone, also beside padding."
-    hf, (_, _, texts) = to_transformers(make(name)).double(), padded(4, 7, 1, 8)
-    row, bounds = torch.cat(texts, 1), torch.tensor([0, 4, 11, 12, 20])
+    hf = to_transformers(make(name)).double()
+    _, _, texts = padded(4, 7, 1, 8)
+    row = torch.cat(texts, 1)
+    bounds = torch.tensor([0, 4, 11, 12, 20])
     places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
     number = torch.repeat_interleave(torch.arange(4), bounds.diff())[None]
     alone = torch.cat([hf(text).logits for text in texts], 1)
@@ -304,10 +320,8 @@ def test_packed_texts_share_no_state(name):
     assert (
         hf(row, position_ids=torch.arange(20)[None]).logits - alone
     ).abs().max() > 1e-4  # one text
-    two, four = (
-        row.view(2, 10),
-        alone.view(2, 10, -1),
-    )  # a row starts a text too: the second one is cut
+    two = row.view(2, 10)
+    four = alone.view(2, 10, -1)  # a row starts a text too: the second one is cut
     cut = torch.cat([hf(text).logits for text in (texts[1][:, :6], texts[1][:, 6:])], 1)
     four.view(20, -1)[4:11] = cut
     torch.testing.assert_close(hf(two, seq_idx=number.view(2, 10)).logits, four)
@@ -323,7 +337,8 @@ def test_packed_texts_share_no_state(name):
 
 
 def test_collators_that_pack_train_as_padded_rows_do():
-    hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
+    hf = to_transformers(make()).train()
+    _, _, texts = padded(4, 7, 8)
     options = [
         {},
         dict(return_seq_idx=True),
@@ -338,7 +353,8 @@ def test_collators_that_pack_train_as_padded_rows_do():
 
 
 def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
-    hf, (_, _, texts) = to_transformers(make()).train(), padded(4, 7, 8)
+    hf = to_transformers(make()).train()
+    _, _, texts = padded(4, 7, 8)
     row = {name: value[0] for name, value in collated(texts).items()}
     assert "position_ids" in row
     trainer = Trainer(
@@ -354,7 +370,8 @@ def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
 
 
 def test_position_ids_beside_padding_pack_nothing():
-    hf, (tokens, mask, _) = to_transformers(make()), padded(3, 8, 5)
+    hf = to_transformers(make())
+    tokens, mask, _ = padded(3, 8, 5)
     places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as transformers counts them
     out = hf(tokens, attention_mask=mask, position_ids=places, use_cache=True)
     torch.testing.assert_close(out.logits, hf(tokens, attention_mask=mask).logits)
@@ -395,7 +412,9 @@ def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixe
 def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_tokens_of_evaluation(
     tmp_path,
 ):
-    hf, prompt, sampled = to_transformers(make(dropout=0.1)), torch.randint(50, (1, 6)), []
+    hf = to_transformers(make(dropout=0.1))
+    prompt = torch.randint(50, (1, 6))
+    sampled = []
 
     class Sample(TrainerCallback):
         def on_step_end(self, arguments, state, control, model, **others):
@@ -432,14 +451,16 @@ def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_toke
 
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
-    hf, tokens = to_transformers(make()).train(), torch.randint(50, (2, 6))
-    loss = lambda: (
-        hf(
+    hf = to_transformers(make()).train()
+    tokens = torch.randint(50, (2, 6))
+
+    def loss():
+        return hf(
             tokens[:, 3:],
             past_key_values=hf(tokens[:, :3], use_cache=True).past_key_values,
             labels=tokens[:, 3:],
         ).loss
-    )
+
     expected = torch.autograd.grad(loss(), hf.parameters())
     hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     torch.testing.assert_close(torch.autograd.grad(loss(), hf.parameters()), expected)
@@ -448,7 +469,8 @@ def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
 @every_mixer
 def test_the_cache_holds_plain_tuples(name):
     "The transformers cache stores plain tuples of tensors, and gives the mixer its named one."
-    hf, tokens = to_transformers(make(name)), torch.randint(50, (2, 6))
+    hf = to_transformers(make(name))
+    tokens = torch.randint(50, (2, 6))
     cache = hf(tokens, use_cache=True).past_key_values
     for layer, block in zip(cache.layers, hf.model.blocks, strict=True):
         assert type(layer.state) is tuple and all(
@@ -458,7 +480,8 @@ def test_the_cache_holds_plain_tuples(name):
 
 
 def test_crop_keeps_all_tokens_or_none():
-    hf, tokens = to_transformers(make()), torch.randint(50, (2, 6))
+    hf = to_transformers(make())
+    tokens = torch.randint(50, (2, 6))
     expected = hf(tokens).logits
     for keep in (
         0,
@@ -495,10 +518,8 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
 
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
-    again, read = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        AutoTokenizer.from_pretrained(folder),
-    )
+    again = AutoModelForCausalLM.from_pretrained(folder)
+    read = AutoTokenizer.from_pretrained(folder)
     assert (
         read.padding_side == "left"
         and again.generation_config.eos_token_id == words.eos_token_id == 0
@@ -518,7 +539,8 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
 def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
     hf = to_transformers(make("attention"))
     tokens, mask, alone = padded(3, 8, 3, 5)
-    out, more = hf(tokens, attention_mask=mask, use_cache=True), torch.randint(50, (4, 2))
+    out = hf(tokens, attention_mask=mask, use_cache=True)
+    more = torch.randint(50, (4, 2))
     longer = torch.cat([mask, torch.ones_like(more)], 1)
     after = hf(more, attention_mask=longer, past_key_values=out.past_key_values).logits
     for row, prompt in enumerate(alone):
@@ -535,7 +557,8 @@ def test_beams_follow_their_states(mixer):
         parameter.data *= (
             3  # what came before matters, so beams with wrong states choose other tokens
         )
-    hf, prompt = to_transformers(lm), torch.randint(50, (2, 6))
+    hf = to_transformers(lm)
+    prompt = torch.randint(50, (2, 6))
     options = dict(max_new_tokens=12, num_beams=4, do_sample=False, num_return_sequences=2)
     with_cache = hf.generate(prompt, **options)
     without = hf.generate(prompt, use_cache=False, **options)
@@ -543,23 +566,24 @@ def test_beams_follow_their_states(mixer):
 
 
 def test_a_cache_goes_on_over_several_calls():
-    hf, tokens = to_transformers(make()), torch.randint(50, (2, 12))
+    hf = to_transformers(make())
+    tokens = torch.randint(50, (2, 12))
     whole = hf(tokens).logits
-    cache, pieces = None, []
+    cache = None
+    pieces = []
     for part in tokens.split((5, 1, 6), dim=1):
         out = hf(part, past_key_values=cache, use_cache=True)
-        cache, pieces = out.past_key_values, pieces + [out.logits]
+        cache = out.past_key_values
+        pieces = pieces + [out.logits]
     torch.testing.assert_close(torch.cat(pieces, 1), whole)
     assert cache.get_seq_length() == 12
 
 
 @pytest.mark.parametrize("mixer", ("longhorn_exact", "attention"))
 def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
-    hf, prompts, more = (
-        to_transformers(make(mixer)),
-        torch.randint(50, (2, 5)),
-        torch.randint(50, (6, 2)),
-    )
+    hf = to_transformers(make(mixer))
+    prompts = torch.randint(50, (2, 5))
+    more = torch.randint(50, (6, 2))
     cache = hf(prompts, use_cache=True).past_key_values
     cache.batch_repeat_interleave(3)
     whole = hf(torch.cat([prompts.repeat_interleave(3, 0), more], 1)).logits[:, 5:]
@@ -569,7 +593,8 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
 @pytest.mark.parametrize("reentrant", (False, True))
 @pytest.mark.parametrize("way", ("whole", "padded", "packed"))
 def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
-    hf, tokens = to_transformers(make()).train(), torch.randint(50, (5, 14))
+    hf = to_transformers(make()).train()
+    tokens = torch.randint(50, (5, 14))
     more = dict(
         whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered())
     )[way]
@@ -607,10 +632,12 @@ def test_trainer_trains_it(tmp_path):
 
 def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
     start = to_transformers(make("longhorn")).train()
-    row = lambda i: dict(
-        input_ids=torch.arange(i, i + 16) % 50,
-        labels=torch.where(torch.arange(16) < 3 * i, -100, torch.arange(i, i + 16) % 50),
-    )
+
+    def row(i):
+        return dict(
+            input_ids=torch.arange(i, i + 16) % 50,
+            labels=torch.where(torch.arange(16) < 3 * i, -100, torch.arange(i, i + 16) % 50),
+        )
 
     def trained(parts):
         hf = copy.deepcopy(start)
@@ -631,7 +658,8 @@ def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
         Trainer(hf, arguments, train_dataset=[row(i) for i in range(4)]).train()
         return hf
 
-    whole, parts = trained(1), trained(4)
+    whole = trained(1)
+    parts = trained(4)
     for a, b, before in zip(
         whole.parameters(), parts.parameters(), start.parameters(), strict=True
     ):
@@ -719,11 +747,9 @@ def test_sequence_classification_reads_the_last_text_token(tmp_path):
 
 
 def test_bad_input_is_one_line():
-    hf, attention, (tokens, mask, _) = (
-        to_transformers(make()),
-        to_transformers(make("attention")),
-        padded(3, 5, side="right"),
-    )
+    hf = to_transformers(make())
+    attention = to_transformers(make("attention"))
+    tokens, mask, _ = padded(3, 5, side="right")
     for wrong, message in (
         (
             lambda: read_mask(torch.tensor([[1, 1, 2]]), 1, 3),
@@ -779,7 +805,8 @@ def test_bad_input_is_one_line():
 
 def left_padded(vocab_size=31):
     "Two texts of 4 and 7 tokens, as a batch for `forward`; every token of a text is a label."
-    tokens, mask = torch.randint(1, vocab_size, (2, 7)), torch.ones(2, 7, dtype=torch.long)
+    tokens = torch.randint(1, vocab_size, (2, 7))
+    mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :3] = 0
     return dict(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
 
@@ -787,12 +814,10 @@ def left_padded(vocab_size=31):
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba2", "attention"])
 def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
     torch.manual_seed(0)
-    model, batch = (
-        LonghornForCausalLM(
-            LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)
-        ).eval(),
-        left_padded(),
-    )
+    model = LonghornForCausalLM(
+        LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)
+    ).eval()
+    batch = left_padded()
     alone = [
         model(row[None], labels=row[None]).loss
         for row in (batch["input_ids"][0, 3:], batch["input_ids"][1])
@@ -849,9 +874,10 @@ def test_an_exported_model_takes_any_mask(mixer):
 
     hf = to_transformers(make(mixer))
     hf.config.use_cache = False
-    batch = lambda B, T: dict(
-        input_ids=torch.randint(50, (B, T)), attention_mask=scattered(B, T, seed=B)
-    )
+
+    def batch(B, T):
+        return dict(input_ids=torch.randint(50, (B, T)), attention_mask=scattered(B, T, seed=B))
+
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
     program = torch.export.export(hf, (), batch(5, 9), dynamic_shapes=shapes).module()
     for B, T in ((5, 9), (6, 20)):
@@ -864,7 +890,8 @@ def test_an_exported_model_takes_any_mask(mixer):
 @pytest.mark.slow
 @pytest.mark.parametrize("mixer", ("longhorn", "attention"))
 def test_a_compiled_graph_takes_any_mask_and_refuses_what_it_cannot_see(mixer):
-    hf, tokens = to_transformers(make(mixer)), torch.randint(50, (5, 14))
+    hf = to_transformers(make(mixer))
+    tokens = torch.randint(50, (5, 14))
     compiled = torch.compile(hf, fullgraph=True, dynamic=False)
     for keep in (False, True):
         out = compiled(tokens, attention_mask=scattered(), use_cache=keep)
@@ -880,7 +907,8 @@ def test_a_compiled_graph_takes_any_mask_and_refuses_what_it_cannot_see(mixer):
 @pytest.mark.slow
 def test_the_exporters_of_transformers_take_a_model_with_its_cache():
     exporters = pytest.importorskip("transformers.exporters")
-    hf, tokens = to_transformers(make("longhorn")), torch.randint(50, (2, 6))
+    hf = to_transformers(make("longhorn"))
+    tokens = torch.randint(50, (2, 6))
     with torch.no_grad():
         cache = hf(tokens[:, :5], use_cache=True).past_key_values
     expected = hf(tokens).logits[:, 5:]

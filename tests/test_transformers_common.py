@@ -71,7 +71,8 @@ def make_suite(folder):
         ("utils.test_configuration_utils", {"config_common_kwargs": {}}),
     ):
         module = types.ModuleType(f"hf_tests.{name}")
-        module.__path__, module.__dict__["__doc__"] = [], "stand-in"
+        module.__path__ = []
+        module.__dict__["__doc__"] = "stand-in"
         vars(module).update(content)
         sys.modules[module.__name__] = module
     from hf_tests.test_configuration_common import ConfigTester
@@ -87,8 +88,12 @@ def make_suite(folder):
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["longhorn"] = "LonghornForCausalLM"
 
     class ModelTester:
-        batch_size, seq_length, is_training = 3, 7, True
-        hidden_size, num_hidden_layers, vocab_size = 32, 2, 99
+        batch_size = 3
+        seq_length = 7
+        is_training = True
+        hidden_size = 32
+        num_hidden_layers = 2
+        vocab_size = 99
 
         def get_config(self):
             return models.LonghornConfig(

@@ -56,10 +56,8 @@ def export(folder, mixer="longhorn_exact", **options):
 
 def outputs(folder):
     "Logits and greedy tokens of a saved model."
-    model, prompt = (
-        AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True),
-        torch.arange(30, 50)[None],
-    )
+    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    prompt = torch.arange(30, 50)[None]
     return model(prompt).logits.detach(), model.generate(prompt, max_new_tokens=8, do_sample=False)
 
 
@@ -198,7 +196,9 @@ def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
 
 @pytest.mark.slow
 def test_training_and_resuming_survives_every_change_between_with_and_without_the_kit(tmp_path):
-    folder, ours, theirs = export(tmp_path / "hf"), tmp_path / "ours", tmp_path / "theirs"
+    folder = export(tmp_path / "hf")
+    ours = tmp_path / "ours"
+    theirs = tmp_path / "theirs"
     made = finetune(folder, ours)
     code = f"found = [(name, outputs(name)) for name in {made} + finetune({str(folder)!r}, {str(theirs)!r})]"
     found = dict(in_python_without_the_kit(code, tmp_path))
@@ -219,14 +219,10 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
     peft = pytest.importorskip("peft")
     if mixer == "mamba" and targets != "all-linear":
         targets = ["in_proj", "dt_proj", "embedding"]
-    folder, tokens = (
-        export(tmp_path / "hf", mixer, tie_embeddings=targets == "all-linear"),
-        torch.arange(40, 60)[None],
-    )
-    base, rows = (
-        AutoModelForCausalLM.from_pretrained(folder),
-        [1, 2] if targets == "all-linear" else None,
-    )
+    folder = export(tmp_path / "hf", mixer, tie_embeddings=targets == "all-linear")
+    tokens = torch.arange(40, 60)[None]
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    rows = [1, 2] if targets == "all-linear" else None
     adapted = peft.get_peft_model(
         base,
         peft.LoraConfig(
@@ -234,10 +230,8 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
         ),
     )
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
-    start, changed = (
-        adapted(tokens).logits.detach(),
-        [p for name, p in adapted.named_parameters() if "lora_B" in name],
-    )
+    start = adapted(tokens).logits.detach()
+    changed = [p for name, p in adapted.named_parameters() if "lora_B" in name]
     for _ in range(3):
         optimizer.zero_grad()
         adapted(tokens, labels=tokens).loss.backward()
@@ -288,7 +282,9 @@ MASKS = {
 @pytest.mark.parametrize("keep", (False, True))
 @pytest.mark.parametrize("mixer", ("longhorn", "mamba2", "attention"))
 def test_each_row_of_a_padded_batch_has_its_own_adapter(mixer, keep, mask):
-    adapted, tokens, mask = adapted_model(mixer), torch.randint(64, (3, 6)), torch.tensor(mask)
+    adapted = adapted_model(mixer)
+    tokens = torch.randint(64, (3, 6))
+    mask = torch.tensor(mask)
     names = ["default", "__base__", "other"]
     logits = adapted(
         input_ids=tokens, attention_mask=mask, adapter_names=names, use_cache=keep
@@ -303,7 +299,8 @@ def test_each_row_of_a_padded_batch_has_its_own_adapter(mixer, keep, mask):
 @pytest.mark.parametrize("side", ("left", "right"))
 @pytest.mark.parametrize("mixer", ("longhorn", "mamba2", "attention"))
 def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mixer, side):
-    adapted, mask = adapted_model(mixer, alora_invocation_tokens=[5, 9]), torch.tensor(MASKS[side])
+    adapted = adapted_model(mixer, alora_invocation_tokens=[5, 9])
+    mask = torch.tensor(MASKS[side])
     tokens = torch.randint(10, 64, (3, 6))
     for row in range(3):
         tokens[row, mask[row].nonzero()[1:3, 0]] = torch.tensor(
@@ -330,7 +327,8 @@ def test_soft_prompts_stand_before_padding(mixer, kind):
     tuned = peft.get_peft_model(
         model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     ).eval()
-    tokens, mask = torch.randint(64, (3, 6)), torch.tensor(MASKS["left"])
+    tokens = torch.randint(64, (3, 6))
+    mask = torch.tensor(MASKS["left"])
     logits = tuned(input_ids=tokens, attention_mask=mask).logits
     options = dict(
         max_new_tokens=4, do_sample=False, output_logits=True, return_dict_in_generate=True
@@ -371,7 +369,8 @@ def test_prefix_tuning_is_refused_with_its_cause():
 
 
 def test_an_adapted_model_generates_in_training_mode_with_checkpointing_as_in_evaluation():
-    adapted, prompt = adapted_model(), torch.randint(64, (2, 6))
+    adapted = adapted_model()
+    prompt = torch.randint(64, (2, 6))
     expected = adapted.generate(input_ids=prompt, max_new_tokens=6, do_sample=False)
     adapted.gradient_checkpointing_enable()
     assert torch.equal(
@@ -384,12 +383,10 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
     "LoRA on `all-linear` reaches every linear layer: the layer calls its layers, or `bias_apart`, and does not read their weights."
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=name, d_mlp=32)))
-    adapted, tokens = (
-        peft.get_peft_model(
-            model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
-        ),
-        torch.arange(20)[None],
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
     )
+    tokens = torch.arange(20)[None]
     adapters = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
     for p in adapters.values():
         torch.nn.init.normal_(p, std=0.1)
@@ -408,10 +405,8 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
 def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
     "A block whose weights stay on disk until its modules are called gives the same logits, with a cache and without."
     pytest.importorskip("accelerate")
-    model, tokens = (
-        to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval(),
-        torch.arange(20)[None],
-    )
+    model = to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval()
+    tokens = torch.arange(20)[None]
     model.save_pretrained(tmp_path / "model")
     places = {
         "model.embedding": "cpu",
@@ -435,11 +430,9 @@ def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
 
 @pytest.mark.parametrize("how", ["offloaded", "adapted"])
 def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
-    model, tokens, peft = (
-        SequenceLM(LMConfig(40, 16, 2)).eval(),
-        torch.randint(40, (2, 7)),
-        pytest.importorskip("peft"),
-    )
+    model = SequenceLM(LMConfig(40, 16, 2)).eval()
+    tokens = torch.randint(40, (2, 7))
+    peft = pytest.importorskip("peft")
     model = (
         peft.get_peft_model(
             model, peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False)
@@ -447,11 +440,14 @@ def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
         if how == "adapted"
         else model
     )
-    outputs = lambda: (
-        model(tokens),
-        model.step(tokens[:, 0], model.empty_cache(2, "cpu"))[0],
-        *(model.loss(tokens, tokens, chunk=n) for n in (0, 3)),
-    )
+
+    def outputs():
+        return (
+            model(tokens),
+            model.step(tokens[:, 0], model.empty_cache(2, "cpu"))[0],
+            *(model.loss(tokens, tokens, chunk=n) for n in (0, 3)),
+        )
+
     want = outputs()
     model = (
         pytest.importorskip("accelerate").cpu_offload(model, "cpu")
@@ -481,10 +477,8 @@ def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
     from transformers import DataCollatorForLanguageModeling
 
     folder = export(tmp_path / "hf")
-    words, model = (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder),
-    )
+    words = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
     texts = [
         {"input_ids": words(text)["input_ids"] + [words.eos_token_id]} for text in ("ab", "abcd")
     ]

@@ -117,7 +117,8 @@ def test_the_operation_is_well_formed(form, options, path):
 
 def test_the_kernels_of_open_sizes_are_chosen_like_those_of_numbers(monkeypatch):
     "The verdict on the fast kernels is cached, and a symbol cannot be a key."
-    mode, asked = FakeTensorMode(shape_env=ShapeEnv()), []
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    asked = []
     monkeypatch.setattr(
         triton_op, "fast_kernels_work", cache(lambda device, form, wide: asked.append(wide) or True)
     )
@@ -173,9 +174,11 @@ def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, p
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
     sizes = SIZES if bounds is None else (1, *SIZES[1:])
     a, *grads = arguments(form, sizes, sequences=None if bounds is None else 2)
-    signed, signed_grads = {n: negative(t) for n, t in a.items()}, [negative(g) for g in grads]
+    signed = {n: negative(t) for n, t in a.items()}
+    signed_grads = [negative(g) for g in grads]
     assert all(t is None or t.is_neg() and torch.equal(t, a[n]) for n, t in signed.items())
-    outputs, want = call(signed, form, cu), call(a, form, cu)
+    outputs = call(signed, form, cu)
+    want = call(a, form, cu)
     assert all(map(torch.equal, outputs, want))
     assert_same(gradients(outputs, signed_grads, signed), gradients(want, grads, a))
     want = call(a, form, cu)
@@ -187,22 +190,31 @@ def test_columns_of_conjugated_numbers_have_right_signs():
     a, *_ = inputs(1, 5, 3, 4)
     column = torch.randn(1, 5, 1, dtype=torch.complex64, device=DEVICE).conj().imag
     assert column.is_neg()
-    run = lambda b: longhorn_scan(a["q"], a["k"], a["x"], b, backend="triton")
+
+    def run(b):
+        return longhorn_scan(a["q"], a["k"], a["x"], b, backend="triton")
+
     assert torch.equal(run(column), run(column.clone()))
 
 
 def small_kernels():
     "Calls of the other kernels, of a dictionary of tensors; each returns its outputs and what it wrote in place."
     one = dict(backend="triton")
-    step = lambda t: (t["k"], t["k"], t["x"], t["x"])
-    rest = lambda t: (t["S"], t["bias"], t["bias"], t["x"])
+
+    def step(t):
+        return (t["k"], t["k"], t["x"], t["x"])
+
+    def rest(t):
+        return (t["S"], t["bias"], t["bias"], t["x"])
+
     rows = torch.tensor([1, -1], device=DEVICE)
-    conv = lambda t, **more: causal_conv1d(
-        t["rows"], t["w"], t["bias"], initial_state=t["past"], **more, **one
-    )
-    conv_step = lambda t, **more: causal_conv1d_step(
-        t["x"], t["past"], t["w"], t["bias"], **more, **one
-    )
+
+    def conv(t, **more):
+        return causal_conv1d(t["rows"], t["w"], t["bias"], initial_state=t["past"], **more, **one)
+
+    def conv_step(t, **more):
+        return causal_conv1d_step(t["x"], t["past"], t["w"], t["bias"], **more, **one)
+
     return {
         "step": lambda t: longhorn_step(*step(t), *rest(t), **one),
         "selective step": lambda t: selective_step(*step(t), t["A"], *rest(t), **one),
@@ -233,7 +245,8 @@ def test_small_kernels_of_tensors_with_the_negative_bit_have_right_signs(name):
     )
     torch.manual_seed(0)
     plain = {n: torch.randn(*shape, device=DEVICE) for n, shape in shapes.items()}
-    learns, results = "step" not in name, []
+    learns = "step" not in name
+    results = []
     for make in (torch.clone, negative):
         tensors = {n: make(t).requires_grad_(learns) for n, t in plain.items()}
         outputs = small_kernels()[name](tensors)
@@ -251,7 +264,8 @@ def test_small_kernels_of_tensors_with_the_negative_bit_have_right_signs(name):
 def test_compiles_as_one_graph(form, path, monkeypatch):
     a, dout, dfinal = arguments(form)
     compiled = torch.compile(lambda a: scan(a, form), fullgraph=True, backend=COMPILER)
-    ran, plan = [], triton_op._plan
+    ran = []
+    plan = triton_op._plan
     monkeypatch.setattr(triton_op, "_plan", lambda *sizes: ran.append(sizes[-1]) or plan(*sizes))
     got = gradients(compiled(a), (dout, dfinal), a)
     assert ran == ["forward", "backward"]  # the states are kept, not computed again
@@ -296,11 +310,9 @@ def bounds_of(ends, T):
 
 def one_by_one(a, form, dout, dfinal, bounds):
     "Output, last states and gradients of packed sequences, each run alone; zeros in rows of no sequence."
-    out, grads, finals = (
-        torch.zeros_like(a["x"]),
-        {n: t if t is None else torch.zeros_like(t) for n, t in a.items()},
-        [],
-    )
+    out = torch.zeros_like(a["x"])
+    grads = {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}
+    finals = []
     for i, (lo, hi) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
         part = leaves(one_sequence(a, form, i, lo, hi))
         y, final = call(part, form)
@@ -352,11 +364,13 @@ def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, mo
         torch.randn(*s, generator=gen).to(DEVICE) for s in ((1, T, D), (D, 4), (1, T, D))
     )
     ends = bounds_of(moved, T).tolist()
-    want, dx = torch.zeros_like(x), torch.zeros_like(x)
+    want = torch.zeros_like(x)
+    dx = torch.zeros_like(x)
     for lo, hi in zip(ends, ends[1:]):
         part = x[:, lo:hi].detach().requires_grad_()
         y = causal_conv1d(part, weight, backend="triton")
-        want[:, lo:hi], (dx[:, lo:hi],) = y.detach(), torch.autograd.grad(y, part, dy[:, lo:hi])
+        want[:, lo:hi] = y.detach()
+        (dx[:, lo:hi],) = torch.autograd.grad(y, part, dy[:, lo:hi])
     poisoned(monkeypatch)
     conv = torch.compile(
         lambda x, cu: causal_conv1d(x, weight, cu_seqlens=cu, backend="triton"),
@@ -389,8 +403,11 @@ class Layer(nn.Module):
 
     def __init__(self, D, N, form="diagonal"):
         super().__init__()
-        self.D, self.N, self.form = D, N, form
-        self.into, self.out = nn.Linear(D, 3 * D + 2 * N), nn.Linear(D, D)
+        self.D = D
+        self.N = N
+        self.form = form
+        self.into = nn.Linear(D, 3 * D + 2 * N)
+        self.out = nn.Linear(D, D)
         self.skip = nn.Parameter(torch.ones(D))
 
     def forward(self, u):
@@ -485,7 +502,8 @@ def test_float32_queries_and_keys_follow_autocast_to_the_fast_exact_kernels(form
 
 def bytes_kept(run, given):
     "Bytes that autograd keeps for the backward beyond the tensors that were there before."
-    kept, mine = {}, {t.untyped_storage().data_ptr() for t in given if t is not None}
+    kept = {}
+    mine = {t.untyped_storage().data_ptr() for t in given if t is not None}
 
     def pack(t):
         if t.untyped_storage().data_ptr() not in mine:
@@ -582,7 +600,10 @@ def test_every_backend_takes_the_argument_and_names_a_wrong_one():
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_activation_checkpointing(reentrant, path):
     a, *_ = arguments()
-    run = lambda x: scan({**a, "x": x})[0].float().square().sum()
+
+    def run(x):
+        return scan({**a, "x": x})[0].float().square().sum()
+
     run(a["x"]).backward()
     plain = {n: a[n].grad.clone() for n in NAMES}
     for t in a.values():
@@ -738,7 +759,10 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
     found = []
     for device in ("cuda:0", "cuda:1"):
         gen = torch.Generator().manual_seed(0)
-        new = lambda *s: torch.randn(*s, generator=gen).to(device, torch.bfloat16).requires_grad_()
+
+        def new(*s):
+            return torch.randn(*s, generator=gen).to(device, torch.bfloat16).requires_grad_()
+
         a = dict(
             q=new(2, 37, 16), k=new(2, 37, 16), x=new(2, 37, 40), b=new(2, 37, 40), z=new(2, 37, 40)
         )
@@ -763,7 +787,10 @@ def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
     for most in (2048, 3):
         monkeypatch.setattr(triton_portable_backward, "SCRATCHES", most)
         gen = torch.Generator("cpu").manual_seed(0)
-        new = lambda *s: torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
+
+        def new(*s):
+            return torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
+
         a = dict(q=new(2, 2, 40), k=new(2, 2, 40), x=new(2, 2, 70), dt=new(2, 2, 70))
         out = selective_scan(**a, A=-torch.ones(70, 40, device=DEVICE), backend="triton")
         found.append(torch.autograd.grad(out.square().sum(), list(a.values())))

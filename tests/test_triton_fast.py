@@ -24,7 +24,9 @@ from scan_cases import (
 )
 
 pytestmark = pytest.mark.cuda
-BF16, FP32, FP16 = torch.bfloat16, torch.float32, torch.float16
+BF16 = torch.bfloat16
+FP32 = torch.float32
+FP16 = torch.float16
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")
 OWN_RATES = FORMS[2:]  # every state has a separate gate
 SHAPES = [
@@ -211,8 +213,12 @@ def test_what_lies_around_its_memory_does_not_matter(form, B, D, monkeypatch):
 def test_key_scales_and_extreme_logits(form, scale):
     a, dout, dfinal = inputs(2, 96, 40, 16, form, dtype=BF16)
     a["k"] = (a["k"] * scale).bfloat16()
-    a["b"][:, ::7], a["b"][:, 1::7], a["z"][:, ::5], a["z"][:, 1::5] = 80.0, -80.0, 100.0, -100.0
-    got, want = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
+    a["b"][:, ::7] = 80.0
+    a["b"][:, 1::7] = -80.0
+    a["z"][:, ::5] = 100.0
+    a["z"][:, 1::5] = -100.0
+    got = kernels(a, dout, dfinal, form)
+    want = oracle(a, dout, dfinal, form)
     assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 6e-3
     assert not beyond(got[2], want[2], 2e-2)
 
@@ -223,7 +229,8 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     a, dout, dfinal = inputs(2, 83, 72, 16, form, dtype=BF16)
     right = kernels(a, dout, dfinal, form)
     others = [c for c in range(72) if c != d]
-    logits, bias = a["b"].clone(), a["b_bias"].clone()
+    logits = a["b"].clone()
+    bias = a["b_bias"].clone()
     logits[0, t, d] = bias[d] = float("nan")
     for wrong in (dict(b=logits), dict(b_bias=bias)):
         out, final, grads = kernels({**a, **wrong}, dout, dfinal, form)
@@ -262,7 +269,8 @@ def test_one_key_repeated(form):
         a["k"] = (
             torch.ones_like(a["k"]) * scale + torch.randn_like(a["k"]) * 0.05 * scale
         ).bfloat16()
-        got, want = kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form)
+        got = kernels(a, dout, dfinal, form)
+        want = oracle(a, dout, dfinal, form)
         assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 1e-3
         assert all(error(got[2][n], want[2][n]) < 2e-2 for n in want[2]), scale
 
@@ -271,8 +279,13 @@ def test_one_key_repeated(form):
 def test_offsets_beyond_two_to_the_31(form):
     torch.manual_seed(0)
     B, T, D, N = 1, 1_100_000, 2048, 16
-    new = lambda *s: torch.randn(*s, device=DEVICE, dtype=BF16)
-    q, k, b = new(B, T, N), new(B, T, N) / 2, new(B, 1, D).expand(B, T, D).contiguous()
+
+    def new(*s):
+        return torch.randn(*s, device=DEVICE, dtype=BF16)
+
+    q = new(B, T, N)
+    k = new(B, T, N) / 2
+    b = new(B, 1, D).expand(B, T, D).contiguous()
     x = new(B, 1, D).expand(B, T, D).contiguous()
     with torch.no_grad():
         out, final = triton_op.triton_scan(q, k, x, b, form=form)
@@ -292,7 +305,10 @@ def test_backward_offsets_beyond_two_to_the_31(form):
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_strides_beyond_two_to_the_31(form):
     "Parts of one wide tensor whose second row of the batch lies 2^31 elements after the first: 4 GiB, of which little is used."
-    B, T, D, far = 2, 600, 64, 2**31
+    B = 2
+    T = 600
+    D = 64
+    far = 2**31
     a, dout, dfinal = inputs(B, T, D, 16, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
     wide = torch.empty(far + T * 4 * D, device=DEVICE, dtype=BF16).as_strided(
@@ -328,11 +344,14 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
     def works(record=False):
         triton_op.fast_kernels_work.cache_clear()
         triton_op._portable_instead.cache_clear()
-        ask = lambda: [
-            triton_op.fast_kernels_work(0, form, wide)
-            for form in ("diagonal", "exact")
-            for wide in (False, True)
-        ]
+
+        def ask():
+            return [
+                triton_op.fast_kernels_work(0, form, wide)
+                for form in ("diagonal", "exact")
+                for wide in (False, True)
+            ]
+
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if record:
@@ -361,7 +380,10 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
 
 def test_what_goes_to_the_portable_kernels_is_warned_of_once_a_reason():
     triton_op._portable_instead.cache_clear()
-    new = lambda *s: torch.zeros(1, 3, *s, device=DEVICE, dtype=BF16)
+
+    def new(*s):
+        return torch.zeros(1, 3, *s, device=DEVICE, dtype=BF16)
+
     cases = (
         ("exact", new(16).half(), new(8)),
         ("s6", new(65), new(8)),

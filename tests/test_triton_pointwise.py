@@ -43,11 +43,9 @@ def random(*shape, dtype=torch.float32):
 def test_losses_and_gradients_of_logits(M, V, room, dtype):
     torch.manual_seed(M)
     rows = (8 * random(M, room)).to(dtype)
-    logits, targets, losses = (
-        rows[:, :V],
-        torch.randint(V, (M,), device=DEVICE),
-        torch.empty(M, device=DEVICE),
-    )
+    logits = rows[:, :V]
+    targets = torch.randint(V, (M,), device=DEVICE)
+    losses = torch.empty(M, device=DEVICE)
     targets[1::3] = -100
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
@@ -65,7 +63,8 @@ def test_losses_and_gradients_of_logits(M, V, room, dtype):
 
 
 def test_a_wrong_target_and_a_wrong_logit_show():
-    logits, losses = random(4, 20), torch.empty(4, device=DEVICE)
+    logits = random(4, 20)
+    losses = torch.empty(4, device=DEVICE)
     logits[2, 5], logits[3] = float("nan"), 3e4 * logits[3]
     tp.cross_entropy_(logits, torch.tensor([3, 20, 1, 2], device=DEVICE), losses)
     assert losses.isnan().tolist() == [False, True, True, False] and logits[3].isfinite().all()
@@ -73,7 +72,8 @@ def test_a_wrong_target_and_a_wrong_logit_show():
 
 def test_the_padding_of_the_logits_is_finite(monkeypatch):
     "Products on AMX multiply the padding of a row by zero, and 0 x NaN is NaN: memory that held NaN before gave NaN gradients."
-    write, empty = memory.cross_entropy_, torch.Tensor.new_empty
+    write = memory.cross_entropy_
+    empty = torch.Tensor.new_empty
     paddings = []
 
     def look(logits, *rest):
@@ -87,7 +87,8 @@ def test_the_padding_of_the_logits_is_finite(monkeypatch):
         "new_empty",
         lambda *args, **options: empty(*args, **options).fill_(float("nan")),
     )
-    h, weight = random(21, 8, dtype=torch.bfloat16), random(35, 8, dtype=torch.bfloat16)
+    h = random(21, 8, dtype=torch.bfloat16)
+    weight = random(35, 8, dtype=torch.bfloat16)
     targets = torch.randint(35, (21,), device=DEVICE)
     grads = torch.func.grad(
         lambda h, weight: chunked_cross_entropy(h, weight, targets, 100), (0, 1)
@@ -104,10 +105,8 @@ def test_the_padding_of_the_logits_is_finite(monkeypatch):
 )
 def test_the_loss_of_features(chunk, dtype, compiled, kernels, monkeypatch):
     torch.manual_seed(1)
-    h, weight = (
-        random(21, 8, dtype=dtype).requires_grad_(),
-        random(35, 8, dtype=dtype).requires_grad_(),
-    )
+    h = random(21, 8, dtype=dtype).requires_grad_()
+    weight = random(35, 8, dtype=dtype).requires_grad_()
     targets = torch.randint(35, (21,), device=DEVICE)
     targets[::4] = -100
     expected = F.cross_entropy(F.linear(h.double(), weight.double()), targets)
@@ -133,7 +132,9 @@ def test_the_loss_of_features(chunk, dtype, compiled, kernels, monkeypatch):
 
 
 def test_targets_may_be_a_view_but_not_too_few(monkeypatch):
-    h, weight, wide = random(6, 8), random(35, 8), torch.randint(35, (6, 3), device=DEVICE)
+    h = random(6, 8)
+    weight = random(35, 8)
+    wide = torch.randint(35, (6, 3), device=DEVICE)
     monkeypatch.setattr(memory, "kernels_run", lambda *tensors: True)
     for targets in (wide[:, 0], wide[0, :1].expand(6)):
         torch.testing.assert_close(
@@ -146,11 +147,9 @@ def test_targets_may_be_a_view_but_not_too_few(monkeypatch):
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_loss_without_targets_is_what_pytorch_says(monkeypatch, kernels):
     "Not a number, with gradients of zero."
-    h, weight, none = (
-        random(5, 4).requires_grad_(),
-        random(9, 4).requires_grad_(),
-        torch.full((5,), -100, device=DEVICE),
-    )
+    h = random(5, 4).requires_grad_()
+    weight = random(9, 4).requires_grad_()
+    none = torch.full((5,), -100, device=DEVICE)
     monkeypatch.setattr(memory, "kernels_run", lambda *tensors: kernels)
     for loss in (chunked_cross_entropy(h, weight, none, 2), F.cross_entropy(h @ weight.T, none)):
         assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
@@ -173,11 +172,9 @@ def test_the_operation_is_well_formed():
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_the_stream_and_its_norm(shape, dtype):
     torch.manual_seed(2)
-    h, y, weight = (
-        random(*shape).requires_grad_(),
-        random(*shape, dtype=dtype).requires_grad_(),
-        random(shape[-1]).requires_grad_(),
-    )
+    h = random(*shape).requires_grad_()
+    y = random(*shape, dtype=dtype).requires_grad_()
+    weight = random(shape[-1]).requires_grad_()
     found = tp.add_norm(h, y, weight, 1e-5, dtype)
     s = h.double() + y.double()
     expected = s, F.rms_norm(s, shape[-1:], weight.double(), 1e-5)
@@ -219,25 +216,24 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
     "From views of wider rows; zeros stay zero and pass no gradient."
     torch.manual_seed(3)
     torch._dynamo.reset()
-    whole, s = (
-        random(*shape[:-1], room, dtype=dtype),
-        torch.full((1,), -1.7, device=DEVICE, requires_grad=True),
-    )
+    whole = random(*shape[:-1], room, dtype=dtype)
+    s = torch.full((1,), -1.7, device=DEVICE, requires_grad=True)
     with torch.no_grad():
         whole.flatten(0, -2)[1::3] = 0
     whole.requires_grad_()
-    run, N = (
+    run = (
         torch.compile(tp.to_length, backend="aot_eager", fullgraph=True)
         if compiled
-        else tp.to_length,
-        shape[-1],
+        else tp.to_length
     )
+    N = shape[-1]
     exact = whole.detach().double().requires_grad_()  # its gradients are not rounded on the way
     zero = (exact[..., room - N :] == 0).all(-1, keepdim=True)
     length = (
         exact[..., room - N :].square().sum(-1, keepdim=True).masked_fill(zero, 1).sqrt()
     )  # no root of zero
-    found, expected = run(whole[..., room - N :], s), s.double() * exact[..., room - N :] / length
+    found = run(whole[..., room - N :], s)
+    expected = s.double() * exact[..., room - N :] / length
     assert found.dtype is dtype and found.is_contiguous() and found.shape == shape
     g = random(*shape, dtype=dtype)
     dk, ds = torch.autograd.grad(found, (whole, s), g)
@@ -255,8 +251,10 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
 
 
 def test_keys_that_are_no_numbers_show():
-    k, s = random(4, 3), torch.ones(1, device=DEVICE)
-    k[1, 0], k[2, 0] = float("nan"), float("inf")
+    k = random(4, 3)
+    s = torch.ones(1, device=DEVICE)
+    k[1, 0] = float("nan")
+    k[2, 0] = float("inf")
     for found in (tp.to_length(k, s), mixer.to_length(k, s)):
         assert found.isfinite().all(-1).tolist() == [True, False, False, True]
 
@@ -282,12 +280,11 @@ def kernels_of_scans(monkeypatch):
 )
 def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
     "They come back in the backward, with the same bits."
-    block, h, y = (
-        Block(LMConfig(d_model=32, mixer=name)).to(DEVICE),
-        random(1, 9, 32).requires_grad_(),
-        random(1, 9, 32),
-    )
-    kept, grads = [], []
+    block = Block(LMConfig(d_model=32, mixer=name)).to(DEVICE)
+    h = random(1, 9, 32).requires_grad_()
+    y = random(1, 9, 32)
+    kept = []
+    grads = []
     for on in (False, True):
         monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
         torch._dynamo.reset()
@@ -312,15 +309,20 @@ def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
 def test_a_block_with_the_kernels_is_the_block_without_them(name, options, compiled, monkeypatch):
     torch.manual_seed(0)
     block = Block(LMConfig(d_model=32, mixer=name, mixer_options=options, d_mlp=48)).to(DEVICE)
-    h, y, results = random(2, 9, 32).requires_grad_(), random(2, 9, 32).requires_grad_(), []
+    h = random(2, 9, 32).requires_grad_()
+    y = random(2, 9, 32).requires_grad_()
+    results = []
     for kernels in (False, True):
         for module in (lm, memory, mixer):
             monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
         torch._dynamo.reset()
         nodes = set()
-        note = lambda graph, _: (
-            nodes.update(str(node.target) for node in graph.graph.nodes) or make_boxed_func(graph)
-        )
+
+        def note(graph, _):
+            return nodes.update(str(node.target) for node in graph.graph.nodes) or make_boxed_func(
+                graph
+            )
+
         backend = aot_autograd(fw_compiler=note, bw_compiler=note)
         run = (
             torch.compile(block, backend=backend, fullgraph=True) if compiled and kernels else block
@@ -341,9 +343,12 @@ def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
     "Other hooks, as those of activation checkpoints, are not hidden: they see all tensors."
     from torch.autograd.graph import saved_tensors_hooks
 
-    model, x = mixer.build_mixer(name, 32).to(DEVICE), random(1, 9, 32)
+    model = mixer.build_mixer(name, 32).to(DEVICE)
+    x = random(1, 9, 32)
     layer = model.dt_proj if name == "mamba" else model.b_proj
-    grads, seen, linear = [], [], F.linear
+    grads = []
+    seen = []
+    linear = F.linear
     monkeypatch.setattr(F, "linear", lambda x, w, *bias: seen.append(w) or linear(x, w, *bias))
     for on in (False, True):
         monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
@@ -387,8 +392,11 @@ def test_gpu_training_with_the_kernels_is_training_without_them(
         exact(tokens[:, :-1], tokens[:, 1:])[1], list(exact.parameters())
     )
     whole = torch.stack([b.norm() for b in expected]).norm()
+
     # in the gradient of a single number nearly everything cancels: it is compared with the whole gradient
-    error = lambda a, b: far(a, b) if b.numel() > 1 else ((a.double() - b).norm() / whole).item()
+    def error(a, b):
+        return far(a, b) if b.numel() > 1 else ((a.double() - b).norm() / whole).item()
+
     errors = []
     for kernels in (False, True):
         for module in (lm, memory, mixer):
@@ -409,10 +417,8 @@ def test_gpu_training_with_the_kernels_is_training_without_them(
 
 @pytest.mark.cuda
 def test_gpu_the_loss_needs_a_slice_of_logits():
-    h, weight = (
-        torch.randn(8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True),
-        torch.randn(50257, 64, device="cuda", requires_grad=True),
-    )
+    h = torch.randn(8192, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(50257, 64, device="cuda", requires_grad=True)
     targets = torch.randint(50257, (8192,), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

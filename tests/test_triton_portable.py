@@ -102,11 +102,10 @@ def test_extremes_are_right(form):
     a["b"][0, :7] = torch.tensor([80.0, -80.0, 500.0, 1.0, 0.0, -95.0, -60.0], device=DEVICE)[
         :, None
     ]
-    a["z"][0, 0], a["z"][0, 1] = 100.0, -100.0
-    (out, final, grads), (out_, final_, grads_) = (
-        kernels(a, dout, dfinal, form),
-        oracle(a, dout, dfinal, form),
-    )
+    a["z"][0, 0] = 100.0
+    a["z"][0, 1] = -100.0
+    out, final, grads = kernels(a, dout, dfinal, form)
+    out_, final_, grads_ = oracle(a, dout, dfinal, form)
     assert not beyond(
         dict(out=out, final=final, **grads), dict(out=out_, final=final_, **grads_), 1e-5
     )
@@ -224,7 +223,8 @@ def test_gpu_checkpoint_spacing_with_many_states(form):
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_packed(form):
-    bounds, dtype = [0, 1, 1, 300, 333, 1200], torch.bfloat16
+    bounds = [0, 1, 1, 300, 333, 1200]
+    dtype = torch.bfloat16
     a, dout, dfinal = inputs(1, 1200, 72, 16, form, dtype=dtype, sequences=5)
     packed = assert_packed_as_alone(a, dout, dfinal, form, bounds)
     assert_close(off(packed, oracle(a, dout, dfinal, form, bounds)), dtype)

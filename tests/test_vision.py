@@ -130,7 +130,8 @@ def test_device_and_dtype_are_arguments_as_in_pytorch():
 
 
 def test_a_pruned_convolution_computes_its_weight_anew():
-    model, layers = build(NANO[0]).eval(), []
+    model = build(NANO[0]).eval()
+    layers = []
     for block in model.blocks:
         layers += [block.mixer.ahead.conv1d, block.mixer.back.conv1d]
     with torch.no_grad():
@@ -181,7 +182,8 @@ def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options
 @pytest.mark.parametrize("name", NANO)
 def test_default_cfg_and_classifier(name):
     model = build(name).eval()
-    cfg, weights = model.default_cfg, model.state_dict()
+    cfg = model.default_cfg
+    weights = model.state_dict()
     assert model.num_classes > 0 and model.num_features > 0 and model.head_hidden_size > 0
     x = images(model, 1)
     features = model.forward_features(x)
@@ -425,11 +427,9 @@ def test_trained_at_224_evaluated_at_384():
 
 def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
     model = build(NANO[0], img_size=(4, 12))
-    same, other, state = (
-        build(NANO[0], img_size=(4, 12)),
-        build(NANO[0], img_size=(12, 8)),
-        model.state_dict(),
-    )
+    same = build(NANO[0], img_size=(4, 12))
+    other = build(NANO[0], img_size=(12, 8))
+    state = model.state_dict()
     with pytest.raises(
         ValueError,
         match="^the weights have 12 positions, which are not a square grid; .* then call set_input_size$",
@@ -458,7 +458,8 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
     from timm.layers import resample_patch_embed
 
     model = build(NANO[0]).eval()
-    x, filters = images(model), model.patch_embed.proj.weight.detach()
+    x = images(model)
+    filters = model.patch_embed.proj.weight.detach()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     overlay = dict(file=str(tmp_path / "weights.pt"))
     loaded, other, coarse = (
@@ -489,7 +490,8 @@ def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
     with pytest.raises(ValueError) as told:
         timm.create_model(name, pretrained=True)
     assert "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)" in str(told.value)
-    file, x = dict(file=str(tmp_path / "weights.pt")), torch.randn(2, trained.in_chans, 32, 32)
+    file = dict(file=str(tmp_path / "weights.pt"))
+    x = torch.randn(2, trained.in_chans, 32, 32)
     for overlay in (file | dict(num_classes=classes), file):
         loaded = timm.create_model(
             name, pretrained=True, pretrained_cfg_overlay=overlay, **small
@@ -621,7 +623,8 @@ def test_gpu_agrees_with_cpu(name, options):
     model = build(name, **options).eval()
     x = images(model)
     model(x).sum().backward()
-    expected, slope = model(x).detach(), model.blocks[0].mixer.in_proj.weight.grad.clone()
+    expected = model(x).detach()
+    slope = model.blocks[0].mixer.in_proj.weight.grad.clone()
     model.zero_grad()
     model.cuda()(x.cuda()).sum().backward()
     assert torch.allclose(model(x.cuda()).cpu(), expected, atol=1e-3)

@@ -61,7 +61,10 @@ def test_pictures_are_moved_mirrored_and_mixed_consistently():
     images = ImageSet(
         torch.randint(1, 255, (32, 1, 8, 8), dtype=torch.uint8), torch.arange(32) % 10
     )
-    code = lambda image: image.contiguous().numpy().tobytes()
+
+    def code(image):
+        return image.contiguous().numpy().tobytes()
+
     got = {
         code(x): int(y.argmax())
         for batch in islice(batches(images, PLAIN), 4)

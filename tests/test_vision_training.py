@@ -76,7 +76,10 @@ def small(out, data, **options):
 
 def results(out):
     "Return the metrics without measured times, and the weights."
-    timed = lambda name: name.endswith("per_second") or name == "waiting_percent"
+
+    def timed(name):
+        return name.endswith("per_second") or name == "waiting_percent"
+
     lines = [
         {name: value for name, value in line.items() if not timed(name)}
         for line in read_jsonl(out / "metrics.jsonl")
@@ -169,7 +172,8 @@ def shards(folder, part, rows):
 
 
 def test_four_sources_hold_the_same_images(folder, tmp_path):
-    readers, rows = {"folder": open_data(str(folder))}, {}
+    readers = {"folder": open_data(str(folder))}
+    rows = {}
     for part, reader, name in zip(("train", "val"), readers["folder"], ("train", "validation")):
         row = rows[part] = [
             (file.read(), label) for file, label in map(reader.__getitem__, range(len(reader)))
@@ -180,10 +184,8 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
             datasets.ClassLabel(names=["dark", "light"]),
         )
         shards(tmp_path, part, row)
-    readers["hub"], readers["shards"] = (
-        open_data(f"hf:{tmp_path / 'hub'}"),
-        open_data(f"wds:{tmp_path}"),
-    )
+    readers["hub"] = open_data(f"hf:{tmp_path / 'hub'}")
+    readers["shards"] = open_data(f"wds:{tmp_path}")
     for train, val in readers.values():
         assert (len(train), len(val), len(train.classes)) == (24, 10, 2)
         for part, reader in (("train", train), ("val", val)):
@@ -200,10 +202,8 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
 
 
 def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tmp_path):
-    images, names = (
-        [encoded(picture(i, i % 2)) for i in range(2)],
-        datasets.ClassLabel(names=["dark", "light"]),
-    )
+    images = [encoded(picture(i, i % 2)) for i in range(2)]
+    names = datasets.ClassLabel(names=["dark", "light"])
     for labels, kind in (
         ((1, 4), datasets.Value("int64")),
         (("dark", "light"), datasets.Value("string")),
@@ -308,7 +308,8 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
 
 @pytest.mark.parametrize("kind", ["folder", "hub", "shards"])
 def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
-    good, rows = encoded(picture(0, 0)), [[b"no image", 1], [b"no image", 1]]
+    good = encoded(picture(0, 0))
+    rows = [[b"no image", 1], [b"no image", 1]]
     source = {"folder": f"{tmp_path}", "hub": f"hf:{tmp_path}", "shards": f"wds:{tmp_path}"}[kind]
 
     def write():
@@ -429,7 +430,9 @@ def test_sizes_of_a_foreign_model_are_checked_before_it_is_built(tmp_path, chang
 
 
 def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatch):
-    config, real, seen = vision_config("digits"), lab.with_weights, []
+    config = vision_config("digits")
+    real = lab.with_weights
+    seen = []
     for i, name in enumerate("ab"):
         model = make_model(dataclasses.replace(config, seed=i), 10)
         lab.save_model(model, config, [str((9 * i + n) % 10) for n in range(10)], tmp_path / name)
@@ -458,7 +461,8 @@ def tar(path, *members):
                 info.size = len(content)
                 file.addfile(info, io.BytesIO(content))
             else:
-                info.type, info.linkname = content, "a.png"
+                info.type = content
+                info.linkname = "a.png"
                 file.addfile(info)
     return path.read_bytes()
 
@@ -620,7 +624,8 @@ def test_order_and_pixels_depend_on_seed_and_place_alone():
         dict(gradient_accumulation_steps=3),
     ):
         config = dict(options)
-        world, parts = config.pop("world", 1), config.get("gradient_accumulation_steps", 1)
+        world = config.pop("world", 1)
+        parts = config.get("gradient_accumulation_steps", 1)
         for rank in range(world):
             random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
             mine = batches(rank, world, **config)
@@ -637,7 +642,8 @@ def test_order_and_pixels_depend_on_seed_and_place_alone():
 
 
 def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
-    plain, copies = batches(repeats=1), batches(repeats=3)
+    plain = batches(repeats=1)
+    copies = batches(repeats=3)
     epochs = [torch.cat([plain.next_batch()[1] for _ in range(5)]).tolist() for _ in range(2)]
     assert all(len(set(epoch)) == 60 for epoch in epochs) and epochs[0] != epochs[1]
     images, labels = copies.next_batch()
@@ -647,7 +653,8 @@ def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
 
 def test_no_intact_image_is_reported_broken():
     "Pillow 13 refuses to posterize with 0 bits, which RandAugment draws once in about 600 images: here it only posterizes."
-    images, bits = batches(repeats=1, batch_size=64, epochs=200).images, []
+    images = batches(repeats=1, batch_size=64, epochs=200).images
+    bits = []
     augment = next(
         part
         for part in images.transform.transforms
@@ -770,7 +777,8 @@ def ends_while_loading(out, folder, **options):
 @pytest.mark.slow
 def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
     "Runs in another process, because torch may later raise the loss of a loading process anywhere."
-    options, pool = dict(workers=1, save_every=4, epochs=4), Pool(1, daemon=False)
+    options = dict(workers=1, save_every=4, epochs=4)
+    pool = Pool(1, daemon=False)
     try:
         (message,) = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
     finally:
@@ -836,10 +844,8 @@ def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
     ):
         with pytest.raises(ValueError, match=says):
             small(tmp_path, folder, **options)
-    one, two = (
-        small(tmp_path / "one", folder),
-        small(tmp_path / "two", folder, gradient_accumulation_steps=2),
-    )
+    one = small(tmp_path / "one", folder)
+    two = small(tmp_path / "two", folder, gradient_accumulation_steps=2)
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["steps"] == 6
 
 
@@ -892,11 +898,9 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
 def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):
     out, _ = trained
     config = dataclasses.replace(VISION_PRESETS["digits"].config, init_from=str(out), img_size=12)
-    weights, same, other = (
-        load_file(out / "model" / "model.safetensors"),
-        make_model(config, 2),
-        make_model(config, 10),
-    )
+    weights = load_file(out / "model" / "model.safetensors")
+    same = make_model(config, 2)
+    other = make_model(config, 10)
     assert torch.equal(same.head.weight, weights["head.weight"]) and other.head.out_features == 10
     first = timm.create_model(config.model, num_classes=2)
     first.load_state_dict(weights)
@@ -960,10 +964,8 @@ def test_weights_that_do_not_fit_are_one_sentence(trained, tmp_path, damage, say
     if says:
         damage(tmp_path / "run" / "model")
     else:  # Mamba's weights have more tensors; three classes, so that timm is not strict
-        config, says = (
-            dataclasses.replace(config, model="mamba_vim_nano_patch2_8"),
-            "does not fit mamba_vim_nano_patch2_8: only one of them has blocks.0",
-        )
+        config = dataclasses.replace(config, model="mamba_vim_nano_patch2_8")
+        says = "does not fit mamba_vim_nano_patch2_8: only one of them has blocks.0"
     with pytest.raises((ValueError, OSError), match=says) as error:
         make_model(config, 3)
     assert "\n" not in str(error.value)
@@ -1038,7 +1040,8 @@ def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_wei
 
 @pytest.mark.slow
 def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_evaluated(tmp_path):
-    data, classes = tmp_path / "imagenet", [f"n{i:08d}" for i in range(1000)]
+    data = tmp_path / "imagenet"
+    classes = [f"n{i:08d}" for i in range(1000)]
     for part, count in (("train", 2), ("val", 1)):
         for label, name in enumerate(classes):
             (data / part / name).mkdir(parents=True)
@@ -1047,31 +1050,34 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
                     0, 256, (4, 4, 3), dtype=np.uint8
                 )
                 Image.fromarray(pixels).resize((40, 32)).save(data / part / name / f"{i}.JPEG")
-    words = lambda out: [
-        "train-vision",
-        "--preset",
-        "imagenet-vim-tiny",
-        "--model",
-        "longhorn_vim_nano_patch2_8",
-        "--img-size",
-        "16",
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-        "--epochs",
-        "2",
-        "--batch-size",
-        "100",
-        "--workers",
-        "2",
-        "--ema",
-        "0.9",
-        "--save-every",
-        "3",
-        "--log-every",
-        "1",
-    ]
+
+    def words(out):
+        return [
+            "train-vision",
+            "--preset",
+            "imagenet-vim-tiny",
+            "--model",
+            "longhorn_vim_nano_patch2_8",
+            "--img-size",
+            "16",
+            "--data",
+            str(data),
+            "--out",
+            str(out),
+            "--epochs",
+            "2",
+            "--batch-size",
+            "100",
+            "--workers",
+            "2",
+            "--ema",
+            "0.9",
+            "--save-every",
+            "3",
+            "--log-every",
+            "1",
+        ]
+
     killed = start(*words(tmp_path / "killed"))
     while not any(line["step"] >= 26 for line in read_jsonl(tmp_path / "killed" / "metrics.jsonl")):
         assert killed.poll() is None

@@ -40,7 +40,9 @@ def rate(seed, *size):
     return torch.rand(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-S, k, x = draw(0, D, N), draw(1, N), draw(2, D)
+S = draw(0, D, N)
+k = draw(1, N)
+x = draw(2, D)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -65,7 +67,8 @@ def test_nan_is_not_taken_for_agreement():
 def test_a_batch_of_states_gives_the_same_as_one_at_a_time(name):
     layer = ZOO[name]
     pairs = (layer.batch,) if layer.batch > 1 else ()
-    keys, values = layer.keys(draw(3, 4, *pairs, N)), draw(4, 4, *pairs, D)
+    keys = layer.keys(draw(3, 4, *pairs, N))
+    values = draw(4, 4, *pairs, D)
     states = draw(5, 4, D, keys.shape[-1])
     gates = {
         name: gate.double()
@@ -98,7 +101,8 @@ def test_gla_and_hgrn2_and_retnet_as_matrices():
 
 
 def test_mamba_is_the_discretised_state_equation():
-    dt, A = rate(9, D), -rate(10, D, N)
+    dt = rate(9, D)
+    A = -rate(10, D, N)
     for d in range(D):
         expected = torch.linalg.matrix_exp(dt[d] * torch.diag(A[d])) @ S[d] + dt[d] * k * x[d]
         assert torch.allclose(mamba_step(S, k, x, dt, A)[d], expected)
@@ -114,26 +118,26 @@ def test_mamba_is_the_discretised_state_equation():
 
 
 def test_gated_delta_rule_as_matrices():
-    key, beta = k / k.norm(), torch.tensor([0.4], dtype=torch.float64)
+    key = k / k.norm()
+    beta = torch.tensor([0.4], dtype=torch.float64)
     expected = 0.9 * S @ (eye - 0.4 * torch.outer(key, key)) + 0.4 * torch.outer(x, key)
     assert torch.allclose(gated_deltanet_step(S, key, x, 0.9, beta), expected)
 
 
 def test_rwkv7_is_that_of_flash_linear_attention():
-    T, erased, r = (
-        6,
-        torch.nn.functional.normalize(draw(30, 6, N), dim=-1),
-        draw(31, 6, N).sigmoid(),
-    )
-    log_w, keys, values = (
-        -math.exp(-0.5) * draw(32, T, N).sigmoid(),
-        draw(33, T, N),
-        draw(34, T, D),
-    )  # as in fla.layers.rwkv7
+    T = 6
+    erased = torch.nn.functional.normalize(draw(30, 6, N), dim=-1)
+    r = draw(31, 6, N).sigmoid()
+    log_w = -math.exp(-0.5) * draw(32, T, N).sigmoid()
+    keys = draw(33, T, N)
+    values = draw(34, T, D)  # as in fla.layers.rwkv7
     state = S
     for t in range(T):
         state = rwkv7_step(state, keys[t], values[t], log_w[t].exp(), erased[t], r[t])
-    wide = lambda t: t[None, None].float()
+
+    def wide(t):
+        return t[None, None].float()
+
     _, theirs = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
         wide(keys),
         wide(keys),

@@ -211,9 +211,15 @@ def _pipelined_fwd_kernel(
 
 def pipelined(q, k, x, b, bias, skip, z, BD, warps):
     "Output, last state and checkpoints; contiguous tensors, T in steps of 32, D in steps of BD."
-    (B, T, D), N = x.shape, k.shape[-1]
-    new = lambda *s: empty(s, device=x.device, dtype=torch.float32)
-    out, ckpt, final = torch.empty_like(x), new(B * T // 8, N, D), new(B, D, N)
+    B, T, D = x.shape
+    N = k.shape[-1]
+
+    def new(*s):
+        return empty(s, device=x.device, dtype=torch.float32)
+
+    out = torch.empty_like(x)
+    ckpt = new(B * T // 8, N, D)
+    final = new(B, D, N)
     _pipelined_fwd_kernel[(D // BD, B)](
         x, b, z, k, q, bias, skip, out, ckpt, final, T, D, N=N, BD=BD, NW=warps, num_warps=warps
     )
@@ -223,12 +229,18 @@ def pipelined(q, k, x, b, bias, skip, z, BD, warps):
 def main():
     for name, (B, T, D, N) in SHAPES.items():
         a, _, _, _ = inputs(B, T, D, N)
-        won = lambda segment=None: diagonal_forward(
-            diagonal_plan(B, T, D, N, segment=segment), *a.values(), None, None
-        )
+
+        def won(segment=None):
+            return diagonal_forward(
+                diagonal_plan(B, T, D, N, segment=segment), *a.values(), None, None
+            )
+
         right = won()
         for BD, warps in ((64, 4), (32, 4), (32, 2)):
-            run = lambda: pipelined(*a.values(), BD, warps)
+
+            def run():
+                return pipelined(*a.values(), BD, warps)
+
             worst = max(
                 ((m.double() - r.double()).norm() / r.double().norm()).item()
                 for m, r in zip(run(), right)

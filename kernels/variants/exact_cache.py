@@ -46,8 +46,12 @@ def measure(size, slots):
     B, T, D, N = SIZES[size]
     a = inputs(B, T, D, N, "exact")[0]
     plan = triton_exact.exact_plan(B, T, D, N)
-    forward = lambda: triton_exact.exact_forward(plan, *a.values(), None, None)
-    right, found = forward()[0], {name: [] for name in PERCENT}
+
+    def forward():
+        return triton_exact.exact_forward(plan, *a.values(), None, None)
+
+    right = forward()[0]
+    found = {name: [] for name in PERCENT}
     with patch.object(triton_exact, "_ring", lambda plan: slots):
         if (
             not (

@@ -42,13 +42,18 @@ def run(shape, rings, few):
             for way, module in modules.items():
                 module._ring = default_ring[way]
 
-    forward = lambda: with_ring(
-        lambda: triton_exact.exact_forward(plans[0], *a.values(), None, None)
-    )
+    def forward():
+        return with_ring(lambda: triton_exact.exact_forward(plans[0], *a.values(), None, None))
+
     ckpt = forward()[2]
-    backward = lambda: with_ring(
-        lambda: triton_exact_backward.exact_backward(plans[1], dout, None, ckpt, *a.values(), None)
-    )
+
+    def backward():
+        return with_ring(
+            lambda: triton_exact_backward.exact_backward(
+                plans[1], dout, None, ckpt, *a.values(), None
+            )
+        )
+
     return forward, backward
 
 

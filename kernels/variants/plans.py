@@ -50,7 +50,10 @@ def measure(shape, form, path, change):
     a, _, dout, _ = inputs(*SHAPES[shape], form)
     if path == "portable":
         plan, forward, backward = triton_op._path_kernels("portable", form)
-        make = lambda way, **kw: triton_op.portable_plan(form, B, T, D, N, direction=way, **kw)
+
+        def make(way, **kw):
+            return triton_op.portable_plan(form, B, T, D, N, direction=way, **kw)
+
         plans = [[make(way), make(way, **change)] for way in ("forward", "backward")]
     else:
         plan, forward, backward = triton_op._path_kernels(form, form)

@@ -33,8 +33,13 @@ def apart(a, b):
 def blocks(shape, form):
     "Rows: forward times for each block size, the default's backward with the first."
     a, A, dout, _ = inputs(*SHAPES[shape], form)
-    (B, T, D, N), extra, rows = SHAPES[shape], A.get("A"), []
-    run = lambda plan: portable_forward(plan, *a.values(), extra, None, None)
+    B, T, D, N = SHAPES[shape]
+    extra = A.get("A")
+    rows = []
+
+    def run(plan):
+        return portable_forward(plan, *a.values(), extra, None, None)
+
     plan = portable_plan(form, B, T, D, N)
     right, _, ckpt = run(plan)
     back = portable_plan(form, B, T, D, N, direction="backward")
@@ -61,12 +66,19 @@ def memory(shape, form, path):
     triton_op.FAST = path == "fast"
     a, _, dout, _ = inputs(*SHAPES[shape], form)
     leaf = {n: t.detach().requires_grad_() for n, t in a.items()}
-    rows, grads = [], {}
+    rows = []
+    grads = {}
     for checkpoint in ("fast", "small"):
-        run = lambda: triton_op.triton_scan(*leaf.values(), form=form, checkpoint=checkpoint)[0]
+
+        def run():
+            return triton_op.triton_scan(*leaf.values(), form=form, checkpoint=checkpoint)[0]
+
         out = run()
         grads[checkpoint] = torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
-        back = lambda: torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
+
+        def back():
+            return torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
+
         rows.append(
             dict(
                 shape=shape,

@@ -216,7 +216,8 @@ class Saving:
 
     def wait(self):
         "Wait for the checkpoint that is being written, and raise its error."
-        waiting, self.waiting = self.waiting, None
+        waiting = self.waiting
+        self.waiting = None
         if waiting:
             waiting.result()
 

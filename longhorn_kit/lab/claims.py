@@ -791,7 +791,8 @@ CLAIMS += [
 # %% ../../nbs/machine/claims.ipynb #39_claims-019
 def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
     "Return the differences between Longhorn and Mamba that others measured; single runs cannot be judged."
-    found, repeated = [], {}
+    found = []
+    repeated = {}
     for measure in measures:
         sign, unit = (-1, "lower") if measure in LOWER_IS_BETTER else (1, "points")
         ours, mamba = list(INDEPENDENT[measure].values())[:2]
@@ -800,7 +801,10 @@ def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
             continue
         ours, mamba = (n if isinstance(n, tuple) else (n,) for n in (ours, mamba))
         leads = tuple(sign * (a - b) for a, b in zip(ours, mamba))
-        numbers = lambda scores: "/".join(f"{score:g}" for score in scores)
+
+        def numbers(scores):
+            return "/".join(f"{score:g}" for score in scores)
+
         found.append(
             (
                 Comparison(f"{measure}: {numbers(ours)}, Mamba {numbers(mamba)}", leads, unit),
@@ -813,8 +817,12 @@ def elsewhere(*measures: str) -> list[tuple[Comparison, Judgement]]:
 
 
 def _rows_of_tables(tables):  # measure -> sign, unit, runs of Longhorn, runs of Mamba
-    contrasts, outcomes = [], {}
-    over_lengths = lambda run: mean(run) if isinstance(run, tuple) else run
+    contrasts = []
+    outcomes = {}
+
+    def over_lengths(run):
+        return mean(run) if isinstance(run, tuple) else run
+
     for measure, (sign, unit, *models) in tables.items():
         names = [f"{name}, {measure}" for name in ("Longhorn", "Mamba")]
         outcomes |= {name: [over_lengths(run) for run in runs] for name, runs in zip(names, models)}

@@ -140,8 +140,10 @@ def compare_recall(record: dict) -> list[Comparison]:
         for first, second in (
             pair for pair in RECALL_ORDER if results["recall"].keys() >= set(pair)
         ):
-            a, b = results["recall"][first], results["recall"][second]
-            best, grid = results["lr"], results["grid"]
+            a = results["recall"][first]
+            b = results["recall"][second]
+            best = results["lr"]
+            grid = results["grid"]
             rates = {name: (best[name], grid[name] or [best[name]]) for name in (first, second)}
             found.append(
                 Comparison(
@@ -161,7 +163,8 @@ def compare_designs(record: dict) -> list[Comparison]:
     comparisons = []
     for design in results["designs"]:
         finished = {first, second} <= design["recall"].keys()
-        differences, doubt = (), ""
+        differences = ()
+        doubt = ""
         if finished:
             differences = _ahead(design["recall"][first], design["recall"][second])
             doubt = edge(
@@ -185,7 +188,8 @@ def compare_designs(record: dict) -> list[Comparison]:
 
 def about_recall(record: dict) -> str:
     "Describe a run of the toy task: keys, learning rates, seeds."
-    asked, searched = record["settings"], record["results"].get("search_seeds", ())
+    asked = record["settings"]
+    searched = record["results"].get("search_seeds", ())
     rates = ", ".join(f"{lr:g}" for lr in asked.get("lrs", ()))
     return (
         f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; "
@@ -209,7 +213,8 @@ def about_rewritten(record: dict) -> str:
     )
 
 # %% ../../nbs/machine/compare.ipynb #38_compare-013
-SOLVED, LEARNT = 0.985, 1.2  # share of correct answers; multiple of the guess level
+SOLVED = 0.985
+LEARNT = 1.2  # share of correct answers; multiple of the guess level
 MQAR_PAIRS = (
     ("longhorn", "mamba"),
     ("longhorn", "gla"),
@@ -305,10 +310,8 @@ def about_mqar(record: dict) -> str:
 # %% ../../nbs/machine/compare.ipynb #759980da
 def compare_states(record: dict) -> list[Comparison]:
     "Compare larger states with the usual one, at the size where both were trained."
-    usual, found = (
-        [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1],
-        [],
-    )
+    usual = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1]
+    found = []
     for d_state in (32, 64, 128):
         for large, small in zip(mqar_cells(record, d_state), usual):
             for mixer in ("longhorn_exact", "longhorn"):
@@ -378,11 +381,14 @@ def compare_language(
     sizes: str = "120M",  # row of `OPENWEBTEXT` with the published difference
 ) -> list[Comparison]:
     "Compare held-out losses, seed by seed; the plan of these runs allows no verdict at one rate."
-    results, found = record["results"], []
-    rate, unit = record["settings"]["train"]["lr"], results["unit"]
+    results = record["results"]
+    found = []
+    rate = record["settings"]["train"]["lr"]
+    unit = results["unit"]
     for words, tokens in evaluations(results):
         for first, second in pairs:
-            a, b = losses(results, first, tokens), losses(results, second, tokens)
+            a = losses(results, first, tokens)
+            b = losses(results, second, tokens)
             leads = tuple(b[seed] - a[seed] for seed in sorted(a.keys() & b.keys()))
             if leads:
                 found.append(
@@ -439,7 +445,8 @@ def compare_at_one_rate(
     margin = equal_losses(results)
     contrasts = []
     for first, second in pairs:
-        a, b = NAMES[first], NAMES[second]
+        a = NAMES[first]
+        b = NAMES[second]
         published = published_lead(results, first, second, sizes)
         contrasts.append(
             Contrast(
@@ -464,7 +471,8 @@ def remaining(
     last: tuple[Comparison, Judgement],  # after the last
 ) -> tuple[Comparison, Judgement]:
     "Return whether a lead after one pass is still there after the last, with the last difference."
-    early, late = first[1], last[1]
+    early = first[1]
+    late = last[1]
     comparison = replace(last[0], label=label)
     if not late.n:  # a look is missing, or a run diverged
         return comparison, late
@@ -516,7 +524,10 @@ def compare_leads(
 # %% ../../nbs/machine/compare.ipynb #compare-n25
 def reads(passes: str, *compares: Callable) -> Callable:  # passes: "once" or "repeated"
     "Return a function that joins the comparisons of a language record, and is empty for records of the other kind."
-    kind = lambda record: "once" if len(evaluations(record["results"])) == 1 else "repeated"
+
+    def kind(record):
+        return "once" if len(evaluations(record["results"])) == 1 else "repeated"
+
     return lambda record: (
         [found for compare in compares for found in compare(record)]
         if kind(record) == passes
@@ -531,7 +542,8 @@ def by_plan(new: Callable, old: Callable) -> Callable:  # record -> comparisons
 # %% ../../nbs/machine/compare.ipynb #aa770423
 def about_language(record: dict) -> str:
     "Describe the trained models: parameters, block, state, unique tokens and passes, learning rates."
-    results, rate = record["results"], record["settings"]["train"]["lr"]
+    results = record["results"]
+    rate = record["settings"]["train"]["lr"]
     models = {run["mixer"]: run for run in results["runs"] if "val" in run}
     size = [run["parameters"] / 1e6 for run in models.values()]
     unique = results["train_tokens"]
@@ -567,11 +579,14 @@ def tokens_at(curve: dict, level: float) -> float | None:
 # %% ../../nbs/machine/compare.ipynb #a55d4f1b
 def compare_tokens(record: dict) -> list[Comparison]:
     "Compare the tokens that Longhorn and Mamba need for Mamba's loss."
-    results, found, rate = record["results"], [], record["settings"]["train"]["lr"]
+    results = record["results"]
+    found = []
+    rate = record["settings"]["train"]["lr"]
     runs = [run for run in results["runs"] if len(run.get("val", {}).get("tokens", ())) > 1]
     curves = {(run["mixer"], run["seed"]): run["val"] for run in runs}
     for words, tokens in evaluations(results):
-        saved, missing = [], 0
+        saved = []
+        missing = 0
         for (mixer, seed), mamba in curves.items():
             if mixer == "mamba" and ("longhorn", seed) in curves:
                 at = nearest(mamba, tokens)
@@ -626,7 +641,10 @@ EXPLORED = {  # block -> its groups in the record, pairs: the claim gives the fi
 
 def read_again(model: dict, rates: list[float]) -> Fit:  # of a record of the first plan; its grid
     "Estimate a model's loss from its walk and its judged runs, by the rule with looks."
-    number = lambda loss: math.nan if loss is None else loss
+
+    def number(loss):
+        return math.nan if loss is None else loss
+
     search = [(rates.index(float(rate)), number(loss)) for rate, loss in model["bracket"].items()]
     judged = [number(run["bits_per_byte"]) for run in model["runs"]]
     return fit_rates(search, judged, rates.index(model["lr"]))
@@ -644,7 +662,8 @@ def explored_row(contrast: Contrast, found: Judgement) -> list[str]:
 
 def explored(record: dict) -> tuple:  # of the first one-pass plan -> title, header, rows
     "Tabulate the first plan's runs as the rule with looks reads them, without verdicts."
-    rates, rows = record["settings"]["rates"], []
+    rates = record["settings"]["rates"]
+    rows = []
     for block, (groups, pairs) in EXPLORED.items():
         models = [model for group in groups for model in record["results"]["groups"].get(group, ())]
         fits = {model["name"]: read_again(model, rates) for model in models if model["runs"]}
@@ -666,7 +685,8 @@ def compare_length(
     grows: bool = False,  # claim that the perplexity grows, not that it stays
 ) -> list[Comparison]:
     "Compare perplexity at the longest context with that at the training context."
-    growth, longest = {}, record["settings"]["multiples"][-1]
+    growth = {}
+    longest = record["settings"]["multiples"][-1]
     for model in record["results"]["models"]:
         for text, found in model["text"].items():
             nats = found["by_length"]["nats"]
@@ -701,7 +721,10 @@ def compare_needles(record: dict) -> list[Comparison]:
                 share = mean(row[-1] for row in found["once"]["written"])
                 here = written.setdefault((kind, found["once"]["length"][-1]), {})
                 here.setdefault(model["mixer"], []).append(100 * share)
-    leads = lambda found, name: tuple(x - y for x, y in zip(found[name], found["mamba"]))
+
+    def leads(found, name):
+        return tuple(x - y for x, y in zip(found[name], found["mamba"]))
+
     return [
         Comparison(
             f"{kind}, {length:,} tokens: {NAMES[name]} above Mamba", leads(found, name), searched=0
@@ -727,7 +750,8 @@ def about_length(record: dict) -> str:
 # %% ../../nbs/machine/compare.ipynb #38_compare-025
 def compare_vision(record: dict) -> list:
     "Compare top-1 accuracy with Mamba's scan in the same model."
-    top1, rate = record["results"]["top1"], record["settings"]["lr"]
+    top1 = record["results"]["top1"]
+    rate = record["settings"]["lr"]
     if record["settings"].get("judged"):
         return vision_at_one_rate(record)
     return [

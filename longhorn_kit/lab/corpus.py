@@ -78,7 +78,8 @@ def tokenise(
     return pieces
 
 # %% ../../nbs/machine/corpus.ipynb #corpus-011
-PIECE, LEAST = 1 << 26, 1 << 23  # characters per process: in a full piece, and at least
+PIECE = 1 << 26
+LEAST = 1 << 23  # characters per process: in a full piece, and at least
 THREADS = {}  # "maps": thread that runs `map`; "forks": thread that is forking
 
 
@@ -132,15 +133,14 @@ def write_piece(documents, path, size, seconds=30.0):  # documents: an iterator
     "Write the next documents to an Arrow file until a bound is reached; return (their number, characters)."
     import pyarrow as pa
 
-    columns, end = (
-        pa.schema({"name": pa.string(), "text": pa.large_string()}),
-        time.monotonic() + seconds,
-    )
+    columns = pa.schema({"name": pa.string(), "text": pa.large_string()})
+    end = time.monotonic() + seconds
     number = length = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, columns) as rows:
         while length < size and time.monotonic() < end and (batch := batch_of(documents)):
             rows.write_batch(pa.record_batch(list(map(list, zip(*batch))), schema=columns))
-            number, length = number + len(batch), length + sum(len(text) for _, text in batch)
+            number = number + len(batch)
+            length = length + sum(len(text) for _, text in batch)
     return number, length
 
 
@@ -175,7 +175,10 @@ class CorpusBuilder:
     "Both files of an unfinished corpus, cut back to the tokens that `state.json` confirms."
 
     def __init__(self, folder, dtype):
-        self.path, self.dtype, self.files, self.digests = folder / "state.json", dtype, {}, {}
+        self.path = folder / "state.json"
+        self.dtype = dtype
+        self.files = {}
+        self.digests = {}
         nothing = {"tokens": 0, "bytes": 0, "documents": 0, "sha256": EMPTY}
         self.state = {"stage": 0, "whole": None, "last": None} | {
             part: dict(nothing) for part in PARTS
@@ -251,7 +254,8 @@ def hashed(documents, digest):
 
 def reopened(source, text_column, last):  # last: last piece, from the state
     "Return a source's documents and their iterator after the last piece; ValueError if its text has changed."
-    stream, digest = load_documents(source, text_column, last["position"]), hashlib.sha256()
+    stream = load_documents(source, text_column, last["position"])
+    digest = hashlib.sha256()
     documents = iter(stream)
     for _ in hashed(itertools.islice(documents, last["documents"]), digest):
         pass
@@ -268,8 +272,11 @@ NOTHING = {"position": None, "documents": 0, "read": 0, "sha256": EMPTY}
 
 def run_stage(work, stage, tokenizer, about, workers, bar):  # stage: (source, part, text column)
     "Tokenise a source to its end, resuming at the state."
-    (source, part, text_column), state, fraction = stage, work.state, about["fraction"]
-    limit, enough = None if part == "val" else about["limit"], about["tokens"] or math.inf
+    source, part, text_column = stage
+    state = work.state
+    fraction = about["fraction"]
+    limit = None if part == "val" else about["limit"]
+    enough = about["tokens"] or math.inf
     if part is None and state["whole"] is None:
         head = itertools.islice(load_documents(source, text_column), limit)
         with redirect_stderr(io.StringIO()):  # its notes come again
@@ -277,15 +284,15 @@ def run_stage(work, stage, tokenizer, about, workers, bar):  # stage: (source, p
     cut = partial(
         pieces_of, whole=state["whole"], fraction=fraction, by_name=source == "stdlib", part=part
     )
-    function, last, done = (
-        partial(tokenise, tokenizer=tokenizer, cut=cut),
-        state["last"] or NOTHING,
-        False,
-    )
+    function = partial(tokenise, tokenizer=tokenizer, cut=cut)
+    last = state["last"] or NOTHING
+    done = False
     stream, documents = reopened(source, text_column, last)
     documents = itertools.islice(documents, None if limit is None else limit - last["read"])
     while not done:
-        position, digest, path = stream.position(), hashlib.sha256(), work.room()
+        position = stream.position()
+        digest = hashlib.sha256()
+        path = work.room()
         number, length = write_piece(hashed(documents, digest), path, PIECE * workers)
         batches = tokenised(path, function, min(workers, number, length // LEAST)) if number else ()
         done = any(work.add(rows, enough) for rows in batches) or not number
@@ -330,7 +337,8 @@ def place(partial_folder, folder, alone):  # alone: no other process can write t
         return put_in_place(partial_folder, folder)
     with atomic_path(folder) as copy:
         shutil.copytree(partial_folder, copy)
-        index, paths = read_record(copy / "index.json"), [copy / f"{part}.bin" for part in PARTS]
+        index = read_record(copy / "index.json")
+        paths = [copy / f"{part}.bin" for part in PARTS]
         check_tokens(copy, index, mapped_parts(copy, index), paths, "prepare it again", verify=True)
 
 
@@ -338,8 +346,10 @@ def make_corpus(
     folder, known, *parts
 ):  # known() returns the facts of the source; parts: for `write_corpus`
     "Prepare a corpus, or resume an earlier attempt; `folder` appears when it is complete."
-    partial_folder, index = folder.with_name(f".{folder.name}.partial"), folder / "index.json"
-    state, facts = partial_folder / "state.json", known()
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    index = folder / "index.json"
+    state = partial_folder / "state.json"
+    facts = known()
     with exclusive_lock(partial_folder) as alone:
         try:
             if not alone and os.environ.get("RANK", "") not in ("", "0") and not index.exists():
@@ -384,10 +394,8 @@ def mapped_parts(folder, index):
     "Return the tokens of both parts, mapped; ValueError if a file has the wrong size."
     parts = []
     for part in PARTS:
-        path, length = (
-            folder / f"{part}.bin",
-            index[part]["tokens"] * np.dtype(index["dtype"]).itemsize,
-        )
+        path = folder / f"{part}.bin"
+        length = index[part]["tokens"] * np.dtype(index["dtype"]).itemsize
         if not path.is_file() or path.stat().st_size != length:
             raise ValueError(f"{path} is missing or has the wrong size; {again(folder)}")
         parts.append(np.memmap(path, np.dtype(index["dtype"]), mode="r"))
@@ -396,7 +404,9 @@ def mapped_parts(folder, index):
 
 def check_tokens(folder, index, parts, paths, remedy, verify=False):  # parts, paths: of both parts
     "Compare tokens with the index or with earlier samples, and return how; ValueError if damaged."
-    known, stamps, ways = {}, {}, []
+    known = {}
+    stamps = {}
+    ways = []
     with suppress(OSError, TypeError, ValueError):  # otherwise both parts are checked in full
         known |= read_json(folder / "checked.json")
     starts = (0, parts[0].nbytes if paths[0] == paths[1] else 0)  # bytes of the file
@@ -470,7 +480,8 @@ def open_corpus(folder, tokenizer, verify=False):
             f"{folder} holds tokens of {index['tokenizer_hash']}; the tokenizer that was named is "
             f"{tokenizer_hash(tokenizer)}"
         )
-    parts, paths = mapped_parts(folder, index), [folder / f"{part}.bin" for part in PARTS]
+    parts = mapped_parts(folder, index)
+    paths = [folder / f"{part}.bin" for part in PARTS]
     checked = check_tokens(folder, index, parts, paths, again(folder), verify)
     return Corpus(folder, index, tokenizer, *parts, checked)
 
@@ -512,7 +523,8 @@ def bin_tokenizer(files, name):
     tables = [read_characters(meta) for meta in metas if meta.is_file()]
     if not tables:
         return get_tokenizer(name)
-    meta, (size, characters) = metas[0], tables[0]
+    meta = metas[0]
+    size, characters = tables[0]
     if len(tables) < len(files) or any(table != tables[0] for table in tables):
         raise ValueError(
             f"{' and '.join(map(str, files))} do not have the same meta.pkl beside them"
@@ -588,11 +600,14 @@ def open_bins(files, folder, tokenizer, about, fraction, verify=False):
 def known_by(source, bins=()):  # bins: from `bin_files`
     "Return the facts that identify a source."
     if source == "stdlib":
-        files, facts = sorted(stdlib_files().values()), [sys.version]
+        files = sorted(stdlib_files().values())
+        facts = [sys.version]
     elif source.startswith("hf:"):
-        files, facts = sorted(Path(hub_name(source[3:])[0]).rglob("*")), [source]
+        files = sorted(Path(hub_name(source[3:])[0]).rglob("*"))
+        facts = [source]
     else:
-        files, facts = bins or matching_files(source), []
+        files = bins or matching_files(source)
+        facts = []
     return facts + [
         [os.path.abspath(path), path.stat().st_size, path.stat().st_mtime_ns]
         for path in files

@@ -94,7 +94,8 @@ def wide_encoding(data):
     ]  # of each place among four bytes
     if min(zeros[:2]) > 0.9 or min(zeros[2:]) > 0.9:
         return "UTF-32"
-    even, odd = zeros[0::2], zeros[1::2]
+    even = zeros[0::2]
+    odd = zeros[1::2]
     for high, low in ((even, odd), (odd, even)):
         if min(high) > 0.4 and max(low) < 0.1:
             return "UTF-16"
@@ -172,8 +173,10 @@ class ZstdFile(io.RawIOBase):
     "Decompressed bytes of a .zst file, frame by frame; OSError if it is damaged or cut off."
 
     def __init__(self, path):
-        self.file, self.frame = open(path, "rb"), None
-        self.data, self.ready = b"", memoryview(b"")  # not yet decompressed; decompressed
+        self.file = open(path, "rb")
+        self.frame = None
+        self.data = b""
+        self.ready = memoryview(b"")  # not yet decompressed; decompressed
 
     def readable(self):
         return True
@@ -270,7 +273,8 @@ def check_document(size, place):
 
 def bounded_lines(stream, place):  # place: name of the stream, for the message
     "Yield the lines of a stream; ValueError if one is larger than a document may be."
-    most, read = largest_document(), stream.readline
+    most = largest_document()
+    read = stream.readline
     while line := read(most + 1):
         if len(line) > most:
             check_document(len(line), f"a line of {place}")
@@ -279,7 +283,9 @@ def bounded_lines(stream, place):  # place: name of the stream, for the message
 # %% ../../nbs/machine/data.ipynb #data-027-2
 def marked_documents(path):
     "Yield the documents of a text file as byte strings (text, end mark with its newlines); joined they are the file."
-    lines, size, most = [], 0, largest_document()
+    lines = []
+    size = 0
+    most = largest_document()
     with open_text(path) as stream:
         for line in bounded_lines(stream, path):
             lines.append(line)
@@ -290,7 +296,8 @@ def marked_documents(path):
                 continue
             text = b"".join(lines[:-1]).removesuffix(b"\n").removesuffix(b"\r")
             yield text, b"".join(lines)[len(text) :]
-            lines, size = [], 0
+            lines = []
+            size = 0
     if lines:
         yield b"".join(lines), b""
 
@@ -311,13 +318,15 @@ def found_column(columns, column, place):  # column: "text" also matches "conten
     for name in names:
         if name in columns:
             return name
-    wanted, known = " or ".join(map(repr, names)), ", ".join(columns) or "none"
+    wanted = " or ".join(map(repr, names))
+    known = ", ".join(columns) or "none"
     raise ValueError(f"{place} has no column {wanted}; it has {known}")
 
 # %% ../../nbs/machine/data.ipynb #data-027b-2
 def record_documents(records, text_column, source):  # records: (place, dict) pairs
     "Yield records as (place, text) without NUL characters; blank ones are skipped and counted."
-    total, skipped = 0, 0
+    total = 0
+    skipped = 0
     for total, (place, record) in enumerate(records, 1):
         column = found_column(record, text_column, place)
         text = record[column]
@@ -412,7 +421,8 @@ NO_TEXT = [
 # %% ../../nbs/machine/data.ipynb #data-027e-2
 def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str, str]]:
     "Yield the documents of a file as (name, text); ValueError or OSError names the file."
-    path, name = Path(path), None
+    path = Path(path)
+    name = None
     ending = (path.with_suffix("") if path.suffix.lower() in COMPRESSED else path).suffix.lower()
     if ending in NO_TEXT:
         raise ValueError(
@@ -560,11 +570,9 @@ class HubDocuments:
 
         path, config, split, revision = hub_name(name)
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it announces retries
-        self.name, self.column, self.start = (
-            name,
-            text_column,
-            position or {"row": 0, "stream": None},
-        )
+        self.name = name
+        self.column = text_column
+        self.start = position or {"row": 0, "stream": None}
         self.row = self.start["row"]
         with hub_errors(name):
             self.rows = load_dataset(path, config, split=split, streaming=True, revision=revision)
@@ -600,7 +608,8 @@ class FileDocuments:
     "Read the documents of files as (name, text), from a position that can be saved."
 
     def __init__(self, files, text_column="text", position=None):
-        self.files, self.column = files, text_column
+        self.files = files
+        self.column = text_column
         self.file, self.document = position or (0, 0)
 
     def __iter__(self):
@@ -610,7 +619,8 @@ class FileDocuments:
                 itertools.islice(texts, self.document, None), self.document + 1
             ):
                 yield document
-            self.file, self.document = self.file + 1, 0
+            self.file = self.file + 1
+            self.document = 0
 
     def position(self):
         "Return [number of the current file, documents read from it]."
@@ -630,7 +640,10 @@ def load_documents(
 class ByteTokenizer:
     "Tokens are UTF-8 bytes; 0 ends a document."
 
-    name, vocab_size, end, dtype = "bytes", 256, 0, np.dtype("<u1")
+    name = "bytes"
+    vocab_size = 256
+    end = 0
+    dtype = np.dtype("<u1")
     sizes = np.ones(256, np.int64)  # bytes of text per token
 
     def encode(self, text: str) -> np.ndarray:
@@ -645,7 +658,10 @@ class ByteTokenizer:
 class BPETokenizer:
     "GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
 
-    name, vocab_size, end, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
+    name = "gpt2"
+    vocab_size = 50257
+    end = 50256
+    dtype = np.dtype("<u2")
 
     def __init__(self, encoding: Any):
         self.encoding = encoding
@@ -700,10 +716,13 @@ def gpt2_from_folder(folder):
 class CharTokenizer:
     "Tokens are the characters of a table; no token ends a document."
 
-    name, end, dtype = "chars", None, np.dtype("<u2")
+    name = "chars"
+    end = None
+    dtype = np.dtype("<u2")
 
     def __init__(self, characters: list[str]):
-        self.characters, self.vocab_size = characters, len(characters)
+        self.characters = characters
+        self.vocab_size = len(characters)
         self.ids = {character: i for i, character in enumerate(characters)}
         sizes = [len(character.encode(errors="surrogatepass")) for character in characters]
         self.sizes = np.array(sizes, np.int64)  # bytes of text per token
@@ -885,7 +904,8 @@ def hold_out_long(
     least: int = 16 * 1024,  # bytes of a long document
 ) -> dict:  # NAME -> (documents, bytes) that were moved
     "Copy a text, and move long documents from training files to NAME.long.txt.xz; ValueError or OSError."
-    folder, out = Path(folder).expanduser(), Path(out).expanduser()
+    folder = Path(folder).expanduser()
+    out = Path(out).expanduser()
     files = sorted(folder.glob("*.train.txt*"))
     if count < 1 or least < 1:
         raise ValueError(f"count is {count} and least is {least}; both must be at least 1")
@@ -944,15 +964,22 @@ class Sampler:
                 f"the text has {plural(len(tokens), 'token')}; "
                 f"a context of {context} needs at least {context + 1}"
             )
-        self.tokens, self.context, self.batch_size, self.seed = tokens, context, batch_size, seed
-        self.rank, self.world, self.drawn, self.epoch = rank, world, 0, None
+        self.tokens = tokens
+        self.context = context
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self.drawn = 0
+        self.epoch = None
         self.windows, self.spare = divmod(len(tokens) - 1, context)
 
     def start(self, number: int) -> int:
         "Return the first token of a window, counted over all epochs."
         epoch, place = divmod(number, self.windows)
         if epoch != self.epoch:
-            rng, self.epoch = np.random.default_rng([self.seed, epoch]), epoch
+            rng = np.random.default_rng([self.seed, epoch])
+            self.epoch = epoch
             self.order, self.shift = (
                 rng.permutation(self.windows),
                 int(rng.integers(self.spare + 1)),

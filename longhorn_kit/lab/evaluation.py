@@ -83,7 +83,10 @@ def vocabulary(
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
-    word = lambda token: "".join(letters[byte] for byte in token)
+
+    def word(token):
+        return "".join(letters[byte] for byte in token)
+
     encoding = getattr(tokenizer, "encoding", None)
     if encoding is None:
         return {**{letters[i]: i for i in range(1, 256)}, END: tokenizer.end}, []
@@ -151,7 +154,8 @@ REMEDY = "restore it from a copy, or save or export the model again"
 
 def check_model(folder: str | Path) -> Path:
     "Return the folder to read a model from; ValueError names the first incomplete file."
-    folder, tensors = standing(folder), 0
+    folder = standing(folder)
+    tensors = 0
     check_folder(
         folder, "export it again, or delete manifest.json if you changed the folder yourself"
     )
@@ -314,7 +318,8 @@ def manager_for(
 
     if include and not Path(include).is_dir():
         raise FileNotFoundError(f"folder of tasks {include} does not exist")
-    more, home = [str(include)] if include else [], Path(tasks.__file__).parent
+    more = [str(include)] if include else []
+    home = Path(tasks.__file__).parent
     near = {
         str(home / part)
         for name in names
@@ -347,10 +352,8 @@ def passage_prompt(
     doc: dict,
 ) -> str:  # with `context` and `question`, the start of the sentence to complete
     "Return the passage, without markers and without a question at its end, then the question."
-    passage, question = (
-        re.sub(r"\[(PAR|DOC|TLE)\]", "", doc["context"]).strip(),
-        doc["question"].strip(),
-    )
+    passage = re.sub(r"\[(PAR|DOC|TLE)\]", "", doc["context"]).strip()
+    question = doc["question"].strip()
     while question and passage.lower().endswith(question.lower()):
         passage = passage[: -len(question)].strip()
     return f"{passage.rstrip('.')}. {question}"
@@ -438,7 +441,11 @@ def metric_rows(
     found: dict, reading: str
 ) -> list[dict]:  # from lm-eval's `evaluate`; "once" or "twice"
     "Return a row for each task and metric."
-    rows, number = [], lambda value: isinstance(value, (int, float))
+    rows = []
+
+    def number(value):
+        return isinstance(value, (int, float))
+
     for task, scores in found["results"].items():
         size = scores.get("sample_len") or found["n-samples"].get(task, {}).get("effective")
         for key, value in scores.items():
@@ -499,8 +506,10 @@ def evaluate_checkpoint(
         raise ValueError(f"read is {read!r}; expected one of {', '.join(READINGS)}")
     check_sizes(limit=1 if limit is None else limit)
     check_sizes(0, shots=0 if shots is None else shots)
-    started, names = time.perf_counter(), expand_tasks(tasks)
-    lm, found = harness_model(folder, **options), find_tasks(names, include)
+    started = time.perf_counter()
+    names = expand_tasks(tasks)
+    lm = harness_model(folder, **options)
+    found = find_tasks(names, include)
     rows = [
         row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)
     ]
@@ -524,7 +533,8 @@ def evaluate_checkpoint(
 # %% ../../nbs/machine/evaluation.ipynb #36_evaluation-046
 def mean_rows(rows: list[dict]) -> list[dict]:  # from `metric_rows`
     "Return two means per reading: of the six recall sets, if all are there, and of several perplexities."
-    groups, least = {}, {"contains": len(RECALL), "perplexity": 2}  # numbers of values
+    groups = {}
+    least = {"contains": len(RECALL), "perplexity": 2}  # numbers of values
     for row in rows:
         metric = row["metric"].removeprefix("word_")
         if metric == "perplexity" or metric == "contains" and row["task"] in RECALL.values():
@@ -545,7 +555,8 @@ def mean_rows(rows: list[dict]) -> list[dict]:  # from `metric_rows`
 # %% ../../nbs/machine/evaluation.ipynb #bd319677
 def score_table(record: dict) -> str:  # from `evaluate_checkpoint`
     "Return every metric of a record, and the means, as text."
-    header, digits = ["task", "read", "metric", "value", "± error", "documents"], "{:.4f}".format
+    header = ["task", "read", "metric", "value", "± error", "documents"]
+    digits = "{:.4f}".format
     rows = [
         [
             row["task"],

@@ -51,7 +51,8 @@ def stream_losses(
     model: SequenceLM, windows: Tensor, chunk: int
 ):  # (B,M+1) token ids, tokens to read at a time
     "Yield the losses (B,c) of the next tokens in nats, and the cache after them, piece by piece."
-    cache, device = None, model.embedding.weight.device
+    cache = None
+    device = model.embedding.weight.device
     for start in range(0, windows.shape[1] - 1, chunk):
         piece = windows[:, start : start + chunk + 1].to(device, torch.int64)
         logits, cache = model.prefill(piece[:, :-1], cache)
@@ -169,7 +170,8 @@ def needle(
             "\nThe pass key is",
             keys,
         )
-    right, noun = COLOURS[seed % len(COLOURS)], rng.choice(NOUNS)
+    right = COLOURS[seed % len(COLOURS)]
+    noun = rng.choice(NOUNS)
     others = [colour for colour in rng.permutation(COLOURS) if colour != right]
     colours = [f" {colour}" for colour in [right, *others][:choices]]
     return (
@@ -207,7 +209,8 @@ def haystack(
             f"{len(hidden) + len(asked)}, the text has {len(tokens)}"
         )
     start = int(np.random.default_rng([seed, 1]).integers(len(tokens) - size + 1))
-    text, place = np.asarray(tokens[start : start + size], np.int64), round(depth * size)
+    text = np.asarray(tokens[start : start + size], np.int64)
+    place = round(depth * size)
     return np.concatenate([text[:place], hidden, text[place:]] * times + [asked]), answers
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-028
@@ -223,7 +226,8 @@ def answer_scores(
     "Return the log-probability of each answer after its context."
     device = model.embedding.weight.device
     logits, cache = model.read(contexts.to(device), chunk)
-    B, K = len(answers), len(answers[0])
+    B = len(answers)
+    K = len(answers[0])
     flat = [torch.as_tensor(answer, device=device) for row in answers for answer in row]
     padded = pad_sequence(flat, batch_first=True)  # (BK,longest)
     real = pad_sequence([torch.ones_like(answer) for answer in flat], batch_first=True).bool()
@@ -252,8 +256,12 @@ def retrieval_maps(
     model: SequenceLM, tokens: np.ndarray, tokenizer: Any, kind: str, s: Any
 ) -> dict:  # (M,) held out
     "Return, by reading, the lengths and the shares of right and of written answers by depth and length."
-    maps, seeds = {}, range(s.trials)
-    hide = lambda seed, *how: haystack(tokens, tokenizer, kind, seed, *how)
+    maps = {}
+    seeds = range(s.trials)
+
+    def hide(seed, *how):
+        return haystack(tokens, tokenizer, kind, seed, *how)
+
     priors, _ = score_trials(
         model, [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds], s
     )
@@ -287,13 +295,12 @@ def lessons(
         targets = torch.full_like(inputs, -100)
         for row in range(s.finetune_rows):
             seed = 10**6 + step * s.finetune_rows + row  # never a seed of the test
-            depth, kind = np.random.default_rng(seed).random(), s.finetuned[step % len(s.finetuned)]
+            depth = np.random.default_rng(seed).random()
+            kind = s.finetuned[step % len(s.finetuned)]
             context, (answer, _) = haystack(tokens, tokenizer, kind, seed, length, depth, 2)
             whole = torch.from_numpy(np.concatenate([context, answer]))
-            inputs[row, : len(whole) - 1], targets[row, length - 1 : len(whole) - 1] = (
-                whole[:-1],
-                whole[length:],
-            )
+            inputs[row, : len(whole) - 1] = whole[:-1]
+            targets[row, length - 1 : len(whole) - 1] = whole[length:]
         yield inputs.to(device), targets.to(device)
 
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-035
@@ -409,17 +416,19 @@ PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
 def measure(model: SequenceLM, texts: Any, s: Any) -> dict:  # texts: from `open_texts`
     "Measure perplexities on every domain, and needles hidden in the first, before and after finetuning."
-    words, val = (
-        texts.corpus.tokenizer,
-        {name: tokens for name, (tokens, _) in texts.domains.items()},
-    )
-    autocast = lambda: torch.autocast(
-        model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16
-    )
-    ask = lambda model, kind: retrieval_maps(model, next(iter(val.values())), words, kind, s)
+    words = texts.corpus.tokenizer
+    val = {name: tokens for name, (tokens, _) in texts.domains.items()}
+
+    def autocast():
+        return torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)
+
+    def ask(model, kind):
+        return retrieval_maps(model, next(iter(val.values())), words, kind, s)
+
     with autocast():
         text = {name: perplexities(model, tokens, s) for name, tokens in val.items()}
-        maps, loss = {kind: ask(model, kind) for kind in s.needles}, None
+        maps = {kind: ask(model, kind) for kind in s.needles}
+        loss = None
     if s.finetuned:
         finetuned, loss = finetune(model, texts.corpus.train, words, s)
         with autocast():
@@ -430,7 +439,8 @@ def measure(model: SequenceLM, texts: Any, s: Any) -> dict:  # texts: from `open
 def train_small(settings: dict, data: str, folder: Path) -> Path:
     "Train a job's model as the language experiment does, or find it trained, and return its folder."
     preset = LMPreset(**settings["model"] | {"train": TrainConfig(**settings["model"]["train"])})
-    corpus, folder = prepare(data, preset.tokenizer), folder / "trained"
+    corpus = prepare(data, preset.tokenizer)
+    folder = folder / "trained"
     language.fit(preset, settings["mixer"], corpus, folder, quiet=True)
     return folder / "model"
 
@@ -510,7 +520,8 @@ def jobs(config: Config, results: Results) -> Iterator[dict]:
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057
 def run_job(settings: dict, folder: Path) -> dict:
     "Measure one model, which is trained first if it has no folder."
-    s, places = SimpleNamespace(**settings), read_json(folder / "places.json")
+    s = SimpleNamespace(**settings)
+    places = read_json(folder / "places.json")
     torch.set_float32_matmul_precision("high" if s.gpu else "highest")
     place = (
         Path(places["model"]).expanduser()
@@ -525,11 +536,12 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-058
 def summarize(config: Config, results: Results) -> dict:
     "Return what was measured of every model, which were not measured, and the text."
-    known, measured = (
-        list(jobs(config, results)),
-        ("parameters", "text", "needles", "finetune_loss", "seconds"),
-    )
-    pick = lambda row, *names: {name: row[name] for name in names}
+    known = list(jobs(config, results))
+    measured = ("parameters", "text", "needles", "finetune_loss", "seconds")
+
+    def pick(row, *names):
+        return {name: row[name] for name in names}
+
     rows = [(pick(settings, "mixer", "seed"), results.get(settings)) for settings in known]
     return {
         "context": config.context,

@@ -43,7 +43,8 @@ def make_step(
     model, loss_fn, inputs, lr, groups, betas=(0.9, 0.999), clip=math.inf, bf16=False
 ):  # as in `fit`
     "Return the training step, a function without arguments that returns measures, and the optimizer."
-    device, weights = next(model.parameters()).device, list(model.parameters())
+    device = next(model.parameters()).device
+    weights = list(model.parameters())
     on_gpu = device.type == "cuda"
     rate = torch.tensor(lr, device=device) if on_gpu else lr  # a graph reads a tensor
     optimizer = torch.optim.AdamW(groups, rate, betas, fused=True, capturable=on_gpu)
@@ -81,8 +82,13 @@ def fit(
     log_every: int = 50,  # steps per point of the curve
 ) -> tuple[list[int], Tensor]:  # steps (points,), measures (points, ...)
     "Train a model, and return its learning curve: the measures, averaged over every `log_every` steps."
-    on_gpu, inputs, total = next(model.parameters()).device.type == "cuda", [], []
-    graph, at, curve, groups = None, [], [], groups or parameter_groups(model, weight_decay)
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    inputs = []
+    total = []
+    graph = None
+    at = []
+    curve = []
+    groups = groups or parameter_groups(model, weight_decay)
     take, optimizer = make_step(model, loss_fn, inputs, lr, groups, betas, clip, bf16)
     last = []  # measures of the last step; a graph writes them to the same place every time
 

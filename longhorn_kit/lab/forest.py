@@ -74,12 +74,14 @@ def axis(rows: list, unit: str, ends: tuple[float, float]) -> tuple:
     spread = [end for row in rows for end in (row.judgement.low, row.judgement.high)]
     if unit == _FAST:
         values = [abs(math.log2(value)) for value in values + spread]
-        reach, log = max(1.1, *values) * 1.05, math.log2
+        reach = max(1.1, *values) * 1.05
+        log = math.log2
         ticks = [2.0**k for k in range(-3, 4) if abs(k) <= reach]
     else:
         most = max(map(abs, values)) or 1.0
         wide = [abs(end) for end in spread if abs(end) <= 2.5 * most]
-        reach, log = 1.08 * max(most, *wide, most), float
+        reach = 1.08 * max(most, *wide, most)
+        log = float
         step = 10 ** math.floor(math.log10(reach))
         step *= next(factor for factor in (5, 2, 1, 0.5) if factor * step <= reach)
         ticks = [-step, 0, step]
@@ -98,9 +100,11 @@ def _label(row, layout):
 
 def _row(row, y, height, place, layout):
     "Draw one row: label, interval, ring, mark, number, seeds, verdict."
-    found, comparison = row.judgement, row.comparison
+    found = row.judgement
+    comparison = row.comparison
     middle = y + (height / 2 if layout["n"] else height - 15)
-    colour, (left, right) = COLOURS.get(found.verdict, "--u"), layout["plot"]
+    colour = COLOURS.get(found.verdict, "--u")
+    left, right = layout["plot"]
     first = y + (17 if layout["n"] else 15)
     parts = [
         text_at(layout["label"], first + 16 * i, line) for i, line in enumerate(_label(row, layout))
@@ -143,11 +147,13 @@ def _row(row, y, height, place, layout):
 # %% ../../nbs/machine/forest.ipynb #39_forest-011
 def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
     "Return the drawing of all rows, with one panel per unit, and its height."
-    parts, y = [], 6
+    parts = []
+    y = 6
     for unit in dict.fromkeys(row.comparison.unit for row in rows):
         panel = [row for row in rows if row.comparison.unit == unit]
         place, ticks = axis(panel, unit, layout["plot"])
-        zero, line = place(1 if unit == _FAST else 0), y + 22
+        zero = place(1 if unit == _FAST else 0)
+        line = y + 22
         parts.append(text_at(layout["label"], y + 15, TITLES.get(unit, unit.capitalize()), "bold"))
         against, pro = ("slower", "faster") if unit == _FAST else ("against", "for the claim")
         parts += (
@@ -240,7 +246,8 @@ def _legend(width: float) -> str:
     x, y = 10, 12
     for word in ("holds", "does not hold", "undecided", "cannot be judged", "as published"):
         if x + 20 + 7 * len(word) > width:
-            x, y = 10, y + 22
+            x = 10
+            y = y + 22
         parts.append(_ring(x, y) if word == "as published" else mark(x, y, word))
         parts.append(text_at(x + 12, y + 4, word))
         x += 40 + 7 * len(word)

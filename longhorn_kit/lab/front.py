@@ -277,7 +277,8 @@ def leader(finding: Finding) -> str:
 
 def count(finding: Finding) -> str:
     "Return the number of seeds, or at how many shapes the leader is faster."
-    comparison, judgement = finding.row.comparison, finding.row.judgement
+    comparison = finding.row.comparison
+    judgement = finding.row.judgement
     if comparison.unit != TIMES:
         return f"{judgement.n} seeds"
     for_first = leader(finding) == finding.shown.first
@@ -316,8 +317,10 @@ def statement(
     interval: bool = False,  # show that of a decided row, too
 ) -> str:
     "Return the finding as a sentence, in the same words whoever is ahead, without its unit."
-    unit, judgement = finding.row.comparison.unit, finding.row.judgement
-    first, second = finding.shown.first, finding.shown.second
+    unit = finding.row.comparison.unit
+    judgement = finding.row.judgement
+    first = finding.shown.first
+    second = finding.shown.second
     name = leader(finding)
     if not math.isfinite(judgement.low):
         return f"{first} against {second}: {judgement.why or judgement.verdict}"
@@ -427,10 +430,13 @@ KINDS = {
 
 
 def _legend(layout: dict) -> tuple[list[str], float]:  # -> parts, height
-    parts, x, y = [], layout["label"] + 6, 16
+    parts = []
+    x = layout["label"] + 6
+    y = 16
     for name, words in KINDS.items():
         if x + 30 + 7 * len(words) > layout["width"]:
-            x, y = layout["label"] + 6, y + 22
+            x = layout["label"] + 6
+            y = y + 22
         parts += [leader_mark(x, y, name), text_at(x + 12, y + 4, words)]
         x += 36 + 7 * len(words)
     return parts, y + 18
@@ -480,7 +486,8 @@ def table_rows(found: list[Finding]) -> list[list[str]]:
     "Return the texts of each finding: comparison, statement, seeds or shapes, leader."
     rows = []
     for finding in found:
-        comparison, judgement = finding.row.comparison, finding.row.judgement
+        comparison = finding.row.comparison
+        judgement = finding.row.judgement
         unit = "" if comparison.unit == TIMES or not judgement.n else f" {comparison.unit}"
         reason = f": {judgement.why}" if judgement.verdict == "cannot be judged" else ""
         rows.append(
@@ -522,7 +529,8 @@ def _eager(rows: list[dict], **wanted) -> list[float]:  # -> ms, one per shape
 def _range(slow: list[float], fast: list[float]) -> str:  # ms, one per shape
     "Write how many times as fast the second is, as a range over shapes."
     ratios = [a / b for a, b in zip(slow, fast)]
-    low, high = f"{min(ratios):.1f}", f"{max(ratios):.1f}"
+    low = f"{min(ratios):.1f}"
+    high = f"{max(ratios):.1f}"
     return f"{low} times as fast" if low == high else f"{low} to {high} times as fast"
 
 

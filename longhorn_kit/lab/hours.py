@@ -95,9 +95,11 @@ def cards_of(record: dict) -> str:
 
 def experiment_parts(record: dict, path: str) -> Iterator[Part]:  # path: in the repository
     "Yield the parts of a record of an experiment."
-    name, total = record["experiment"], record["seconds"]
+    name = record["experiment"]
+    total = record["seconds"]
     listed = RUNS[name](record) if name in RUNS else []
-    runs, seconds = Counter(), Counter()
+    runs = Counter()
+    seconds = Counter()
     for count, time, card, note in listed:
         runs[card or cards_of(record), note] += count
         seconds[card or cards_of(record), note] += time
@@ -140,7 +142,8 @@ def repeated_part(path: Path, shown: str) -> Part:
     "Return the part of runs that were measured again, from a file of JSON lines."
     rows = read_jsonl(path)
     seconds = sum(row["wall_seconds"] for row in rows)
-    name, card = shown.split("/")[3], rows[0]["device"]
+    name = shown.split("/")[3]
+    card = rows[0]["device"]
     return Part(name, shown, card, len(rows), seconds, note="runs measured again")
 
 # %% ../../nbs/machine/hours.ipynb #hours-019

@@ -51,7 +51,9 @@ class Reader:
     def __init__(
         self, items, classes, place
     ):  # classes: name -> label; place: what messages call an image
-        self.items, self.classes, self.place = items, classes, place
+        self.items = items
+        self.classes = classes
+        self.place = place
 
     @property
     def labels(self):
@@ -92,7 +94,10 @@ def walked(folder):
 
     for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
         here = os.path.realpath(root)
-        above = lambda name: f"{here}/".startswith(f"{os.path.realpath(os.path.join(root, name))}/")
+
+        def above(name):
+            return f"{here}/".startswith(f"{os.path.realpath(os.path.join(root, name))}/")
+
         folders[:] = [
             name
             for name in folders
@@ -108,9 +113,12 @@ UNSEEN = ("thumbs.db", "desktop.ini")  # hidden files of Windows
 
 def survey(folder, endings):
     "Return (images, other files, folders at the bottom without an image) of a folder of class folders."
-    images, others, bare = [], [], []
+    images = []
+    others = []
+    bare = []
     for root, folders, files in walked(folder):
-        in_class, before = root != Path(folder), len(images)
+        in_class = root != Path(folder)
+        before = len(images)
         for name in files:
             is_image = os.path.splitext(name)[1].lower() in endings
             (images if is_image and in_class else others).append(root / name)
@@ -285,13 +293,15 @@ def class_of(text: bytes, place: str) -> int:
 
 def read_shard(path: Path) -> tuple[dict, dict]:  # -> key -> (first byte, bytes), key -> class
     "Return where the images of a shard are, and its labels; ValueError names what is wrong."
-    images, labels = {}, {}
+    images = {}
+    labels = {}
     try:
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 folder, slash, file = member.name.rpartition("/")
                 key, _, kind = file.partition(".")
-                key, kind = f"{folder}{slash}{key}", kind.lower()
+                key = f"{folder}{slash}{key}"
+                kind = kind.lower()
                 if kind != "cls" and f".{kind}" not in image_endings():
                     continue
                 place = f"{path}, {member.name}"
@@ -328,7 +338,8 @@ def check_end(path: Path, end: int) -> None:  # end: first byte after the last f
 
 def shard_images(folder: str, names: tuple) -> Shards:  # as for `shard_files`
     "Return a reader of webdataset shards: tar files with KEY.jpg (or png, ...) beside KEY.cls."
-    items, alone = [], []
+    items = []
+    alone = []
     for path in shard_files(folder, names):
         images, labels = read_shard(path)
         alone += [f"{path}, {key}" for key in images.keys() ^ labels.keys()]
@@ -364,7 +375,8 @@ def check_readable(data: str, reader: Any) -> None:
     order = np.argsort(labels, kind="stable")
     for numbers in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
         if not any(can_decode(reader, int(i)) for i in numbers):
-            first, label = int(numbers[0]), labels[numbers[0]]
+            first = int(numbers[0])
+            label = labels[numbers[0]]
             name = next(
                 (name for name, i in reader.classes.items() if i == label), "without a label"
             )
@@ -423,7 +435,10 @@ class Images(Dataset):
     "Held-out images: item i is (image, label, broken images); the label is -100 if it is missing."
 
     def __init__(self, reader: Any, transform: Callable, mode: str = "RGB"):  # mode: of Pillow
-        self.reader, self.transform, self.mode, self.broken = reader, transform, mode, set()
+        self.reader = reader
+        self.transform = transform
+        self.mode = mode
+        self.broken = set()
 
     def __len__(self):
         return len(self.reader)
@@ -467,23 +482,24 @@ class Augmented(Images):
 
     def __init__(self, reader: Any, transform: Callable, mode: str, config: Any):
         super().__init__(reader, transform, mode)
-        self.seed, self.repeats, self.each = (
-            config.seed,
-            config.repeats,
-            config.eval_every * config.batch_size,
-        )
-        self.epoch, self.order = None, None
+        self.seed = config.seed
+        self.repeats = config.repeats
+        self.each = config.eval_every * config.batch_size
+        self.epoch = None
+        self.order = None
 
     def number(self, place: int) -> int:
         "Return the number of the image at a place."
         epoch, at = divmod(place, self.each)
         if epoch != self.epoch:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(self))
-            self.epoch, self.order = epoch, order
+            self.epoch = epoch
+            self.order = order
         return int(self.order[at // self.repeats])
 
     def __getitem__(self, place):
-        first, broken = self.number(place), []
+        first = self.number(place)
+        broken = []
         for i in (*range(first, len(self)), *range(first)):
             if loaded := self.load(i):
                 seed_all(self.seed, place, 1)
@@ -570,7 +586,10 @@ class ImageBatches:
     "Sampler of one process: batches (images (b,C,H,W), labels (b,) int64)."
 
     def __init__(self, images: Augmented, config: Any, rank: int = 0, world: int = 1):
-        self.images, self.config, self.rank, self.world = images, config, rank, world
+        self.images = images
+        self.config = config
+        self.rank = rank
+        self.world = world
         self.rows = config.batch_size // (
             world * config.gradient_accumulation_steps
         )  # `train` refuses a remainder
@@ -579,8 +598,13 @@ class ImageBatches:
                 f"a micro-batch has {self.rows} images; mixup and cutmix pair them, "
                 "so the number must be even"
             )
-        self.drawn, self.mine, self.loader, self.started = 0, set(), None, 0.0
-        self.loaded, self.waited, self.worked = 0, 0.0, 0.0  # images and seconds of this process
+        self.drawn = 0
+        self.mine = set()
+        self.loader = None
+        self.started = 0.0
+        self.loaded = 0
+        self.waited = 0.0
+        self.worked = 0.0  # images and seconds of this process
 
     def places(self) -> Iterator[list[int]]:
         "Yield the places of this process for each batch, starting at the next one."
@@ -593,10 +617,8 @@ class ImageBatches:
         started = time.perf_counter()
         with fork_rng():  # without workers the images are augmented here
             if self.loader is None:
-                self.loader, self.started = (
-                    make_loader(self.images, self.places(), self.config.workers),
-                    started,
-                )
+                self.loader = make_loader(self.images, self.places(), self.config.workers)
+                self.started = started
             images, labels, broken, seconds = next(self.loader)
         self.drawn, self.loaded = self.drawn + self.rows * self.world, self.loaded + self.rows
         self.waited, self.worked = (
@@ -617,7 +639,8 @@ class ImageBatches:
         return {"drawn": self.drawn, "broken": sorted(self.images.broken)}
 
     def load_state_dict(self, state: dict) -> None:
-        self.drawn, self.images.broken = state["drawn"], set(state["broken"])
+        self.drawn = state["drawn"]
+        self.images.broken = set(state["broken"])
 
     def speed(self) -> dict:
         "Return the images per second that all workers can load, and the percentage of time spent waiting."

@@ -141,7 +141,8 @@ PRESETS = {
 # %% ../../nbs/lab/34_language.ipynb #34_language-029
 def recipe_of(config: Language, unique: int = 0) -> TrainConfig:  # unique: tokens of the text
     "Return the recipe: steps follow from tokens, an eighth are warm-up."
-    recipe, tokens = config.train, config.tokens
+    recipe = config.train
+    tokens = config.tokens
     if not tokens:
         return recipe
     if config.judged and unique:
@@ -161,7 +162,8 @@ def recipe_of(config: Language, unique: int = 0) -> TrainConfig:  # unique: toke
 # %% ../../nbs/lab/34_language.ipynb #34_language-n12
 def text_of(config: Language) -> dict:
     "Return the arguments of `open_texts`; $LONGHORN_TEXT replaces a missing text or one on the hub."
-    data, local = config.data, os.environ.get("LONGHORN_TEXT")
+    data = config.data
+    local = os.environ.get("LONGHORN_TEXT")
     data = local if local and (not data or data.startswith("hf:")) else data
     if not data:
         raise ValueError(
@@ -201,19 +203,22 @@ def jobs(config: Language, results: Results):
 # %% ../../nbs/lab/34_language.ipynb #34_language-035
 def run_job(settings: dict, folder: Path) -> dict:
     "Train or resume one model and measure it; divergence is a result too."
-    s, note = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
+    s = SimpleNamespace(**settings)
+    note = read_json(folder.parent / "note.json")
     texts = open_texts(**note["text"])
     if texts.summary() != s.text:
         raise ValueError(
             f"the text {note['text']} is not the text of this job; restart the run with the same text"
         )
     recipe = TrainConfig(**s.preset["train"] | note["speed"] | {"cpu": not s.gpu})
-    preset, corpus = LMPreset("", **s.preset | {"train": recipe}), texts.corpus
+    preset = LMPreset("", **s.preset | {"train": recipe})
+    corpus = texts.corpus
     if s.mixer == "baselines":
         return baselines(
             seen_windows(corpus.train, recipe), *(tokens for tokens, _ in texts.domains.values())
         )
-    config, place = model_config(preset, s.mixer, corpus.tokenizer.vocab_size), folder / "training"
+    config = model_config(preset, s.mixer, corpus.tokenizer.vocab_size)
+    place = folder / "training"
     about = {"model": config.to_dict(), "parameters": count_parameters(config)}
     try:
         model, found = fit(
@@ -237,10 +242,14 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../nbs/lab/34_language.ipynb #34_language-037
 def measured(found: dict, texts: Texts) -> dict:  # found: from `fit`
     "Return curves and last losses in the unit of the text, and the speed."
-    history, size = found["history"], max(1, len(found["history"]) // 50)
-    value = lambda nats: round(
-        texts.corpus.bits_per_byte(nats) if texts.corpus.tokenizer.name == "bytes" else nats, 5
-    )
+    history = found["history"]
+    size = max(1, len(found["history"]) // 50)
+
+    def value(nats):
+        return round(
+            texts.corpus.bits_per_byte(nats) if texts.corpus.tokenizer.name == "bytes" else nats, 5
+        )
+
     tested = [line for line in history if "val_loss" in line]
     names = {name: f"val/{name}" for name in texts.domains} | {"all": "val_loss"}
     curves = {name: [value(line[key]) for line in tested] for name, key in names.items()}
@@ -261,7 +270,8 @@ def measured(found: dict, texts: Texts) -> dict:  # found: from `fit`
 # %% ../../nbs/lab/34_language.ipynb #34_language-038
 def summarize(config: Language, results: Results) -> dict:
     "Return the text, the finished runs (judged models of earlier calls too) and the baselines."
-    runs, levels = [], {}
+    runs = []
+    levels = {}
     known = replace(config, models=ALL, judged=LOOKS[-1]) if config.judged else config
     for settings in jobs(known, results):
         row = {
@@ -269,7 +279,8 @@ def summarize(config: Language, results: Results) -> dict:
             for name, part in (results.get(settings) or {}).items()
             if name not in ("settings", "sha256")
         }
-        made, wall = row.pop("made", {}), row.pop("seconds", 0)
+        made = row.pop("made", {})
+        wall = row.pop("seconds", 0)
         if row and settings["mixer"] == "baselines":
             levels = row
         elif row:
@@ -299,12 +310,16 @@ def trigram(
     w, t = (np.asarray(part).astype(np.int64) for part in (windows, tokens))
     p = np.full(len(t) - 2, 1 / size)
     for order in range(3):  # bytes of context
-        code = lambda x: sum(
-            x[..., i : x.shape[-1] - order + i] * size ** (order - i) for i in range(order + 1)
-        )
+
+        def code(x):
+            return sum(
+                x[..., i : x.shape[-1] - order + i] * size ** (order - i) for i in range(order + 1)
+            )
+
         counts = np.bincount(code(w).ravel(), minlength=size ** (order + 1)).reshape(-1, size)
         context, following = divmod(code(t[2 - order :]), size)
-        total, different = counts.sum(1)[context], (counts > 0).sum(1)[context]
+        total = counts.sum(1)[context]
+        different = (counts > 0).sum(1)[context]
         seen = counts[context, following] + different * p
         p = np.where(total > 0, seen / np.maximum(total + different, 1), p)
     return p
@@ -313,7 +328,10 @@ def trigram(
 def baselines(seen: np.ndarray, val: np.ndarray) -> dict[str, float]:  # seen (W,L); val (M,) bytes
     "Measure trigram counts, and xz alone and after the training bytes, equation (3)."
     data = [np.asarray(part).astype(np.uint8).tobytes() for part in (seen[:, :-1], val)]
-    size = lambda *parts: len(lzma.compress(b"".join(parts), preset=9 | lzma.PRESET_EXTREME))
+
+    def size(*parts):
+        return len(lzma.compress(b"".join(parts), preset=9 | lzma.PRESET_EXTREME))
+
     return {
         "trigram": float(-np.log2(trigram(seen, val)).mean()),
         "xz_alone": 8 * size(data[1]) / len(data[1]),
@@ -338,12 +356,10 @@ def decode_costs(
     model, tokens, lengths, rounds=7, steps=4
 ) -> dict:  # tokens (1,M); steps: timed at once
     "Return the median time per decoded token (ms) and the numbers in the cache."
-    caches, cache, times, tokens = (
-        [],
-        None,
-        [[] for _ in lengths],
-        tokens.to(model.embedding.weight.device),
-    )
+    caches = []
+    cache = None
+    times = [[] for _ in lengths]
+    tokens = tokens.to(model.embedding.weight.device)
     for first, last in zip((0, *lengths), lengths):
         _, cache = model.eval().prefill(tokens[:, first:last], cache, last_only=True)
         caches.append(cache)

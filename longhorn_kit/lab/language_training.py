@@ -131,7 +131,8 @@ def open_texts(
         source == "stdlib" or not glob.glob(trained) or (folder / "train.bin").exists()
     ):  # the last one is nanoGPT's
         corpus = prepare(source, tokenizer, **options)
-        tokens, size = stretches(corpus.val, val), corpus.index["val"]["bytes"]
+        tokens = stretches(corpus.val, val)
+        size = corpus.index["val"]["bytes"]
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
     if tokenizer == "gpt2" and (folder / "vocab.bpe").exists():
         tokenizer = f"gpt2:{folder}"
@@ -150,7 +151,8 @@ def open_texts(
 # %% ../../nbs/machine/language_training.ipynb #34_language-013
 def held_out_losses(texts: Texts, config: TrainConfig):
     "Return a function `LossOnly` -> {val/DOMAIN, val_loss: over all domains}, nats per token."
-    rows, domains = max(1, config.batch_size // config.gradient_accumulation_steps), texts.domains
+    rows = max(1, config.batch_size // config.gradient_accumulation_steps)
+    domains = texts.domains
     total = sum(len(tokens) - 1 for tokens, _ in domains.values())
 
     def measure(model):
@@ -178,7 +180,8 @@ def started_model(
 ) -> SequenceLM:  # init_from: its folder
     "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
     model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
-    known, ours = to_plain(model.config.to_dict()), to_plain(config.to_dict())
+    known = to_plain(model.config.to_dict())
+    ours = to_plain(config.to_dict())
     for name in ours:
         if known[name] != ours[name] and name != "dropout":
             raise ValueError(
@@ -243,7 +246,8 @@ def check_same_model(folder: Path, notes: dict) -> None:
     always = ("lm_config.json", "text.json", "config.json")
     if not all((folder / name).exists() for name in always):
         return  # no run here
-    ours, start = notes["lm_config.json"], folder / "start.json"
+    ours = notes["lm_config.json"]
+    start = folder / "start.json"
     if read_record(folder / "text.json")["source"] != notes["text.json"]["source"]:
         raise ValueError(f"{folder} holds a run on another text; use another folder or delete it")
     check_same_settings(folder, read_record(folder / "lm_config.json"), ours, ("mixer", *ours))
@@ -335,7 +339,8 @@ def source_of(
     preset: LMPreset, data: str | None = None, own: bool = False, steps: int | None = None
 ) -> dict:
     "Return the arguments of `prepare`; `steps`: those of the run, if it has fewer because it was lengthened."
-    source, recipe = preset.data if data is None else data, preset.train
+    source = preset.data if data is None else data
+    recipe = preset.train
     enough = (
         recipe.context * ((steps or recipe.steps) * recipe.batch_size + 1) + 1
     )  # of a stream: what the run reads
@@ -375,7 +380,8 @@ def train_lm(
         chosen, mixer, corpus, out, options=options, init_from=init_from, lengthens=True
     )
     if is_main_process():
-        saved, speed = Path(out) / "model", f"{result['tokens_per_second']:,.0f} tokens/s"
+        saved = Path(out) / "model"
+        speed = f"{result['tokens_per_second']:,.0f} tokens/s"
         print(
             f"{mixer}: {result['parameters']:,} parameters, {result['tokens']:,} tokens, {speed}, "
             f"held-out {result['bits_per_byte']:.3f} bits per byte"

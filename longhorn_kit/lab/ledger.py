@@ -63,7 +63,8 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
 # %% ../../nbs/machine/ledger.ipynb #ledger-n09
 def rerun_command(name: str, scale: str, record: dict | None = None) -> str:  # name: of the claim
     "Return a shell command that repeats a run; the record's if it ran this claim alone or a variant."
-    claim, command = find_claim(name), (record or {}).get("command", "")
+    claim = find_claim(name)
+    command = (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
     return (
         own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
@@ -80,9 +81,10 @@ def _rows_of_file(
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
     folder = path.parent
     command = rerun_command(source, stem)
-    wrong = lambda **why: [
-        Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)
-    ]
+
+    def wrong(**why):
+        return [Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)]
+
     if not path.exists():
         own = path.name == "record.json" and source == claim.name
         started = own and folder.is_dir() and any(folder.iterdir())
@@ -110,7 +112,10 @@ def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
     rows = []
     for source in claims.readers(claim):
-        file = lambda scale: f"{source}/{scale}/record.json"
+
+        def file(scale):
+            return f"{source}/{scale}/record.json"
+
         files = [(runs / file(scale), scale, f"{runs.name}/{file(scale)}") for scale in SCALES]
         if results:
             further = sorted(
@@ -240,7 +245,8 @@ def ledger(
 # %% ../../nbs/machine/ledger.ipynb #39_ledger-095
 def cells(row: Row) -> tuple[str, str, str, str, str]:  # -> comparison, published, here, n, verdict
     "Return the texts of a row."
-    found, unit = row.judgement, row.comparison.unit
+    found = row.judgement
+    unit = row.comparison.unit
     label = ": ".join(filter(None, (row.scale, row.comparison.label)))
     paper = "–" if row.comparison.published is None else show(row.comparison.published, unit)
     n = str(found.n or "–") if row.comparison.differences else "–"
@@ -268,9 +274,10 @@ def _aligned(texts: tuple, widths: tuple) -> list[str]:
 def ledger_text(rows: list[Row], width: int = 80) -> str:  # width: characters per line
     "Write the ledger for a terminal: the claim, then a table line per comparison."
     width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
-    say = lambda text, indent=0: [
-        " " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)
-    ]
+
+    def say(text, indent=0):
+        return [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
+
     lines = say(
         "A positive difference is for the claim. An interval covers 95 % if no other share is given."
     )
@@ -328,7 +335,10 @@ HEADER = ("comparison", "paper", "here, with interval", "n", "verdict")
 
 def ledger_markdown(rows: list[Row]) -> str:
     "Write rows as a Markdown table."
-    safe = lambda text: text.replace("|", "\\|").replace("\n", " ")
+
+    def safe(text):
+        return text.replace("|", "\\|").replace("\n", " ")
+
     table = [[*map(safe, cells(row)[:4]), safe(f"{row.judgement}{reason(row)}")] for row in rows]
     return tabulate(table, HEADER, "github", disable_numparse=True)
 

@@ -102,7 +102,10 @@ def check_logbook_folder(folder: Path) -> None:
         return
     if names != PARTS:
         raise ValueError(f"{folder} holds other files than a logbook of claims; name a new folder")
-    pages = lambda files: {name: facts for name, facts in files.items() if "/pages/" in name}
+
+    def pages(files):
+        return {name: facts for name, facts in files.items() if "/pages/" in name}
+
     written = read_json(folder / "manifest.json")["files"]
     if pages(written) != pages(contents(folder)):
         raise ValueError(f"pages of the logbook in {folder} have been changed; name a new folder")
@@ -113,7 +116,10 @@ def write_logbook(rows: list[Row], folder: str | Path) -> Path:  # rows: from `l
     folder = Path(folder)
     check_logbook_folder(folder)
     time = datetime.now(UTC).isoformat(timespec="seconds")
-    plain = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
+
+    def plain(value):
+        return json.dumps(value, indent=2, ensure_ascii=False)
+
     files = {
         "metadata.json": plain({"space_id": None, "emoji": "🎯", "created_at": time}),
         "logbook/logbook.json": plain(logbook_manifest(rows, time)),

@@ -349,7 +349,8 @@ def rate_at(
         return rates[int(place)]
     step = math.log(rates[-1] / rates[0]) / (len(rates) - 1)
     inside = min(max(place, 0), len(rates) - 1)
-    low, high = rates[math.floor(inside)], rates[math.ceil(inside)]
+    low = rates[math.floor(inside)]
+    high = rates[math.ceil(inside)]
     rate = math.sqrt(low * high) * math.exp((place - inside) * step)
     return float(f"{rate:.2g}")
 
@@ -583,7 +584,8 @@ def common_place(
         return None, []
     first = math.floor(min(model["place"] for model in found))
     last = math.ceil(max(model["place"] for model in found))
-    totals, missing = {}, []
+    totals = {}
+    missing = []
     for place in range(first, last + 1):
         for model in found:
             losses = [finite(loss_of(run)) for run in model["search"] if run["place"] == place]
@@ -625,7 +627,8 @@ def all_looks(
         for claim, question in questions_of(tuple(pools)).items()
         if question.outcome == "loss"
     }
-    looks, needs = {}, {}
+    looks = {}
+    needs = {}
     for stage, family in STAGES:
         asked = {
             claim: question
@@ -692,7 +695,10 @@ def fit_tokens(first: dict, second: dict, count: int) -> tuple[Fit, Fit]:  # mod
         "tokens": tokens,
         "all": [mean(losses) for losses in zip(*(curve["all"] for curve in runs[better]))],
     }
-    share = lambda curve, level: 100 * (1 - (tokens_at(curve, level) or tokens[-1]) / tokens[-1])
+
+    def share(curve, level):
+        return 100 * (1 - (tokens_at(curve, level) or tokens[-1]) / tokens[-1])
+
     sign = 1 if better == 0 else -1
     saved = [sign * share(curve, last[worse]) for curve in runs[better]]
     noise = [sign * share(middle, curve["all"][-1]) for curve in runs[worse]]

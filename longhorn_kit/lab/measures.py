@@ -45,7 +45,8 @@ def documents_of(tokens: np.ndarray, end: int) -> list[np.ndarray]:  # (M,) toke
 
 def parts_of(texts: Texts, longest: int) -> dict:  # -> part: documents
     "Return the documents of every part of a text, cut after `longest` predictions."
-    end, parts = texts.corpus.tokenizer.end, {}
+    end = texts.corpus.tokenizer.end
+    parts = {}
     for name, (tokens, _) in texts.domains.items():
         parts[name] = documents_of(np.asarray(tokens), end)
     for name, documents in texts.long.items():
@@ -132,7 +133,8 @@ def losses_by_length(
 # %% ../../nbs/machine/measures.ipynb #measures-031
 def entry_shares(form: str, k: Tensor, beta: Tensor) -> Tensor:  # (M,N), (M,D) -> (M,D,N)
     "Return the share of every entry of the state that a step of Longhorn takes away by its own."
-    squares, beta = k.square()[:, None], beta[..., None]
+    squares = k.square()[:, None]
+    beta = beta[..., None]
     if form == "decoupled":
         return beta * squares / (1 + beta * squares)
     return effective_rate(k[:, None], beta) * squares
@@ -155,10 +157,18 @@ def effective_entries(k: Tensor) -> Tensor:  # (...,N) -> (...)
 def longhorn_steps(mixer, x):
     "Return keys (B,T,1,N), step sizes (M,D) and shares: functions of numbers of tokens."
     k, beta, _ = mixer.rates(x)
-    keys, beta = k.flatten(0, 1), beta.flatten(0, 1)
-    entries = lambda some: entry_shares(mixer.form, keys[some], beta[some])
-    written = lambda some: entries(some).sum(-1)
-    erased = lambda some: erased_share(entries(some), keys[some])
+    keys = k.flatten(0, 1)
+    beta = beta.flatten(0, 1)
+
+    def entries(some):
+        return entry_shares(mixer.form, keys[some], beta[some])
+
+    def written(some):
+        return entries(some).sum(-1)
+
+    def erased(some):
+        return erased_share(entries(some), keys[some])
+
     if mixer.form == "exact":
         erased = written
     return k[:, :, None], beta, {"written": written, "erased": erased, "entry": entries}
@@ -167,26 +177,39 @@ def longhorn_steps(mixer, x):
 def mamba_steps(mixer, x):
     "Return the same of Mamba: B in place of keys, and its time steps in place of step sizes."
     _, k, x, dt_low_rank, _, _ = mixer.project(x)
-    keys, dt = k.flatten(0, 1), F.softplus(mixer.dt_proj(dt_low_rank)).flatten(0, 1)
+    keys = k.flatten(0, 1)
+    dt = F.softplus(mixer.dt_proj(dt_low_rank)).flatten(0, 1)
     rates = mixer.rates(x)  # (D,N), or (B,T,N) if they come from the input
     if rates.dim() == 2:
         rates = rates.expand(len(keys), -1, -1)
     else:
         rates = rates.flatten(0, 1)[:, None]
-    entries = lambda some: -torch.expm1(dt[some, :, None] * rates[some])
-    written = lambda some: dt[some] * keys[some].square().sum(-1, keepdim=True)
-    erased = lambda some: erased_share(entries(some), keys[some])
+
+    def entries(some):
+        return -torch.expm1(dt[some, :, None] * rates[some])
+
+    def written(some):
+        return dt[some] * keys[some].square().sum(-1, keepdim=True)
+
+    def erased(some):
+        return erased_share(entries(some), keys[some])
+
     return k[:, :, None], dt, {"written": written, "erased": erased, "entry": entries}
 
 
 def matrix_steps(mixer, x):
     "Return keys (B,T,H,N), rates (M,H) and shares of the delta rule; None and {} for others."
     scan, *_ = mixer.inputs(x, mixer.empty_cache(len(x), x.device, x.dtype))
-    k, beta = scan["k"], scan.get("beta")
+    k = scan["k"]
+    beta = scan.get("beta")
     if beta is None:
         return k, None, {}
-    beta, norms = beta.flatten(0, 1), k.square().sum(-1).flatten(0, 1)
-    corrected = lambda some: beta[some] * norms[some]
+    beta = beta.flatten(0, 1)
+    norms = k.square().sum(-1).flatten(0, 1)
+
+    def corrected(some):
+        return beta[some] * norms[some]
+
     return k, beta, {"written": corrected, "erased": corrected}
 
 
@@ -216,7 +239,8 @@ def percentiles(values: Tensor) -> list[float]:
 
 def cosines(k: Tensor) -> tuple[list[float], list[float]]:  # (B,T,H,N)
     "Return the mean cosine of keys 1, 2, 4, ... steps apart, and the mean of its size."
-    k, means = F.normalize(k.float(), dim=-1), []
+    k = F.normalize(k.float(), dim=-1)
+    means = []
     for gap in GAPS:
         if gap < k.shape[1]:
             cosine = (k[:, :-gap] * k[:, gap:]).sum(-1)
@@ -251,8 +275,12 @@ def describe_layer(
 @contextmanager
 def layer_inputs(model: SequenceLM) -> Iterator[list]:
     "Context manager that yields a list, to which a forward pass appends the input of each layer."
-    inputs, hooks = [], []
-    keep = lambda _, arguments: inputs.append(arguments[0])
+    inputs = []
+    hooks = []
+
+    def keep(_, arguments):
+        return inputs.append(arguments[0])
+
     for block in model.blocks:
         hooks.append(block.mixer.register_forward_pre_hook(keep))
     try:
@@ -300,7 +328,10 @@ def exchange_losses(
 ) -> np.ndarray:  # (1+layers,n) nats
     "Return every window's loss as trained, and with each layer in turn computing its other form."
     settings = reading(model, context, rows)
-    read = lambda: window_losses(model, windows, settings).sum(1, dtype=np.float64)
+
+    def read():
+        return window_losses(model, windows, settings).sum(1, dtype=np.float64)
+
     losses = [read()]
     for block in model.blocks:
         form = block.mixer.form
@@ -358,7 +389,8 @@ def measure_documents(model: SequenceLM, texts: Texts, context: int, rows: int) 
     losses = read_documents(model, every, context, rows)
     by_length = losses_by_length(model, every, losses, context, rows)
     summary = {"positions": doubling_bins(context).tolist(), "parts": {}}
-    arrays, first = {}, 0
+    arrays = {}
+    first = 0
     for part, documents in parts.items():
         inside = slice(first, first + len(documents))
         summary["parts"][part] = summary_of_part(losses[inside], context)
@@ -418,7 +450,8 @@ def measure_run(
     if texts.corpus.tokenizer.name != "bytes":
         name = texts.corpus.tokenizer.name
         raise ValueError(f"the text has tokens of {name}; only bytes are measured")
-    windows, training = sample_windows(texts, context), model.training
+    windows = sample_windows(texts, context)
+    training = model.training
     few = windows[:: max(4, -(-len(windows) // rows))]
     quiet = torch.compiler.set_stance("force_eager") if gpu else nullcontext()
     model.eval()
@@ -434,7 +467,10 @@ def measure_run(
 # %% ../../nbs/machine/measures.ipynb #measures-061
 def save_arrays(path: str | Path, arrays: dict[str, np.ndarray]) -> Path:  # names may contain "/"
     "Write arrays to a compressed .npz file, whole or not at all; OSError names the file."
-    pack = lambda file: zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
+
+    def pack(file):
+        return zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
+
     with atomic_file(path, "wb") as file, pack(file) as archive:
         for name, values in arrays.items():
             data = io.BytesIO()

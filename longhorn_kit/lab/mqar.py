@@ -102,19 +102,22 @@ class Streams(NamedTuple):
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-018
 def draw(task: Task, streams: int, generator: torch.Generator) -> Streams:
     "Draw B streams of equation (1), on the generator's device."
-    half, P, K, device = task.vocab // 2, task.pairs, task.keys, generator.device
-    keys, values = (
-        distinct(1, half, K, streams, generator),
-        distinct(half, task.vocab, P, streams, generator),
-    )
+    half = task.vocab // 2
+    P = task.pairs
+    K = task.keys
+    device = generator.device
+    keys = distinct(1, half, K, streams, generator)
+    values = distinct(half, task.vocab, P, streams, generator)
     shown = torch.arange(P, device=device).expand(streams, P)  # (B,P) which key each pair has
     if task.rewritten:
         shown = torch.rand(streams, P, generator=generator, device=device).argsort(1) % K
     where = 2 * (P + draw_slots(task, streams, generator))
     tokens = torch.zeros(streams, task.length, dtype=torch.int64, device=device)
-    tokens[:, 0 : 2 * P : 2], tokens[:, 1 : 2 * P : 2] = keys.gather(1, shown), values
+    tokens[:, 0 : 2 * P : 2] = keys.gather(1, shown)
+    tokens[:, 1 : 2 * P : 2] = values
     matches = (shown[:, None] == torch.arange(K, device=device)[:, None]).int()  # (B,K,P)
-    first, last = matches.argmax(-1), P - 1 - matches.flip(-1).argmax(-1)
+    first = matches.argmax(-1)
+    last = P - 1 - matches.flip(-1).argmax(-1)
     return Streams(
         tokens.scatter_(1, where, keys), where, values.gather(1, last), values.gather(1, first)
     )
@@ -140,7 +143,8 @@ def place_guess(task: Task) -> float:
         task.rewritten
     ):  # its pairs are shuffled, so the place says nothing, but the last one always counts
         return 1 / task.keys
-    counts, pair = torch.zeros(2, task.slots, task.pairs), torch.arange(task.pairs)
+    counts = torch.zeros(2, task.slots, task.pairs)
+    pair = torch.arange(task.pairs)
     for block in range(10):  # half to learn from, half to test with
         slots = draw_slots(task, 10000, generator_of(0, "train", block))
         asked = torch.bincount((slots * task.pairs + pair).flatten(), minlength=counts[0].numel())
@@ -169,10 +173,8 @@ def question_loss(
     return loss, torch.stack([loss, (logits.argmax(-1) == answers).float().mean()])
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-031
-CHUNK, STOP_AT = (
-    50,
-    0.99,
-)  # steps per point of the curve; accuracy over a chunk at which training ends
+CHUNK = 50
+STOP_AT = 0.99  # steps per point of the curve; accuracy over a chunk at which training ends
 
 
 def training_batches(task: Task, batch_size: int, seed: int, device: Any) -> Iterator[tuple]:
@@ -184,11 +186,9 @@ def training_batches(task: Task, batch_size: int, seed: int, device: Any) -> Ite
 
 def train(settings: dict) -> tuple:  # -> model, steps (points,), loss and accuracy (points,2)
     "Train a job's model until it solves the task or its steps are over."
-    s, task, device = (
-        SimpleNamespace(**settings),
-        Task(**settings["task"]),
-        "cuda" if settings["gpu"] else "cpu",
-    )
+    s = SimpleNamespace(**settings)
+    task = Task(**settings["task"])
+    device = "cuda" if settings["gpu"] else "cpu"
     with torch.random.fork_rng([]):
         torch.manual_seed(s.seed)
         model = SequenceLM(LMConfig(task.vocab, s.d_model, s.layers, s.mixer, s.options)).to(device)
@@ -301,7 +301,8 @@ def cells(config: Config) -> list[dict]:
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-052
 def search_lr(cell: dict, lrs: tuple, config: Config, results: Results) -> tuple[list, dict | None]:
     "Return the first seed's settings, as far as they are known, and the best of them once all are done."
-    tried, rows = [], []
+    tried = []
+    rows = []
     for lr in lrs:
         tried.append(cell | {"lr": lr, "seed": config.seeds[0]})
         rows.append(results.get(tried[-1]))
@@ -397,7 +398,9 @@ def accuracy(
     amount: float = 0.0,  # see `perturb_keys`
 ) -> dict[str, float]:
     "Return the shares of answers with a key's last value (right) and with the first one of a rewritten key (stale)."
-    device, right, stale = model.embedding.weight.device, 0, 0
+    device = model.embedding.weight.device
+    right = 0
+    stale = 0
     fresh, noise = (generator_of(settings["seed"], "test", block, device) for block in (0, 1))
     batch = draw(task, streams, fresh)
     perturb = perturb_keys(kind, amount, task.vocab, noise) if kind else None
@@ -434,15 +437,18 @@ def perturb_keys(kind: str, amount: float, vocab: int, generator: torch.Generato
     return perturb
 
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-037
-NOISES, COSINES = (0.25, 0.5, 1.0), (0.25, 0.5, 0.75)
+NOISES = (0.25, 0.5, 1.0)
+COSINES = (0.25, 0.5, 0.75)
 
 
 def examine(model: SequenceLM, settings: dict) -> dict:
     "Return the accuracy of a job's trained model, and what it answers in every further test."
-    task, streams = Task(**settings["task"]), settings["test_streams"]
-    few = lambda *change, **other: accuracy(
-        model, replace(task, **other), settings, max(1, streams // 8), *change
-    )
+    task = Task(**settings["task"])
+    streams = settings["test_streams"]
+
+    def few(*change, **other):
+        return accuracy(model, replace(task, **other), settings, max(1, streams // 8), *change)
+
     lengths = [
         task.length * 2**i for i in range(1, 30) if task.length * 2**i <= settings["longest"]
     ]
@@ -472,7 +478,9 @@ def state_bytes(model: SequenceLM, length: int) -> int:
 @torch.no_grad()
 def asked_at_once(model: SequenceLM, streams: Streams) -> Tensor:  # (K,T/2)
     "Return how likely each key of one stream is to get its value if asked for after 2, 4, ..., T tokens instead."
-    tokens, keys, columns = streams.tokens[0], streams.tokens[0, streams.where[0]], []
+    tokens = streams.tokens[0]
+    keys = streams.tokens[0, streams.where[0]]
+    columns = []
     for t in range(2, len(tokens) + 1, 2):
         asked = torch.cat([tokens[:t].expand(len(keys), t), keys[:, None]], 1)
         logits = answer(model, asked, torch.full_like(keys, t)[:, None])[:, 0]
@@ -509,7 +517,8 @@ def look_inside(model: SequenceLM, task: Task) -> dict | None:
 def run_job(settings: dict, folder: Path) -> dict:
     "Train a model and test it; a killed job starts over."
     model, steps, curve = train(settings)
-    task, right = Task(**settings["task"]), curve[:, 1].tolist()
+    task = Task(**settings["task"])
+    right = curve[:, 1].tolist()
     every = -(-len(steps) // 20)  # at most 20 points of the curve are kept
     return examine(model, settings) | {
         "late_accuracy": mean(right[-max(1, len(right) // 10) :]),
@@ -533,7 +542,8 @@ def best_rows(cell: dict, config: Config, results: Results) -> list[dict]:
 # %% ../../nbs/lab/33_mqar.ipynb #33_mqar-n56
 def summarize(config: Config, results: Results) -> dict:
     "Return one row per finished cell; lists have one entry per seed."
-    found, rates = [], sorted(config.lrs + config.late_lrs)
+    found = []
+    rates = sorted(config.lrs + config.late_lrs)
     for cell in cells(config):
         if rows := best_rows(cell, config, results):
             first = {lr: results.get(cell | {"lr": lr, "seed": config.seeds[0]}) for lr in rates}
@@ -547,11 +557,12 @@ def summary(
     rows: list, by_lr: dict
 ) -> dict:  # of `best_rows`; learning rate -> accuracy with the first seed
     "Return what the record keeps of a cell."
-    best, task, each = (
-        rows[0]["settings"],
-        rows[0]["settings"]["task"],
-        lambda name: [row[name] for row in rows],
-    )
+    best = rows[0]["settings"]
+    task = rows[0]["settings"]["task"]
+
+    def each(name):
+        return [row[name] for row in rows]
+
     tests = {
         name: {key: [row["tests"][name][key] for row in rows] for key in found}
         for name, found in rows[0]["tests"].items()

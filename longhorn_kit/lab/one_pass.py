@@ -109,10 +109,8 @@ PRESETS = {
 }
 
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-025
-PLAN, STEPS = (
-    {"commit": "b9fff732320b", "hash": "09d9080fb853fac8"},
-    1245,
-)  # steps through the text of the plan
+PLAN = {"commit": "b9fff732320b", "hash": "09d9080fb853fac8"}
+STEPS = 1245  # steps through the text of the plan
 FIXED = {
     name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")
 }  # arguments of `fit`
@@ -150,7 +148,8 @@ def text_of(config: OnePass) -> dict:
 
 def windows(tokens: Tensor, context: int, rows: int, seed: int) -> Iterator[tuple]:  # tokens (M,)
     "Yield (inputs, targets), each (rows,context) int64, of every whole batch of one pass in the seed's order."
-    count, device = (len(tokens) - 1) // context, tokens.device
+    count = (len(tokens) - 1) // context
+    device = tokens.device
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(device)
     inside = torch.arange(context + 1, device=device)
     for starts in order[: count // rows * rows].split(rows):
@@ -267,7 +266,9 @@ def train_run(
     draw_again(model, s)
     if s.gpu:
         torch.cuda.reset_peak_memory_stats()
-    curve, clock, first = [], [time.monotonic()], []
+    curve = []
+    clock = [time.monotonic()]
+    first = []
 
     def watch(loss):
         failed = take_point(model, texts, s, loss, curve, clock)
@@ -296,14 +297,16 @@ def train_run(
 # %% ../../nbs/lab/36_one_pass.ipynb #one_pass-040-3
 def run_job(settings: dict, folder: Path) -> dict:
     "Train one model and measure it along the way; divergence is a result too."
-    s, source = SimpleNamespace(**settings), read_json(folder.parent / "note.json")
+    s = SimpleNamespace(**settings)
+    source = read_json(folder.parent / "note.json")
     texts = open_texts(**source)
     if texts.summary() != s.text:
         raise ValueError(
             f"the text {source} is not the text of this job; restart the run with the same text"
         )
     model, trained = train_run(s, texts, source)
-    measured, started = {}, time.monotonic()
+    measured = {}
+    started = time.monotonic()
     if trained["diverged"] is None:
         measured, arrays = measure_run(model, texts, s.context, s.rows, s.gpu)
         save_arrays(folder / "measures.npz", arrays)
@@ -338,11 +341,10 @@ def summary_of(
     model, s, at: list, curve: list, clock: list
 ) -> dict:  # at: steps of the points; clock: see `run_job`
     "Return what the record keeps of a run."
-    tokens, spans = (
-        [step * s.context * s.rows for step in at],
-        [b - a for a, b in zip(clock[::2], clock[1::2])],
-    )
-    first, names = int(len(spans) > 1), [name for name in curve[-1] if name != "train"]
+    tokens = [step * s.context * s.rows for step in at]
+    spans = [b - a for a, b in zip(clock[::2], clock[1::2])]
+    first = int(len(spans) > 1)
+    names = [name for name in curve[-1] if name != "train"]
     speed = (tokens[-1] - first * tokens[0]) / max(
         sum(spans[first:]), 1e-9
     )  # without the compiling span
@@ -470,7 +472,10 @@ class State:
         self.results = results
         same = shared_settings(config, open_texts(**text_of(config)))
         self.same = same
-        self.planned, self.job, self.searches, self.pools = {}, {}, {}, {}
+        self.planned = {}
+        self.job = {}
+        self.searches = {}
+        self.pools = {}
         for group in config.groups:
             self.pools[group] = [self.enter(model, group, same) for model in POOLS[group].models]
         self.missing = []  # jobs that the choice of a common rate still needs

@@ -190,7 +190,9 @@ def compare_pairs(
     record: dict, group: str, pairs: tuple, form: str, measure: Callable, **more: object
 ) -> list[Comparison]:  # more: fields of `Comparison`
     "Compare pairs of models by a function of two runs; a pair without a shared seed is empty."
-    found, n, comparisons = models_of(record), GROUPS[group].seeds, []
+    found = models_of(record)
+    n = GROUPS[group].seeds
+    comparisons = []
     mine = (group == "laptop") == (record["scale"] == "laptop")  # of the two plans
     for pair in pairs if mine else ():
         runs = [seeds_of(found[name], n) if name in found else {} for name in pair]
@@ -242,10 +244,15 @@ def compare_exploratory(record: dict, group: str) -> list[Comparison]:
 # %% ../../nbs/machine/plan.ipynb #plan-022
 def tokens_saved(ours: dict, theirs: dict) -> float:  # runs
     "Return the share of tokens (%) that the better model needs less; negative if the second is better."
-    ours, theirs = ours["val"], theirs["val"]
-    sign, better, level = 1, ours, theirs["all"][-1]
+    ours = ours["val"]
+    theirs = theirs["val"]
+    sign = 1
+    better = ours
+    level = theirs["all"][-1]
     if ours["all"][-1] > level:
-        sign, better, level = -1, theirs, ours["all"][-1]
+        sign = -1
+        better = theirs
+        level = ours["all"][-1]
     return sign * 100 * (1 - tokens_at(better, level) / better["tokens"][-1])
 
 
@@ -271,7 +278,8 @@ def about_one_pass(
     record: dict, *groups: str, pairs: tuple = ()
 ) -> str:  # pairs: beside those of the groups
     "Describe the compared models of a run: unique bytes, and parameters, state, function and rate of every model."
-    results, settings = record["results"], record["settings"]
+    results = record["results"]
+    settings = record["settings"]
     for group in map(GROUPS.get, groups):
         pairs += (*group.below, *group.as_good, *group.fewer)
     names = {name for pair in pairs for name in pair}
@@ -280,16 +288,20 @@ def about_one_pass(
         for name, model in models_of(record).items()
         if name in names and model.get("parameters")
     ]
-    rate = lambda model: f", learning rate {model['lr']:g}" if model["lr"] else ""
-    many = lambda count: (
-        f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k" if count else "no"
-    )
+
+    def rate(model):
+        return f", learning rate {model['lr']:g}" if model["lr"] else ""
+
+    def many(count):
+        return f"{count / 1e6:.1f}M" if count >= 1e6 else f"{count / 1000:.0f}k" if count else "no"
+
     each = "".join(
         f"; {model['name']}: {many(model['parameters'])} parameters, {many(model['state_numbers'])} state "
         f"numbers, {model['function']}{rate(model)}"
         for model in models
     )
-    size, commit = min(results["train_tokens"], settings["tokens"]) / 1e6, results["plan"]["commit"]
+    size = min(results["train_tokens"], settings["tokens"]) / 1e6
+    commit = results["plan"]["commit"]
     plan = (
         f", plan of commit {commit[:7]}"
         if commit

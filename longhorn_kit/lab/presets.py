@@ -43,7 +43,8 @@ class LMPreset:
     def __post_init__(self):
         if self.sizes not in ("matched", "official"):
             raise ValueError(f"sizes is {self.sizes!r}; it must be 'matched' or 'official'")
-        whole, val = (1, LARGEST), {} if self.val is None else {"val": (2, LARGEST)}
+        whole = (1, LARGEST)
+        val = {} if self.val is None else {"val": (2, LARGEST)}
         check_ranges(self, d_model=whole, n_layer=whole, pad_vocab=whole, dropout=(0, 1), **val)
 
 # %% ../../nbs/machine/presets.ipynb #34_presets-007
@@ -201,7 +202,8 @@ def listed(presets: dict) -> str:
 
 def of_any_preset(settings: Any) -> Any:
     "Return equal settings, whose flags have the help `(default: from the preset)`."
-    hint, kind = tyro.conf.arg(help_behavior_hint="(default: from the preset)"), type(settings)
+    hint = tyro.conf.arg(help_behavior_hint="(default: from the preset)")
+    kind = type(settings)
     values = {f.name: getattr(settings, f.name) for f in fields(kind)}
     values |= {name: of_any_preset(value) for name, value in values.items() if is_dataclass(value)}
     types = [

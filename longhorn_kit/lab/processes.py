@@ -77,7 +77,8 @@ def leave() -> None:
 # %% ../../nbs/machine/processes.ipynb #processes-sharding
 def sharding_of(recipe, accelerator):
     "Return none, ddp, fsdp or hsdp; ValueError if these processes cannot use it."
-    kind, world = recipe.sharding, accelerator.num_processes
+    kind = recipe.sharding
+    world = accelerator.num_processes
     if kind == "auto":
         return "ddp" if world > 1 else "none"
     if kind == "none" and world > 1:
@@ -109,7 +110,8 @@ def local_size():
 # %% ../../nbs/machine/processes.ipynb #processes-shard
 def shard(model, kind, accelerator):  # kind: from `sharding_of`
     "Return the model, copied or sliced over the processes."
-    device, world = accelerator.device, accelerator.num_processes
+    device = accelerator.device
+    world = accelerator.num_processes
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(
             model, [device] if device.type == "cuda" else None
@@ -167,7 +169,8 @@ def gathered(mine, group=None):  # group: of processes; None: all of them
 @contextmanager
 def together(group=None):
     "Raise an error of one process in all, and gather the yielded list over processes."
-    items, error = [], None
+    items = []
+    error = None
     try:
         yield items
     except Exception as problem:

@@ -11,7 +11,9 @@ __all__ = ['THREAD', 'CODE', 'FIGURE', 'OPENWEBTEXT', 'RECALL_TASKS', 'RECALL_IN
 from statistics import mean
 
 # %% ../../nbs/machine/published.ipynb #38_published-005
-THREAD, CODE, FIGURE = "public review thread", "official code", "official figure"
+THREAD = "public review thread"
+CODE = "official code"
+FIGURE = "official figure"
 OPENWEBTEXT = {
     "120M": {
         "longhorn": 3.225,
@@ -56,7 +58,8 @@ EXTRAPOLATION = {  # perplexity at 2K, 4K, 8K, 16K, 32K tokens, trained at 2K
     "mamba": (8.43, 8.46, 8.43, 8.46, 8.42),
     "gla": (9.34, 8.97, 9.16, 9.29, 9.39),
 }
-TOKENS_NEEDED, TOKENS_READ = 55e9, 100e9
+TOKENS_NEEDED = 55e9
+TOKENS_READ = 100e9
 
 # %% ../../nbs/machine/published.ipynb #38_published-015
 OFFICIAL_PARAMETERS = {

@@ -43,9 +43,10 @@ def draw_streams(
 
     Returns keys (B,T,K), symbols (B,T) with V for `?`, answers (B,Q); with R generators RB streams, seed by seed."""
     distinct = pairs // WRITES[task]
-    draw = lambda sample, *sizes: torch.cat(
-        [sample(streams, *sizes, generator=g) for g in generators]
-    )
+
+    def draw(sample, *sizes):
+        return torch.cat([sample(streams, *sizes, generator=g) for g in generators])
+
     keys = F.normalize(draw(torch.randn, distinct, key_size), dim=-1)
     shuffled = draw(torch.rand, pairs).argsort(1)
     asked = draw(torch.rand, distinct).argsort(1)  # (B,Q) which key
@@ -185,7 +186,8 @@ def parameter_shapes(
         "longhorn_scalar": 1,
         "gla": config.d_state,
     }.get(name)
-    token, N = config.key_size + config.embed, config.d_state
+    token = config.key_size + config.embed
+    N = config.d_state
     shapes = {
         "embedding": (config.values + 1, config.embed),
         "query": (token, N),
@@ -228,7 +230,8 @@ class RecallModel(nn.Module):
 
     def __init__(self, name: str, config: RecallConfig):  # name: a key of `MEMORIES`
         super().__init__()
-        self.memory, self.config = MEMORIES[name], config
+        self.memory = MEMORIES[name]
+        self.config = config
         generators = [torch.Generator().manual_seed(seed) for seed in config.seeds]
         for part, shape in parameter_shapes(name, config, matched_width(name, config)).items():
             start = torch.stack([initial(part, shape, generator) for generator in generators])
@@ -285,7 +288,8 @@ def grade(
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-039
 def train_recall(task: str, name: str, lr: float, config: RecallConfig) -> tuple:
     "Train for all seeds; return model, steps (points,), and mean loss and recall (points,2,R) of stretches of steps."
-    model, every = RecallModel(name, config), max(1, config.steps // config.points)
+    model = RecallModel(name, config)
+    every = max(1, config.steps // config.points)
     fresh = batches(task, config, 1000, config.batch_size, config.pairs)
     steps, curve = fit(
         model,
@@ -306,7 +310,10 @@ def train_recall(task: str, name: str, lr: float, config: RecallConfig) -> tuple
 @torch.no_grad()
 def evaluate(task: str, model: RecallModel, config: RecallConfig) -> dict[str, list[float]]:
     "Return recall by number of pairs and seed, on fresh test streams that are the same for every model."
-    fresh = lambda pairs: next(batches(task, config, 2000, config.test_streams, pairs))
+
+    def fresh(pairs):
+        return next(batches(task, config, 2000, config.test_streams, pairs))
+
     return {str(pairs): grade(model, *fresh(pairs))[1][1].tolist() for pairs in config.test_pairs}
 
 # %% ../../nbs/lab/32_recall.ipynb #32_recall-045

@@ -201,7 +201,8 @@ def parameter_groups(model, weight_decay, rule="matrices"):  # rule: `decay` of 
 # %% ../../nbs/machine/recipe.ipynb #recipe-020
 def held_out_windows(tokens, context, batch_size):  # tokens (M,); context: T
     "Yield (inputs, targets), each (≤B, ≤T) int64; every token except the first is a target once."
-    end, size = len(tokens) - 1, batch_size * context
+    end = len(tokens) - 1
+    size = batch_size * context
     full = end // context * context
     for first in (*range(0, full, size), *[full] * (full < end)):
         last = min(first + size, full if first < full else end)
@@ -244,7 +245,8 @@ def evaluate(
             f"the held-out part has {plural(len(tokens), 'token')}; it needs at least 2"
         )
     rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
-    device, training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    training = model.training
     batches = list(held_out_windows(tokens, context, batch_size))
     total = torch.zeros((), dtype=torch.float64, device=device)
     model.eval()
@@ -282,7 +284,9 @@ class LossOnly(nn.Module):
             raise ValueError(
                 f"{asked}, which needs a language model; {type(model).__name__} is not one: leave it out"
             )
-        self.model, self.chunk, self.end = model, chunk, end
+        self.model = model
+        self.chunk = chunk
+        self.end = end
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if not hasattr(self.model, "read_out"):

@@ -33,8 +33,10 @@ def duration(seconds: float) -> str:
 # %% ../../nbs/machine/report.ipynb #40_report-026
 def rows_of(record: dict) -> list[Row]:
     "Return the ledger rows of every claim that reads this record."
-    name, scale = record["experiment"], record["scale"]
-    command, rows = again(record), []
+    name = record["experiment"]
+    scale = record["scale"]
+    command = again(record)
+    rows = []
     for claim in claims.all_claims():
         if name in claims.readers(claim):
             _, describe = claims.readers(claim)[name]
@@ -67,7 +69,8 @@ def flat(value: object, name: str = "") -> dict:  # -> {"train.lr": text}
 
 def facts(record: dict) -> dict:  # -> name -> text
     "Return the device, versions and command of a run, and the command that repeats it."
-    made, versions = record.get("made", {}), record.get("environment", {})
+    made = record.get("made", {})
+    versions = record.get("environment", {})
     found = {
         "computing time": duration(record["seconds"]),
         "device": made.get("device"),
@@ -81,7 +84,8 @@ def facts(record: dict) -> dict:  # -> name -> text
 # %% ../../nbs/machine/report.ipynb #40_report-031
 def part_of(record: dict, recorded: list[Row]) -> dict:  # recorded: rows of recorded runs
     "Return the content of a run for the template."
-    rows, name = rows_of(record), record["experiment"]
+    rows = rows_of(record)
+    name = record["experiment"]
     trial = record.get("trial", "")  # the settings that differ from those of the scale
     mine = {row.claim.name for row in rows}
     beside = [

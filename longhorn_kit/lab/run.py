@@ -68,14 +68,16 @@ class Experiment:
         return replace(self.presets[scale], **overrides)
 
 # %% ../../nbs/machine/run.ipynb #run-010
-ERRORS, LOSSES = 2, 20  # a job is given up after this many errors, or this many lost processes
+ERRORS = 2
+LOSSES = 20  # a job is given up after this many errors, or this many lost processes
 
 
 class Results:
     "Find the metrics of finished jobs by their settings."
 
     def __init__(self, folder: str | Path):  # of the run
-        self.folder, self.known = Path(folder) / "jobs", {}
+        self.folder = Path(folder) / "jobs"
+        self.known = {}
 
     def job_folder(self, settings: dict) -> Path:
         "Return the folder of a job."
@@ -239,7 +241,9 @@ class Processes(Engine):
         preload: str,  # module that the server imports once
     ):
         kind = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-        self.context, self.workers, self.gpus = multiprocessing.get_context(kind), workers, gpus
+        self.context = multiprocessing.get_context(kind)
+        self.workers = workers
+        self.gpus = gpus
         self.jobs = []  # on a GPU: its number, job
         if kind == "forkserver":
             # the first optimizer step imports torch._dynamo, which takes seconds
@@ -370,10 +374,8 @@ class Slurm(Engine):
     ):
         submitit = cluster_library("submitit")
         options = dict(options)
-        self.workers, self.executor = (
-            workers,
-            submitit.AutoExecutor(folder, cluster=options.pop("cluster", "slurm")),
-        )
+        self.workers = workers
+        self.executor = submitit.AutoExecutor(folder, cluster=options.pop("cluster", "slurm"))
         self.executor.update_parameters(**options)
 
     def submit(self, function: Callable, *arguments: Any) -> Any:
@@ -389,10 +391,8 @@ class Dask(Engine):
             raise ValueError(
                 "set DASK_SCHEDULER to the address of the scheduler, such as tcp://host:8786"
             )
-        self.workers, self.client = (
-            workers,
-            cluster_library("distributed").Client(address, set_as_default=False),
-        )
+        self.workers = workers
+        self.client = cluster_library("distributed").Client(address, set_as_default=False)
         threads = [
             worker["nthreads"]
             for worker in self.client.scheduler_info(n_workers=-1)["workers"].values()
@@ -513,7 +513,8 @@ def drive(
     on_estimate: Callable[[Estimate], None] | None = None,  # called whenever a job has ended
 ) -> int:  # jobs that are not done
     "Run the missing jobs until none is left or the deadline has passed."
-    running, changed = {}, True
+    running = {}
+    changed = True
     with progress(desc=experiment.name, total=0) as bar:
         bar.bar_format = BAR
         try:
@@ -613,17 +614,16 @@ def run(
     **overrides: Any,  # fields of the preset to change
 ) -> dict:
     "Run the missing jobs of an experiment, write the record and return it."
-    config, folder = (
-        experiment.config(scale, **overrides),
-        Path(folder or f"runs/{experiment.name}/{scale}"),
-    )
+    config = experiment.config(scale, **overrides)
+    folder = Path(folder or f"runs/{experiment.name}/{scale}")
     if record := finished(experiment, folder, config):
         return record
     engine = engine_for(
         launcher, workers, config, folder, options or {}, experiment.run_job.__module__
     )
     keep_other_record(folder, config)
-    results, started = Results(folder), time.time()
+    results = Results(folder)
+    started = time.time()
     left = drive(experiment, config, results, engine, started + 60 * minutes, on_estimate)
     return finish(experiment, scale, config, folder, results, left)
 
@@ -645,8 +645,10 @@ def keep_other_record(folder: Path, config: Any) -> None:
     "Copy a record with other settings to `record-HASH.json`, and print what differs."
     for path in filter(Path.exists, (folder / "record.json", folder / "partial.json")):
         with suppress(ValueError):  # damaged
-            record, now = read_record(path), to_plain(asdict(config))
-            before, copy = record["settings"], folder / f"record-{record['sha256'][:8]}.json"
+            record = read_record(path)
+            now = to_plain(asdict(config))
+            before = record["settings"]
+            copy = folder / f"record-{record['sha256'][:8]}.json"
             if other := [
                 f"{name} {before.get(name)} -> {now[name]}"
                 for name in now
@@ -664,10 +666,8 @@ def finish(
     experiment: Experiment, scale: str, config: Any, folder: Path, results: Results, left: int
 ) -> dict:
     "Write the record of a run, or the partial one, and return it."
-    found, done = (
-        experiment.summarize(config, results),
-        results.known.values(),
-    )  # read for it, or for the list of jobs
+    found = experiment.summarize(config, results)
+    done = results.known.values()  # read for it, or for the list of jobs
     made = {
         name: sorted({row["made"][name] or "unknown" for row in done})
         for name in ("commit", "device")

@@ -251,7 +251,9 @@ def holm(values: list[float]) -> list[float]:  # p-values of one claim, in any o
     return corrected
 
 # %% ../../nbs/lab/38_stats.ipynb #38_stats-r27
-AHEAD, BEHIND, EQUAL = "ahead", "behind", "equal within the margin"
+AHEAD = "ahead"
+BEHIND = "behind"
+EQUAL = "equal within the margin"
 
 
 def judge_looks(

@@ -138,7 +138,8 @@ def time_step(
     on_gpu = run.accelerator.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    ready, busy_for = seconds_of(run, warm), 0.0
+    ready = seconds_of(run, warm)
+    busy_for = 0.0
     while on_gpu and busy_for < settle:
         busy_for += seconds_of(run, warm)
     seconds = seconds_of(run, steps) / steps
@@ -171,12 +172,11 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../nbs/lab/34_throughput.ipynb #34_throughput-n24
 def summarize(config: Throughput, results: Results) -> dict:
     "Return a row per timing, and the steps without enough memory."
-    rows, failed = [], []
+    rows = []
+    failed = []
     for settings in jobs(config, results):
-        asked, row = (
-            {name: value for name, value in settings.items() if name != "gpu"},
-            results.get(settings),
-        )
+        asked = {name: value for name, value in settings.items() if name != "gpu"}
+        row = results.get(settings)
         if row and "error" in row:
             failed.append({"settings": asked, "error": row["error"]})
         elif row:

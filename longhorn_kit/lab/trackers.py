@@ -46,8 +46,11 @@ def open_tracker(
     run: Any, stack: ExitStack
 ) -> None:  # run: `Run` of the training loop; stack: closes the tracker
     "Start or continue the run's tracker in the main process."
-    name, before, metrics = run.config.track, run.known or {}, run.folder / "metrics.jsonl"
-    run.id, seen = before.get("id") or uuid.uuid4().hex[:8], 0
+    name = run.config.track
+    before = run.known or {}
+    metrics = run.folder / "metrics.jsonl"
+    run.id = before.get("id") or uuid.uuid4().hex[:8]
+    seen = 0
     if name == "none" or not run.accelerator.is_main_process:
         return
     if before.get("config", {}).get("track") == name:
@@ -62,7 +65,10 @@ def open_tracker(
     run.tracked = seen
     tracker = start_tracker(name, run, seen)
     stack.callback(tracker.finish)
-    numbers = lambda line: {name: value for name, value in line.items() if name != "step"}
+
+    def numbers(line):
+        return {name: value for name, value in line.items() if name != "step"}
+
     run.log = lambda line: line["step"] > seen and tracker.log(numbers(line), line["step"])
     for line in run.history:
         run.log(line)

@@ -75,10 +75,8 @@ class Average:
     "Exponential moving average of a model's weights."
 
     def __init__(self, model, decay):
-        self.decay, self.weights = (
-            decay,
-            {name: p.detach().clone() for name, p in model.named_parameters()},
-        )
+        self.decay = decay
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
     @staticmethod
     def local(tensors):  # slices under FSDP
@@ -140,7 +138,9 @@ class Run:
 # %% ../../nbs/machine/training.ipynb #training-017
 def next_batch(run):
     "Return the tensors of a batch on the device; ValueError if an id is beyond the vocabulary."
-    batch, device, known = run.sampler.next_batch(), run.accelerator.device, run.vocab_size
+    batch = run.sampler.next_batch()
+    device = run.accelerator.device
+    known = run.vocab_size
     if known and (largest := max(int(tensor.max()) for tensor in batch)) >= known:
         raise ValueError(
             f"the data has a token {largest}, and the model's vocabulary ends at {known - 1}; "
@@ -155,12 +155,14 @@ def read_later(numbers):
     "Return a function that fetches the numbers without waiting for later work."
     if numbers.device.type != "cuda":
         return numbers.tolist
-    copy, ready = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+    copy = numbers.to("cpu", non_blocking=True)
+    ready = torch.cuda.Event()
     ready.record()
     return lambda: ready.synchronize() or copy.tolist()
 
 
-TARGET_BITS, VOTE_BITS = 40, 11  # of one integer, which saves a message
+TARGET_BITS = 40
+VOTE_BITS = 11  # of one integer, which saves a message
 
 
 def token_weights(
@@ -171,14 +173,20 @@ def token_weights(
     counts = torch.stack([(targets != -100).sum() for targets in micro_batches])
     mine = counts.sum() + sum(int(vote) << place for vote, place in zip(votes, places))
     total = accelerator.reduce(mine, "sum")  # a tensor: nothing waits for the device
-    fetch, targets = read_later(total), (total & (1 << TARGET_BITS) - 1).clamp(min=1).float()
-    heard = lambda: [fetch() >> place & (1 << VOTE_BITS) - 1 for place in places]
+    fetch = read_later(total)
+    targets = (total & (1 << TARGET_BITS) - 1).clamp(min=1).float()
+
+    def heard():
+        return [fetch() >> place & (1 << VOTE_BITS) - 1 for place in places]
+
     return counts.float() * (len(micro_batches) * accelerator.num_processes) / targets, heard
 
 # %% ../../nbs/machine/training.ipynb #training-019
 def train_step(run):
     "Take one optimiser step; metrics are added to `run.pending`, votes to `run.heard`."
-    config, accelerator, losses = run.config, run.accelerator, []
+    config = run.config
+    accelerator = run.accelerator
+    losses = []
     seed_all(config.seed, run.step, accelerator.process_index)
     set_lr(run.optimizer, rate := learning_rate(run.step + 1, config))
     batches = [next_batch(run) for _ in range(config.gradient_accumulation_steps)]
@@ -209,9 +217,11 @@ def flush(run, **extra):  # extra: metrics of the latest step
     values = torch.stack(
         [torch.stack([loss.float(), norm.float()]) for *_, loss, norm in run.pending]
     )
-    values, elapsed = run.accelerator.reduce(values, "mean").tolist(), time.monotonic() - run.clock
+    values = run.accelerator.reduce(values, "mean").tolist()
+    elapsed = time.monotonic() - run.clock
     unit = run.config.unit
-    speed, lines = round(run.config.size(len(run.pending)) / max(elapsed, 1e-9)), []
+    speed = round(run.config.size(len(run.pending)) / max(elapsed, 1e-9))
+    lines = []
     for (step, rate, *_), (loss, norm) in zip(run.pending, values):
         if wrong := not_finite({"the loss": loss, "the gradient norm": norm}):
             break
@@ -238,7 +248,9 @@ def flush(run, **extra):  # extra: metrics of the latest step
             f"{wrong} at step {step} (learning rate {rate:.3g}); last checkpoint: {last}; try a "
             "lower learning rate, a longer warm-up or another seed, in another folder"
         )
-    run.seconds, run.pending, run.clock = run.seconds + elapsed, [], time.monotonic()
+    run.seconds = run.seconds + elapsed
+    run.pending = []
+    run.clock = time.monotonic()
 
 
 def not_finite(metrics: dict):
@@ -284,12 +296,10 @@ def resume_run(run):
                 warn(f"{error}; going back to the checkpoint before it")
             continue
         run.sampler.load_state_dict(about["sampler"])
-        run.step, run.seconds, run.resumed_from, run.history = (
-            about["step"],
-            about["seconds"],
-            about["step"],
-            history,
-        )
+        run.step = about["step"]
+        run.seconds = about["seconds"]
+        run.resumed_from = about["step"]
+        run.history = history
         return
     if run.checkpoints:
         raise ValueError(
@@ -300,7 +310,8 @@ def resume_run(run):
 # %% ../../nbs/machine/training.ipynb #training-026
 def engine(run):
     "Return how steps are computed, for a record."
-    here, config = run.accelerator, run.config
+    here = run.accelerator
+    config = run.config
     return dict(
         processes=here.num_processes,
         sharding=run.kind,
@@ -324,7 +335,8 @@ def scan_backend_of(run):
 # %% ../../nbs/machine/training.ipynb #training-027
 def set_model_aside(run):
     "Rename the model of a shorter run to `model-STEPS-steps`, once."
-    model, aside = run.folder / "model", run.folder / f"model-{run.ends[-1]}-steps"
+    model = run.folder / "model"
+    aside = run.folder / f"model-{run.ends[-1]}-steps"
     if run.step == run.ends[-1] and model.exists() and not aside.exists():
         model.rename(aside)
 
@@ -332,10 +344,8 @@ def set_model_aside(run):
 def record_attempt(run, beside):
     "Write config.json with this attempt, and metrics.jsonl up to the checkpoint."
     if run.accelerator.is_main_process:
-        before, parameters = (
-            run.known["attempts"] if run.known else [],
-            sum(p.numel() for p in run.model.parameters()),
-        )
+        before = run.known["attempts"] if run.known else []
+        parameters = sum(p.numel() for p in run.model.parameters())
         attempt = dict(from_step=run.step, tracked=run.tracked, engine=engine(run))
         attempt |= dict(command=command_line(), environment=environment())
         for name, content in beside.items() if not run.known else ():
@@ -372,9 +382,14 @@ def validated(run):
 # %% ../../nbs/machine/training.ipynb #training-029-3
 def train_loop(run, stop, bar):
     "Take the remaining steps: train, evaluate, report, save."
-    config, run.clock, run.saved = run.config, time.monotonic(), time.monotonic()
+    config = run.config
+    run.clock = time.monotonic()
+    run.saved = time.monotonic()
     alone = run.accelerator.num_processes == 1
-    wishes = lambda: (stop.name is not None, time.monotonic() - run.saved > config.save_seconds)
+
+    def wishes():
+        return (stop.name is not None, time.monotonic() - run.saved > config.save_seconds)
+
     while run.step < config.steps:
         run.votes = () if alone else wishes()
         train_step(run)
@@ -410,7 +425,8 @@ def make_run(
     lengthens=False,
 ):
     "Return a `Run` that all processes agree on; otherwise ValueError in all, and no file is left behind."
-    accelerator, host = make_accelerator(config.cpu, config.precision), socket.gethostname()
+    accelerator = make_accelerator(config.cpu, config.precision)
+    host = socket.gethostname()
     run = Run(config, accelerator, Path(folder) if folder else None, lengthens=lengthens)
     with peers_watched(accelerator.num_processes, run.where), ExitStack() as brief:
         with together() as leader:
@@ -443,7 +459,8 @@ def make_run(
 # %% ../../nbs/machine/training.ipynb #training-032
 def lengthen(run):
     "Return the settings that may differ: none, or those of the end if this start lengthens a finished run."
-    done, now = run.known["config"]["steps"], run.config.steps
+    done = run.known["config"]["steps"]
+    now = run.config.steps
     run.ends = run.known.get("lengthened", [])
     if run.ends and not run.lengthens:
         raise ValueError(
@@ -482,7 +499,10 @@ def take_folder(run, stack, brief):  # stack, brief: ExitStacks of the run and o
 
 def facts_of(run, val_tokens, same):
     "Return the facts that must be equal in all processes."
-    short = lambda data: hashlib.sha256(data).hexdigest()[:12]
+
+    def short(data):
+        return hashlib.sha256(data).hexdigest()[:12]
+
     shapes = [(name, *p.shape) for name, p in run.bare.named_parameters()]
     stored = [
         (path.name, short((path / "checkpoint.json").read_bytes())) for path in run.checkpoints
@@ -500,9 +520,11 @@ def facts_of(run, val_tokens, same):
 # %% ../../nbs/machine/training.ipynb #training-033
 def fill_run(run, model, train_tokens, val_tokens, end):
     "Make sampler, loss and evaluation of a run."
-    config, accelerator = run.config, run.accelerator
+    config = run.config
+    accelerator = run.accelerator
     check_tracker(config.track)
-    rank, world = accelerator.process_index, accelerator.num_processes
+    rank = accelerator.process_index
+    world = accelerator.num_processes
     run.kind = sharding_of(config, accelerator)
     rows, rest = divmod(config.batch_size, world * config.gradient_accumulation_steps)
     if rest:
@@ -529,7 +551,8 @@ def loss_only(model, config, end):
 
 def finish_run(run):
     "Move the model to its device, shard it, and make its optimizer."
-    config, device = run.config, run.accelerator.device
+    config = run.config
+    device = run.accelerator.device
     run.bare.to(device)
     if config.checkpoint_blocks:
         checkpoint_blocks(run.bare.model)
@@ -587,7 +610,8 @@ def train(
     mode = model.training
     with ExitStack() as stack:
         run = make_run(model, train_tokens, val_tokens, config, folder, same, stack, end, lengthens)
-        main, count = run.accelerator.is_main_process, run.accelerator.num_processes
+        main = run.accelerator.is_main_process
+        count = run.accelerator.num_processes
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
@@ -608,11 +632,9 @@ def train(
 # %% ../../nbs/machine/training.ipynb #training-037
 def summary(run):
     "Return the summary of a run."
-    recent, unit, size = (
-        run.history[-max(1, len(run.history) // 20) :],
-        run.config.unit,
-        run.config.size(run.step),
-    )
+    recent = run.history[-max(1, len(run.history) // 20) :]
+    unit = run.config.unit
+    size = run.config.size(run.step)
     measured = {"step", unit, "loss", "lr", "grad_norm", f"{unit}_per_second"}
     return {
         "steps": run.step,

@@ -63,9 +63,10 @@ def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
     "Write the text of tokens as they arrive, in whole characters only."
     pad = getattr(tokenizer, "pad_token", None)  # in an export the name of a byte that is no text
     nameless = pad and pad != tokenizer.eos_token
-    decode = lambda ids: (
-        tokenizer.decode(ids).replace(pad, "\ufffd") if nameless else tokenizer.decode(ids)
-    )
+
+    def decode(ids):
+        return tokenizer.decode(ids).replace(pad, "\ufffd") if nameless else tokenizer.decode(ids)
+
     waiting = []
     for token in tokens:
         waiting.append(int(token))
@@ -104,7 +105,10 @@ def generate_from(o: Any, folder: Path) -> None:
     ids = torch.tensor(
         [list(map(int, tokenizer.encode(o.prompt)))], device=model.embedding.weight.device
     )
-    show = lambda text: print(readable(text), end="", flush=True)
+
+    def show(text):
+        return print(readable(text), end="", flush=True)
+
     new = model.stream(ids, o.tokens, o.temperature, o.top_k, o.top_p, o.seed)
     first = list(itertools.islice(new, 1))  # raises errors in the arguments
     show(o.prompt)
@@ -219,7 +223,8 @@ class Export:
     context: int = 8192  # tokens that other tools may pass to the model at once
 
     def __call__(self):
-        source, out = model_folder(self.checkpoint), Path(self.folder)
+        source = model_folder(self.checkpoint)
+        out = Path(self.folder)
         if out.exists() and out.resolve() == source.resolve():
             raise UsageError("the folder to write is the checkpoint itself")
         from longhorn_kit.lab.evaluation import export_checkpoint

@@ -48,7 +48,8 @@ def digits() -> tuple[ImageSet, ImageSet]:  # training, held out
 
     found = load_digits()
     images = torch.tensor(found.images * 255 / 16).round().to(torch.uint8)[:, None]
-    labels, val = torch.tensor(found.target), torch.arange(len(images)) % 5 == 4
+    labels = torch.tensor(found.target)
+    val = torch.arange(len(images)) % 5 == 4
     return tuple(ImageSet(images[part], labels[part]) for part in (~val, val))
 
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-014
@@ -88,8 +89,10 @@ def accuracy(
     model: nn.Module, images: ImageSet, batch_size: int = 1000
 ) -> tuple[float, float]:  # -> top 1, top 5
     "Return top-1 and top-5 accuracy as shares of the images."
-    device, training = images.labels.device, model.training
-    normalize, right = normalizer(model.pretrained_cfg, device), torch.zeros(5, device=device)
+    device = images.labels.device
+    training = model.training
+    normalize = normalizer(model.pretrained_cfg, device)
+    right = torch.zeros(5, device=device)
     model.eval()
     for part, labels in zip(images.images.split(batch_size), images.labels.split(batch_size)):
         with torch.autocast(device.type, torch.bfloat16, enabled=part.is_cuda):
@@ -190,7 +193,8 @@ def jobs(config: Config, results: Results) -> list[dict]:
 # %% ../../nbs/lab/37_vision.ipynb #37_vision-041
 def run_job(settings: dict, folder: Path) -> dict:
     "Train a model, or measure one."
-    s, device = SimpleNamespace(**settings), "cuda" if settings["gpu"] else "cpu"
+    s = SimpleNamespace(**settings)
+    device = "cuda" if settings["gpu"] else "cpu"
     torch.set_float32_matmul_precision("high" if s.gpu else "highest")
     if s.job != "training":
         return {s.job: {"speed": speed, "memory": memory}[s.job](s.model)}
@@ -212,10 +216,16 @@ def summarize(config: Config, results: Results) -> dict:
     }
     known = {name: found for name, row in rows.items() if (found := [*filter(None, row)])}
     done = [i for i in range(config.judged) if known and all(rows[name][i] for name in known)]
-    each = lambda key: {name: [rows[name][i]["training"][key] for i in done] for name in known}
+
+    def each(key):
+        return {name: [rows[name][i]["training"][key] for i in done] for name in known}
+
     first = next(iter(known.values()), [None])[0]
     extra = [(s["model"], results.get(s) or {}) for s in measurements(config)]
-    measured = lambda kind: {name: row[kind] for name, row in extra if kind in row}
+
+    def measured(kind):
+        return {name: row[kind] for name, row in extra if kind in row}
+
     return {
         "data": "digits" if config.data == "digits" else "CIFAR-10",
         "val": first and first["val"],
@@ -239,9 +249,15 @@ def batches(
     classes: int = 10,
 ) -> Iterator[tuple[Tensor, Tensor]]:  # images (B,C,H,W) uint8, soft labels (B,classes)
     "Yield augmented batches, pass after pass; an incomplete last batch is dropped."
-    generator, padded = torch.Generator().manual_seed(seed), F.pad(train.images, (s.pad,) * 4)
-    M, span, device = len(train.labels), 2 * s.pad + 1, train.labels.device
-    draw = lambda high: torch.randint(high, (M,), generator=generator)
+    generator = torch.Generator().manual_seed(seed)
+    padded = F.pad(train.images, (s.pad,) * 4)
+    M = len(train.labels)
+    span = 2 * s.pad + 1
+    device = train.labels.device
+
+    def draw(high):
+        return torch.randint(high, (M,), generator=generator)
+
     while True:
         plan = [torch.randperm(M, generator=generator), draw(span), draw(span), draw(2) * s.flip]
         for index, *places in (
@@ -290,7 +306,9 @@ def learn(
     seed: int = 0,  # of the pictures
 ) -> dict:
     "Train a model and return its scores on held-out images; RuntimeError if the loss is not finite."
-    normalize, seconds, scores = normalizer(model.pretrained_cfg, train.images.device), [], []
+    normalize = normalizer(model.pretrained_cfg, train.images.device)
+    seconds = []
+    scores = []
 
     def loss_of(model, images, labels):
         loss = F.cross_entropy(model(normalize(images)).float(), labels)
@@ -309,9 +327,11 @@ def learn(
     groups = param_groups_weight_decay(
         model, s.weight_decay, no_weight_decay_list=model.no_weight_decay()
     )
-    per_epoch, clock = len(train.labels) // s.batch_size, time.monotonic()
+    per_epoch = len(train.labels) // s.batch_size
+    clock = time.monotonic()
     steps = s.epochs * per_epoch
-    warmup, fresh = max(1, round(s.warmup * steps)), batches(train, s, seed, model.num_classes)
+    warmup = max(1, round(s.warmup * steps))
+    fresh = batches(train, s, seed, model.num_classes)
     at, losses = fit(
         model.train(),
         fresh,

@@ -95,7 +95,8 @@ def seconds_of(work: Callable, least: float) -> float:
 # %% ../../nbs/machine/vision_speed.ipynb #37_vision-038
 def speed(name: str) -> dict:  # -> mode -> images per second, in three rounds
     "Measure a model on batches of 256 images of 224 × 224 pixels."
-    images, found = torch.randn(256, 3, 224, 224, device="cuda"), {}
+    images = torch.randn(256, 3, 224, 224, device="cuda")
+    found = {}
     for kind in ("training", "inference"):
         step = timed_step(make_model(name, "tiny_patch16_224").cuda(), kind, images)
         for mode, work in (("CUDA graph", recorded(step)), ("eager", step)):

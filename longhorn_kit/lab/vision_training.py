@@ -202,7 +202,8 @@ def with_steps(config: VisionConfig, images: int) -> VisionConfig:  # images: to
     if images < config.batch_size:
         raise ValueError(f"{images} training images are fewer than batch_size={config.batch_size}")
     epoch = images // config.batch_size
-    steps, warmup = config.epochs * epoch, config.warmup_epochs * epoch
+    steps = config.epochs * epoch
+    warmup = config.warmup_epochs * epoch
     return replace(config, steps=steps, warmup=min(warmup, steps - 1), eval_every=epoch)
 
 # %% ../../nbs/machine/vision_training.ipynb #vision_training-014
@@ -238,19 +239,19 @@ class Classifier(LossOnly):
 @torch.no_grad()
 def validate(model: Classifier, images: Images, rows: int, workers: int, accelerator: Any) -> dict:
     "Return top-1 and top-5 accuracy and the number of readable images, over all processes; rows: batch size."
-    device, training, size = (
-        next(model.parameters()).device,
-        model.training,
-        rows * accelerator.num_processes,
-    )
+    device = next(model.parameters()).device
+    training = model.training
+    size = rows * accelerator.num_processes
     places = [
         list(range(first + accelerator.process_index, first + size, accelerator.num_processes))
         for first in range(0, len(images), size)
     ]  # the same number of batches in every process
-    counts, broken = torch.zeros(3, device=device), []
+    counts = torch.zeros(3, device=device)
+    broken = []
     model.eval()
     for batch, labels, odd, _ in make_loader(images, places, workers):
-        scores, labels = model(batch.to(device)), labels.to(device)
+        scores = model(batch.to(device))
+        labels = labels.to(device)
         right = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]
         counts += torch.stack([right[:, 0].sum(), right.sum(), (labels >= 0).sum()])
         broken += odd
@@ -366,7 +367,8 @@ def run_parts(
     if (out / "lm_config.json").exists():
         raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")
     train_reader, reader = open_data(config.data)
-    config, classes = with_steps(config, len(train_reader)), list(train_reader.classes)
+    config = with_steps(config, len(train_reader))
+    classes = list(train_reader.classes)
     images = {"train": len(train_reader), "val": len(reader), "classes": classes}
     if accelerator.is_main_process and all(
         (out / name).exists() for name in ("images.json", "config.json")
@@ -427,7 +429,8 @@ def eval_vision(
 ) -> dict:  # top1, top5, val_images, skipped
     "Evaluate a model on held-out images; ValueError or OSError if they do not fit."
     with together():
-        accelerator, path = make_accelerator(cpu), weights_of(weights)
+        accelerator = make_accelerator(cpu)
+        path = weights_of(weights)
         config = replace(
             VISION_PRESETS["digits"].config,
             img_size=img_size,
@@ -438,7 +441,8 @@ def eval_vision(
         about, model, config = read_whole(
             path.parent, files, lambda folder: read_model(folder / path.name, config)
         )
-        cfg, reader = about["pretrained_cfg"], open_part(data, "val")
+        cfg = about["pretrained_cfg"]
+        reader = open_part(data, "val")
         check_classes(
             data, reader.classes, about.get("label_names") or range(about["num_classes"]), path
         )

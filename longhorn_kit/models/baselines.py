@@ -97,7 +97,8 @@ class Mamba(ScanMixer):
         S: Tensor,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        (dt_t, bias), A = bias_apart(self.dt_proj, dt_low_rank_t), self.rates(x_t[:, None])
+        dt_t, bias = bias_apart(self.dt_proj, dt_low_rank_t)
+        A = self.rates(x_t[:, None])
         return selective_step(q_t, k_t, x_t, dt_t, A, S, bias, self.D_skip, z_t, **options)
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-021-r
@@ -190,7 +191,10 @@ def text_columns(
     "Return which columns are text (B,past+T), or None if all are, and the first or all positions of new tokens."
     if known is None and text is None:
         return None, past
-    full = lambda steps: torch.ones(x.shape[0], steps, dtype=torch.bool, device=x.device)
+
+    def full(steps):
+        return torch.ones(x.shape[0], steps, dtype=torch.bool, device=x.device)
+
     known = full(past) if known is None else known
     start = known.sum(1)
     if text is None:
@@ -216,7 +220,8 @@ class Attention(Mixer):
             raise ValueError(
                 f"d_model is {d_model}; expected a multiple of 2 n_heads = {2 * n_heads}"
             )
-        self.n_heads, self.rope_base = n_heads, rope_base
+        self.n_heads = n_heads
+        self.rope_base = rope_base
         self.qkv_proj = nn.Linear(d_model, 3 * d_model, bias=False)
         self.out_proj = nn.Linear(d_model, d_model, bias=False)
 
@@ -228,9 +233,11 @@ class Attention(Mixer):
         qkv = self.qkv_proj(x).unflatten(-1, (3, self.n_heads, -1)).permute(2, 0, 3, 1, 4)
         past = 0 if cache is None else cache.k.shape[2]
         columns, positions = text_columns(x, past, getattr(cache, "text", None), text)
-        (q, k), v = rotate(qkv[:2], positions, self.rope_base), qkv[2]
+        q, k = rotate(qkv[:2], positions, self.rope_base)
+        v = qkv[2]
         if past:
-            k, v = torch.cat([cache.k.to(k.dtype), k], 2), torch.cat([cache.v.to(v.dtype), v], 2)
+            k = torch.cat([cache.k.to(k.dtype), k], 2)
+            v = torch.cat([cache.v.to(v.dtype), v], 2)
         mask = mask_options(q.shape[2], past, q.device, columns)
         y = self.out_proj(
             F.scaled_dot_product_attention(q, k, v, **mask).transpose(1, 2).flatten(2)

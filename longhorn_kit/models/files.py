@@ -45,7 +45,8 @@ def state_hash(state: dict, config: str) -> str:  # name -> tensor; JSON of the 
 
 def save_model(model: Backbone, folder: str | Path) -> None:
     "Write `model.safetensors` and `config.json`, each whole or not at all."
-    path, config = Path(folder) / "model.safetensors", json.dumps(model.config.to_dict(), indent=1)
+    path = Path(folder) / "model.safetensors"
+    config = json.dumps(model.config.to_dict(), indent=1)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     about = {"format": "pt", "config": config, "sha256": state_hash(state, config)}
     try:
@@ -106,7 +107,8 @@ def load_model(
     | None = None,  # None: as saved; some parameters stay in float32, see `SequenceLM`
 ) -> Backbone:
     "Return the model in `folder`, in evaluation mode."
-    path, weights = Path(folder) / "config.json", Path(folder) / "model.safetensors"
+    path = Path(folder) / "config.json"
+    weights = Path(folder) / "model.safetensors"
     try:
         config = LMConfig.from_dict(json.loads(path.read_text(encoding="utf-8")))
     except ValueError as error:
@@ -127,17 +129,22 @@ def load_model(
     return model.to(device=device).eval()
 
 
-SequenceLM.save_pretrained, SequenceLM.from_pretrained = save_model, classmethod(load_model)
+SequenceLM.save_pretrained = save_model
+SequenceLM.from_pretrained = classmethod(load_model)
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-c
 def run_facts(folder: str | Path) -> dict:  # of a saved model -> {name: value}
     "Return what the training run around a model recorded; empty if the records are missing or of another model."
     run = Path(folder).parent
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
-        model, shape = read_json(Path(folder) / "config.json"), read_record(run / "lm_config.json")
+        model = read_json(Path(folder) / "config.json")
+        shape = read_record(run / "lm_config.json")
         last = next(row for row in reversed(read_jsonl(run / "metrics.jsonl")) if "val_loss" in row)
-        record, text = read_record(run / "config.json"), read_record(run / "text.json")["source"]
-        start, base, schedule = record["attempts"][-1], "none; trained from random weights", {}
+        record = read_record(run / "config.json")
+        text = read_record(run / "text.json")["source"]
+        start = record["attempts"][-1]
+        base = "none; trained from random weights"
+        schedule = {}
         if (run / "start.json").exists():
             base = f"weights with SHA-256 {read_record(run / 'start.json')['weights']}"
         if ends := record.get("lengthened"):
@@ -261,7 +268,10 @@ def nearest_widths(config: LMConfig, target: int) -> list:
     "Return `config` with the widest `d_model` that stays below `target` parameters, and with the next one."
     heads = config.mixer_options.get("n_heads", 1)
     unit = 2 * heads if config.mixer == "attention" else 1  # a head needs an even size
-    wide = lambda units: replace(config, d_model=unit * units)
+
+    def wide(units):
+        return replace(config, d_model=unit * units)
+
     high = 2 + bisect_left(
         range(2, 1 << 20), target, key=lambda units: count_parameters(wide(units))
     )
@@ -275,10 +285,14 @@ def match_parameters(
 ) -> LMConfig:  # with another `d_mlp` or `d_model` where needed
     "Return a model of the same kind with about `target` parameters; a `ValueError` if none comes near."
     check_sizes(target=target)
-    gap = lambda candidate: abs(count_parameters(candidate) / target - 1)
+
+    def gap(candidate):
+        return abs(count_parameters(candidate) / target - 1)
+
     if gap(config) <= tolerance:
         return config
-    filled, widths = fill_mlp(config, target), nearest_widths(config, target)
+    filled = fill_mlp(config, target)
+    widths = nearest_widths(config, target)
     worth_it = filled.d_mlp >= (1 if config.d_mlp else config.d_model // 2)
     thin = [
         filled,

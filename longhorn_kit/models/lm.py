@@ -100,14 +100,16 @@ class RMSNorm(nn.Module):
 
     def __init__(self, d_model: int, eps: float = 1e-5):
         super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.ones(d_model))
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model))
 
     def reset_parameters(self) -> None:
         "Set the weight to one."
         nn.init.ones_(self.weight)
 
     def normalize(self, h: Tensor) -> Tensor:
-        h, weight = wide(h), self.weight
+        h = wide(h)
+        weight = self.weight
         return F.rms_norm(h, weight.shape, weight.to(h.dtype), self.eps).to(weight.dtype)
 
     def forward(self, h: Tensor, y: Tensor | None = None) -> Any:
@@ -157,7 +159,8 @@ class Block(nn.Module):
         text: TextMask | None = None,
     ) -> Any:
         "Return the stream (..,d_model) after this block; if `y` is still to be added, the pair of stream and next `y`."
-        closed, train = y is None, self.training and slot is None
+        closed = y is None
+        train = self.training and slot is None
         h, u = (h, self.norm(h)) if closed else self.norm(h, y)
         y = F.dropout(
             self.mixer(u, cu_seqlens=cu_seqlens, slot=slot, text=text), self.dropout, train

@@ -44,8 +44,12 @@ class MatrixMixer(Mixer):
 
     def __init__(self, d_model: int, n_heads: int, d_key: int, d_value: int, past: tuple = (0, 0)):
         super().__init__(d_model)
-        self.n_heads, self.d_key, self.d_value, self.past_shape = n_heads, d_key, d_value, past
-        self.keys, self.values = n_heads * d_key, n_heads * d_value
+        self.n_heads = n_heads
+        self.d_key = d_key
+        self.d_value = d_value
+        self.past_shape = past
+        self.keys = n_heads * d_key
+        self.values = n_heads * d_value
         self.out_proj = nn.Linear(self.values, d_model, bias=False)
 
     def heads(self, t: Tensor) -> Tensor:
@@ -57,7 +61,9 @@ class MatrixMixer(Mixer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> MatrixCache:
-        zeros = lambda *shape, dtype=dtype: self.zeros(device, dtype, batch_size, *shape)
+        def zeros(*shape, dtype=dtype):
+            return self.zeros(device, dtype, batch_size, *shape)
+
         S = wide(zeros(self.n_heads, self.d_value, self.d_key))
         return MatrixCache(zeros(*self.past_shape), S, zeros(dtype=torch.int64))
 
@@ -76,7 +82,8 @@ class MatrixMixer(Mixer):
     def run(
         self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None
     ) -> tuple:
-        rows, read = x.shape[0], x.shape[1]
+        rows = x.shape[0]
+        read = x.shape[1]
         cache = (
             self.empty_cache(rows, x.device, x.dtype)
             if cache is None
@@ -148,9 +155,10 @@ class RetNet(MatrixMixer):
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
         start = cache.position if text is None else cache.position[:, None] + text.positions()
-        turn = lambda t: rotate(self.heads(t).transpose(1, 2), start, self.rope_base).transpose(
-            1, 2
-        )
+
+        def turn(t):
+            return rotate(self.heads(t).transpose(1, 2), start, self.rope_base).transpose(1, 2)
+
         decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.n_heads, device=x.device))))
         scan = dict(q=turn(q) * self.d_key**-0.5, k=turn(k), x=self.heads(v))
         return scan | dict(log_decay=decay.expand(*x.shape[:2], -1)), g, cache.past
@@ -230,7 +238,10 @@ class TokenShift(MatrixMixer):
             torch.arange(d_model) / d_model
         )  # a row of `mix` per projection: the token before counts 1 - share^power
         self.mix = nn.Parameter(1 - share ** torch.tensor(powers)[:, None])
-        linear = lambda: nn.Linear(d_model, self.keys, bias=False)
+
+        def linear():
+            return nn.Linear(d_model, self.keys, bias=False)
+
         self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
         for proj, size in ((self.k_proj, 0.25), (self.v_proj, 0.5), (self.r_proj, 0.5)):
             start_with(proj, start_within, size * d_model**-0.5)
@@ -275,7 +286,8 @@ class RWKV5(TokenShift):
     def __init__(self, d_model: int, n_heads: int | None = None):  # None: of a size near 64
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25)  # for k, v, r and g
         place, rate = slow_to_fast(self.n_heads)
-        self.decay, self.bonus = nn.Parameter(rate), nn.Parameter(0.5 * (1 - place))
+        self.decay = nn.Parameter(rate)
+        self.bonus = nn.Parameter(0.5 * (1 - place))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
         delta, past = self.shift(x, cache.past, text)
@@ -380,7 +392,8 @@ class Mamba2(ConvMixer):
         xkq, past = convolve(self.conv1d, xkq, cache.past, self.past_shape[1] + 1, text=text)
         x, k, q = xkq.split([self.values, N, N], -1)
         q, k = (t[:, :, None].expand(-1, -1, self.n_heads, -1) for t in (q, k))
-        x, dt = self.heads(x), F.softplus(wide(dt) + self.dt_bias)
+        x = self.heads(x)
+        dt = F.softplus(wide(dt) + self.dt_bias)
         scan = dict(
             q=q, k=k, x=(x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt
         )
@@ -422,7 +435,8 @@ class GatedDeltaNet(ConvMixer):
         d_value: int | None = None,  # per head, None: keys 3/4, values 3/2 of d_model in all
     ):
         H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
-        N, P = N if d_key is None else d_key, P if d_value is None else d_value
+        N = N if d_key is None else d_key
+        P = P if d_value is None else d_value
         check_sizes(d_key=N, d_value=P)
         super().__init__(d_model, H, N, P, d_conv)
         self.in_proj = nn.Linear(d_model, 2 * self.keys + 2 * self.values, bias=False)

@@ -96,7 +96,8 @@ def convolve(
         raise ValueError(
             "cu_seqlens needs a plain conv1d; call the layer, which then runs documents one by one"
         )
-    steps, x = x.shape[1], x.transpose(1, 2)
+    steps = x.shape[1]
+    x = x.transpose(1, 2)
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past.to(x.dtype), x], -1)
     y = (F.silu(conv(x)) if steps else x[..., width - 1 :]).transpose(1, 2).contiguous()
     return (y, y) if twice else y, x[..., steps:].clone()
@@ -110,7 +111,10 @@ def convolve_step(
         return causal_conv1d_step(
             x, past, conv.weight, conv.bias, inplace=inplace, state_indices=state_indices
         )
-    one = lambda cut, past: convolve(conv, cut[0][:, None], past, past.shape[-1] + 1)
+
+    def one(cut, past):
+        return convolve(conv, cut[0][:, None], past, past.shape[-1] + 1)
+
     y, after = (
         one((x,), past) if state_indices is None else step_slots(one, (x,), past, state_indices)
     )
@@ -156,7 +160,10 @@ def with_product(
     if not (repeats(x) and is_plain(layer)):
         return use(*bias_apart(layer, x))
     if torch.compiler.is_compiling():
-        linear = lambda x: F.linear(x, layer.weight)
+
+        def linear(x):
+            return F.linear(x, layer.weight)
+
         return use(checkpoint(linear, x, use_reentrant=False, preserve_rng_state=False), layer.bias)
     dtype = product_dtype(x.device.type, x.dtype)  # the backward runs outside of autocast
     with recomputed(True) as note:
@@ -166,7 +173,8 @@ def with_product(
 # %% ../../nbs/machine/memory.ipynb #memory-017
 def cross_entropy_(logits, targets, losses, learns):  # (m,V); (m,), negative: left out; (m,)
     "Write the losses in nats, and if `learns` their gradients p - onehot in place of the logits."
-    log_p, known = torch.log_softmax(wide(logits), -1), (targets >= 0)[:, None]
+    log_p = torch.log_softmax(wide(logits), -1)
+    known = (targets >= 0)[:, None]
     place = targets.clamp(min=0)[:, None]
     losses.copy_(-(log_p.gather(1, place) * known)[:, 0])
     if learns:
@@ -191,13 +199,12 @@ def loss_in_slices(
     write = cross_entropy_
     if kernels_run(h, weight):
         from longhorn_kit.scan.triton_pointwise import cross_entropy_ as write
-    table, (M, d), V, total = (
-        weight.to(dtype),
-        h.shape,
-        len(weight),
-        torch.promote_types(dtype, torch.float32),
-    )
-    losses, dh = h.new_empty(M, dtype=total), h.new_empty(M if learns else 0, d, dtype=dtype)
+    table = weight.to(dtype)
+    M, d = h.shape
+    V = len(weight)
+    total = torch.promote_types(dtype, torch.float32)
+    losses = h.new_empty(M, dtype=total)
+    dh = h.new_empty(M if learns else 0, d, dtype=dtype)
     dweight = h.new_zeros(V if learns else 0, d, dtype=total)
     # a product may read the padding of its rows and multiply it by zero (AMX does): it must be finite
     room = h.new_zeros(min(chunk, M), V + -V % 64, dtype=dtype)
@@ -242,7 +249,8 @@ def scale_gradients(ctx, dloss, *_):
 class ChunkedCrossEntropy(torch.autograd.Function):
     "`loss_in_slices`, with gradients of its loss."
 
-    forward, setup_context = staticmethod(loss_in_slices), staticmethod(keep_gradients)
+    forward = staticmethod(loss_in_slices)
+    setup_context = staticmethod(keep_gradients)
     backward = staticmethod(torch.autograd.function.once_differentiable(scale_gradients))
 
 
@@ -252,8 +260,12 @@ register_autograd(_operation, scale_gradients, setup_context=keep_gradients)
 
 @_operation.register_fake
 def _(h, weight, targets, chunk, dtype, learns):
-    (M, d), total = h.shape, torch.promote_types(dtype, torch.float32)
-    new = lambda *shape, dtype=total: h.new_empty(shape, dtype=dtype)
+    M, d = h.shape
+    total = torch.promote_types(dtype, torch.float32)
+
+    def new(*shape, dtype=total):
+        return h.new_empty(shape, dtype=dtype)
+
     return (
         new(),
         new(M if learns else 0, d, dtype=dtype),
@@ -273,10 +285,9 @@ def chunked_cross_entropy(
         raise ValueError(
             f"there are {len(targets)} targets for {len(h)} features, in slices of {chunk}"
         )
-    dtype, targets = product_dtype(h.device.type, h.dtype), targets.contiguous()
-    compiled, operation = (
-        torch.compiler.is_compiling(),
-        torch.ops.longhorn_kit.linear_cross_entropy.default,
-    )
+    dtype = product_dtype(h.device.type, h.dtype)
+    targets = targets.contiguous()
+    compiled = torch.compiler.is_compiling()
+    operation = torch.ops.longhorn_kit.linear_cross_entropy.default
     run = operation if compiled else ChunkedCrossEntropy.apply
     return run(h, weight, targets, chunk, dtype, torch.is_grad_enabled())[0]

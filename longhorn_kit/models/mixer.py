@@ -196,7 +196,8 @@ class CacheSlot:
     "Carry a cache into a mixer's `forward` (`before`) and out of it (`after`)."
 
     def __init__(self, before: Any):
-        self.before, self.after = before, before
+        self.before = before
+        self.after = before
 
 
 def pick_columns(x: Tensor, columns: Tensor) -> Tensor:  # (B,T,C), (B,S) -> (B,S,C)
@@ -435,7 +436,10 @@ class ScanProjections(Mixer):
 
     def empty_cache(self, batch_size, device=None, dtype=None, state_dtype=None):
         "Return the cache before the first token; `state_dtype` is the dtype of the state, float32 or wider if None."
-        zeros = lambda size: self.zeros(device, dtype, batch_size, self.d_inner, size)
+
+        def zeros(size):
+            return self.zeros(device, dtype, batch_size, self.d_inner, size)
+
         S = zeros(self.d_state)
         return ScanCache(
             zeros(self.d_conv - 1), wide(S) if state_dtype is None else S.to(state_dtype)
@@ -538,7 +542,9 @@ class Longhorn(ScanMixer):
         if rate not in ("vector", "scalar"):
             raise ValueError(f"rate is {rate!r}; expected vector or scalar")
         check_choice("key_norm", key_norm, (True, False))
-        self.form, self.rate, self.key_norm = form, rate, key_norm
+        self.form = form
+        self.rate = rate
+        self.key_norm = key_norm
         self.key_scale = nn.Parameter(torch.full((1,), 2.0)) if key_norm else None
         self.b_proj = nn.Linear(self.rank, self.d_inner if rate == "vector" else 1)
         start_with(self.b_proj, zero_bias)
@@ -561,9 +567,10 @@ class Longhorn(ScanMixer):
     ) -> Any:
         if text is not None:
             k = text.fill(k)  # a key of zero writes nothing
-        run = lambda b, bias: longhorn_scan(
-            q, k, x, b, bias, self.D_skip, z, form=self.form, **options
-        )
+
+        def run(b, bias):
+            return longhorn_scan(q, k, x, b, bias, self.D_skip, z, form=self.form, **options)
+
         vector = self.rate == "vector"
         return (
             with_product(self.b_proj, dt_low_rank, run)

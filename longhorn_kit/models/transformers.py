@@ -302,7 +302,8 @@ def pack_traced(h: Tensor, text: TextMask | None, given: dict) -> tuple | None:
 def run_blocks(blocks, h: Tensor, pasts, keep, text=None, bounds=None) -> tuple:
     # h (B,T,d_model); pasts: a cache, or None, per block; text: a `TextMask`; bounds (n+1,) of packed texts
     "Return the stream before each block and after the last one, and new caches (None unless `keep`)."
-    stream, caches = [h], []
+    stream = [h]
+    caches = []
     for block, past in zip(blocks, pasts, strict=True):
         h, cache = block(h, past, keep, text, bounds)
         stream.append(h)
@@ -579,7 +580,8 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
             **options,
         )
         rows = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits, loss = self.lm_head(out.last_hidden_state[:, rows]), None
+        logits = self.lm_head(out.last_hidden_state[:, rows])
+        loss = None
         if labels is not None:
             loss = self.loss_function(
                 logits=logits, labels=labels, vocab_size=self.config.vocab_size, **of_loss
@@ -639,7 +641,10 @@ def own_sources(name: str, found: dict) -> dict:  # module of the kit; {module: 
     if name in found or not (spec := find_spec(name)):
         return found
     package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-    absolute = lambda line: f"{line[1]}{resolve_name(line[2], package)} import"
+
+    def absolute(line):
+        return f"{line[1]}{resolve_name(line[2], package)} import"
+
     found[name] = re.sub(
         r"^(\s*from )(\.\S*) import", absolute, spec.loader.get_source(name), flags=re.M
     )
@@ -690,7 +695,8 @@ for _class in "{CLASSES}".split(", "):
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-031-f
 def write_code(folder: str | Path):
     "Write the files that `AUTO_MAP` names; the kit's modules are in the second one."
-    quotes, sources = "'" * 3, own_sources("longhorn_kit.models.transformers", {})
+    quotes = "'" * 3
+    sources = own_sources("longhorn_kit.models.transformers", {})
     text = "".join(
         f"    {name!r}: r{quotes}{source}{quotes},\n" for name, source in sources.items()
     )
@@ -730,7 +736,8 @@ def export_folder(
     facts: dict | None = None,  # rows for the model card, from `run_facts`
 ) -> Path:
     "Write a folder that transformers loads with trust_remote_code=True, with or without the kit."
-    model, folder = to_transformers(model) if isinstance(model, SequenceLM) else model, Path(folder)
+    model = to_transformers(model) if isinstance(model, SequenceLM) else model
+    folder = Path(folder)
     if tokenizer is not None:
         for config in (model.config, model.generation_config):
             for name in ("eos_token_id", "pad_token_id"):
@@ -747,7 +754,8 @@ def padding_note(tokenizer: Any) -> str:
     "Return what a model card says about padding; nothing without a padding token."
     if getattr(tokenizer, "pad_token", None) is None:
         return ""
-    pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
+    pad = tokenizer.pad_token_id
+    end = tokenizer.eos_token_id
     if pad == end:
         return (
             f"\nPadding is the end mark (token {end}): a collator that leaves padding out of the loss also leaves "

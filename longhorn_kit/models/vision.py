@@ -107,7 +107,8 @@ class Direction(nn.Module):
         self, d_inner: int, rank: int, d_state: int, d_conv: int, scan: str, key_norm: bool
     ):
         super().__init__()
-        self.sizes, self.scan = [rank, d_state, d_state], scan
+        self.sizes = [rank, d_state, d_state]
+        self.scan = scan
         self.conv1d = nn.Conv1d(d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1)
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False)
         self.b_proj = nn.Linear(rank, d_inner)
@@ -144,8 +145,11 @@ class Direction(nn.Module):
                 k = to_length(k, self.key_scale)
             else:
                 k = vision_keys(k, self.key_scale)
-        k, q = k.contiguous(), q.contiguous()  # the scan reads whole rows
-        skip, A_log, scan = self.D_skip, self.A_log, self.scan
+        k = k.contiguous()
+        q = q.contiguous()  # the scan reads whole rows
+        skip = self.D_skip
+        A_log = self.A_log
+        scan = self.scan
         if torch.jit.is_scripting():
             b = F.linear(dt_low_rank, self.b_proj.weight)
             return torch.ops.longhorn_kit.vision_scan(
@@ -173,7 +177,9 @@ class TwoWayMixer(nn.Module):
         check_choice("key_norm", key_norm, (True, False))
         if key_norm and scan == "mamba":
             raise ValueError("key_norm is True; expected False with scan='mamba'")
-        d_inner, rank, self.d_state = expand * d_model, math.ceil(d_model / 16), d_state
+        d_inner = expand * d_model
+        rank = math.ceil(d_model / 16)
+        self.d_state = d_state
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=False)
         self.ahead = Direction(d_inner, rank, d_state, d_conv, scan, key_norm)
         self.back = Direction(d_inner, rank, d_state, d_conv, scan, key_norm)
@@ -218,7 +224,8 @@ class VisionBase(VisionTools):
         self.patch_embed = PatchEmbed(
             img_size, patch_size, in_chans, dim, dynamic_img_pad=pad, **flexible
         )
-        self.num_prefix_tokens, self.num_reg_tokens = int(class_token), 0
+        self.num_prefix_tokens = int(class_token)
+        self.num_reg_tokens = 0
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim)) if class_token else None
         length = self.patch_embed.num_patches + self.num_prefix_tokens
         self.pos_embed = nn.Parameter(torch.zeros(1, length, dim))
@@ -280,9 +287,12 @@ class VisionLonghorn(VisionBase):
         dtype: Dtype = None,  # of the parameters
     ):
         super().__init__()
-        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.global_pool = global_pool
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
-        self.dynamic_img_size, self.grad_checkpointing = dynamic_img_size, False
+        self.dynamic_img_size = dynamic_img_size
+        self.grad_checkpointing = False
         self._embed(
             img_size,
             patch_size,
@@ -301,7 +311,8 @@ class VisionLonghorn(VisionBase):
         late = global_pool in ("avg", "avgmax", "max") if fc_norm is None else fc_norm
         norm = nn.RMSNorm(embed_dim, eps=1e-5) if final_norm else nn.Identity()
         self.norm, self.fc_norm = (nn.Identity(), norm) if late else (norm, nn.Identity())
-        self.pos_drop, self.head_drop = nn.Dropout(pos_drop_rate), nn.Dropout(drop_rate)
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
         for block in self.blocks:  # their updates add up

@@ -195,17 +195,17 @@ class VisionTools(VisionWeights):
         if output_fmt not in ("NCHW", "NLC"):
             raise ValueError(f"output_fmt is {output_fmt!r}; expected NCHW or NLC")
         take, last = feature_take_indices(len(self.blocks), indices)
-        kept, grid = [], self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        kept = []
+        grid = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self._tokens(x)
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = checkpoint_seq([block], x) if self.grad_checkpointing else block(x)
             if i in take:
                 kept.append(self._reading_order(self.norm(x) if norm else x))
-        n, final = (
-            self.num_prefix_tokens,
-            None if intermediates_only else self._reading_order(self.norm(x)),
-        )
-        prefix, kept = [x[:, :n] for x in kept], [x[:, n:] for x in kept]
+        n = self.num_prefix_tokens
+        final = None if intermediates_only else self._reading_order(self.norm(x))
+        prefix = [x[:, :n] for x in kept]
+        kept = [x[:, n:] for x in kept]
         if output_fmt == "NCHW":
             kept = [x.transpose(1, 2).unflatten(2, tuple(grid)).contiguous() for x in kept]
         if output_dict:
@@ -258,7 +258,9 @@ INPUTS = {  # images as timm's data tools should prepare them
 def checkpoint_filter_fn(state_dict: dict, model: nn.Module) -> dict:
     "Return a checkpoint's weights, resampled to the model's sizes; ValueError without a square grid."
     state = dict(state_dict.get("state_dict", state_dict.get("model", state_dict)))
-    pos, embed, name = state.get("pos_embed"), model.patch_embed, "patch_embed.proj.weight"
+    pos = state.get("pos_embed")
+    embed = model.patch_embed
+    name = "patch_embed.proj.weight"
     if pos is not None and pos.shape[1] != model.pos_embed.shape[1]:
         if math.isqrt(count := pos.shape[1] - model.num_prefix_tokens) ** 2 != count:
             raise ValueError(

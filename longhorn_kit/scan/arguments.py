@@ -61,7 +61,10 @@ def fits(shape: tuple, valid: tuple) -> bool:  # valid: a letter stands for any 
 
 def fault(name: str, t, shapes: tuple, like: str, device) -> str | None:
     "Return what `check_tensor` has against `t`, or None."
-    written = lambda s: "(" + ", ".join(map(str, s)) + (",)" if len(s) == 1 else ")")
+
+    def written(s):
+        return "(" + ", ".join(map(str, s)) + (",)" if len(s) == 1 else ")")
+
     wanted = " or ".join(map(written, shapes)) + (f" to match {like}" if like else "")
     if not isinstance(t, Tensor):
         return f"{name} is {type(t).__name__}; expected a tensor of shape {wanted}"
@@ -120,12 +123,14 @@ def check_arguments(
 ):
     "Raise ValueError, naming the argument, unless all tensors fit together."
     end = "" if lead == "BT" else "_t"
-    queries, values = "q" + end, "x" + end
+    queries = "q" + end
+    values = "x" + end
     check_tensor(queries, q, (*lead, "N"))
     *axes, N = q.shape
     check_tensor("k" + end, k, (*axes, N), like=queries, device=q.device)
     check_tensor(values, x, (*axes, "D"), like=queries, device=q.device)
-    D, fit = x.shape[-1], dict(like=values, device=q.device)
+    D = x.shape[-1]
+    fit = dict(like=values, device=q.device)
     check_tensor(rate + end, b, (*axes, D), (*axes, 1), **fit)
     check_optional(rate + "_bias", bias, (D,), **fit)
     check_optional("D_skip", D_skip, (D,), **fit)
@@ -182,7 +187,8 @@ def check_conv(
     "Raise ValueError, naming the argument, unless all tensors of a convolution fit together."
     check_tensor(name, x, axes)
     check_choice("activation", activation, ACTIVATIONS)
-    D, fit = x.shape[-1], dict(like=name, device=x.device)
+    D = x.shape[-1]
+    fit = dict(like=name, device=x.device)
     check_tensor("weight", weight, (D, "W"), (D, 1, "W"), **fit)
     if weight.shape[-1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
@@ -294,7 +300,8 @@ def check_cu_seqlens(
         )
     if traced():
         return [None] * (len(cu_seqlens) - 1)  # only the number of bounds is known
-    ends, T = read_bounds(cu_seqlens), q.shape[1]
+    ends = read_bounds(cu_seqlens)
+    T = q.shape[1]
     lengths = [b - a for a, b in zip(ends, ends[1:])]
     if ends[0] != 0:
         raise ValueError(f"cu_seqlens starts at {ends[0]}; expected 0")
@@ -424,7 +431,8 @@ def documented(thing: S) -> S:  # a function or a class
         source = textwrap.dedent(inspect.getsource(thing.__init__ if plain else thing))
     except (OSError, TypeError):
         return thing
-    node, lines = ast.parse(source).body[0], source.splitlines()
+    node = ast.parse(source).body[0]
+    lines = source.splitlines()
     if isinstance(node, ast.ClassDef):
         notes = [lines[part.lineno - 1] for part in node.body if isinstance(part, ast.AnnAssign)]
     else:

@@ -58,7 +58,8 @@ class DiagonalRule:
     dA = None
 
     def __init__(self, k, x, v, A=None):
-        self.k, self.x = k, x
+        self.k = k
+        self.x = x
         self.eps, self.slope = rate_and_slope(k, v)
         self.u = torch.mul(self.eps, x, out=torch.empty_like(self.eps))
         self.one = x.new_ones(x.shape[-1])
@@ -69,8 +70,10 @@ class DiagonalRule:
         outer(self.k[t], self.u[t], out=inp)
 
     def pull(self, t, gate, S, G, dk, dx, dv):
-        k, eps = self.k[t], self.eps[t]
-        P, kG = torch.mul(G, S, out=gate), over_states(k, G)
+        k = self.k[t]
+        eps = self.eps[t]
+        P = torch.mul(G, S, out=gate)
+        kG = over_states(k, G)
         fall = over_states(k.square(), P).addcmul_(self.x[t], kG, value=-1).mul_(eps)  # -eps d eps
         shared = over_channels(eps, P).sub_((fall[..., None, :] @ eps[..., None])[..., 0])
         torch.sub(over_channels(self.u[t], G), shared.mul_(k), alpha=2, out=dk)
@@ -84,7 +87,9 @@ class DecoupledRule:
     dA = None
 
     def __init__(self, k, x, v, A=None):
-        self.k, self.x, self.beta = k, x, torch.sigmoid(v.contiguous())
+        self.k = k
+        self.x = x
+        self.beta = torch.sigmoid(v.contiguous())
         self.u = torch.mul(self.beta, x, out=torch.empty_like(self.beta))
 
     def fill(self, t, gate, inp):
@@ -92,7 +97,9 @@ class DecoupledRule:
         outer(self.k[t], self.u[t], out=inp).mul_(gate)
 
     def pull(self, t, gate, S, G, dk, dx, dv):
-        k, beta, u = self.k[t], self.beta[t], self.u[t]
+        k = self.k[t]
+        beta = self.beta[t]
+        u = self.u[t]
         aG = gate * G
         du = over_states(k, aG)
         written = S + outer(k, u, out=torch.empty_like(G))
@@ -106,13 +113,17 @@ class DecoupledRule:
 class S6Rule:
     "Mamba's S6, `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
 
-    size, slope = staticmethod(F.softplus), staticmethod(torch.sigmoid)  # Delta and its derivative
+    size = staticmethod(F.softplus)
+    slope = staticmethod(torch.sigmoid)  # Delta and its derivative
 
     def __init__(self, k, x, v, A):
-        self.k, self.x, self.v = k, x, v.contiguous()
+        self.k = k
+        self.x = x
+        self.v = v.contiguous()
         self.delta = self.size(self.v)
         self.u = torch.mul(self.delta, x, out=torch.empty_like(self.delta))
-        self.rates, self.dA = A.mT.contiguous(), torch.zeros_like(A)
+        self.rates = A.mT.contiguous()
+        self.dA = torch.zeros_like(A)
 
     def fill(self, t, gate, inp):
         torch.mul(self.rates, self.delta[t][..., None, :], out=gate).exp_()
@@ -133,7 +144,8 @@ class S6Rule:
 class GivenS6Rule(S6Rule):
     "S6 with a given step size, `Delta = v`."
 
-    size, slope = staticmethod(torch.clone), staticmethod(torch.ones_like)
+    size = staticmethod(torch.clone)
+    slope = staticmethod(torch.ones_like)
 
 
 class TimedS6Rule(S6Rule):
@@ -169,7 +181,8 @@ def retreat(
     carry: Tensor,  # (B,N,D) gradient of the last state, from later chunks
 ) -> Tensor:  # (B,N,D) gradient of the state before the first step: `carry`, overwritten
     "Run `G_t <- G_t + gate_{t+1} G_{t+1}` from the last step to the first, in place."
-    gates, grads = gate.unbind(0), G.unbind(0)
+    gates = gate.unbind(0)
+    grads = G.unbind(0)
     last = grads[-1].add_(carry)
     for g, current in zip(gates[:0:-1], grads[-2::-1]):
         last = current.addcmul_(g, last)
@@ -184,12 +197,15 @@ def elementwise_forward(
     keep: bool,  # steps per chunk; keep the checkpoints
 ):
     "Return read-outs y (T,B,D), final state (B,N,D), and checkpoints (chunks,B,N,D)."
-    T, (B, N, D) = q.shape[0], S.shape
+    T = q.shape[0]
+    B, N, D = S.shape
     gate, states = S.new_empty(2, chunk, B, N, D)
-    y, marks = S.new_empty(T, B, D), S.new_empty(-(-T // chunk) if keep else 0, B, N, D)
+    y = S.new_empty(T, B, D)
+    marks = S.new_empty(-(-T // chunk) if keep else 0, B, N, D)
     for i, start in enumerate(range(0, T, chunk)):
         t = slice(start, min(start + chunk, T))
-        g, s = gate[: t.stop - start], states[: t.stop - start]
+        g = gate[: t.stop - start]
+        s = states[: t.stop - start]
         if keep:
             marks[i] = S
         rule.fill(t, g, s)
@@ -208,7 +224,8 @@ def elementwise_backward(
 ):
     "Return the gradients of q, k, x, v, time-major."
     B, N, D = carry.shape
-    (gate, G), states = carry.new_empty(2, chunk, B, N, D), carry.new_empty(chunk + 1, B, N, D)
+    gate, G = carry.new_empty(2, chunk, B, N, D)
+    states = carry.new_empty(chunk + 1, B, N, D)
     dq, dk, dx, dv = *(torch.empty_like(q) for _ in "qk"), *(dy.new_empty(dy.shape) for _ in "xv")
     for i in reversed(range(marks.shape[0])):
         t = slice(i * chunk, min(i * chunk + chunk, q.shape[0]))
@@ -232,7 +249,9 @@ class Machine(NamedTuple):
 # %% ../../nbs/machine/chunked.ipynb #chunked-n26
 def elementwise(Rule) -> Machine:
     "Return the machine of an elementwise recurrence; its tape is the checkpoints."
-    rule_of = lambda k, x, v, A: Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
+
+    def rule_of(k, x, v, A):
+        return Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
 
     def run(chunk, keep, q, k, x, v, A, S):
         y, S, marks = elementwise_forward(
@@ -241,7 +260,8 @@ def elementwise(Rule) -> Machine:
         return y.transpose(0, 1).contiguous(), S.mT.contiguous(), [marks]
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
-        rule, carry = rule_of(k, x, v, A), fresh(dS.mT)
+        rule = rule_of(k, x, v, A)
+        carry = fresh(dS.mT)
         grads = elementwise_backward(rule, time_major(q), dy.transpose(0, 1), carry, *tape, chunk)
         return *(g.transpose(0, 1) for g in grads), None if A is None else rule.dA, carry.mT
 
@@ -271,7 +291,8 @@ def compiled(form: str, Rule: type | None = None) -> Machine:  # form: of `nativ
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
         inputs = prepared(q, k, x, v, A)
-        dy, dS = dy.contiguous(), fresh(dS.mT)
+        dy = dy.contiguous()
+        dS = fresh(dS.mT)
         dq, dk, dx, dv, dA, dS = native.backward(form, chunk, *tape, *inputs, dy, dS)
         dv = dv if Rule is None else dv * Rule.slope(v)
         return dq, dk, dx, dv, None if A is None else dA.mT, dS.mT
@@ -342,7 +363,8 @@ def _operation(
         if cu_seqlens is None:
             y, last, tape = machine_of(form, x).run(chunk, keep, q, k, x, v, A, S)
             return y, last, tape if keep else []
-        y, last = torch.zeros(x.shape, device=x.device, dtype=x.dtype), S.clone()
+        y = torch.zeros(x.shape, device=x.device, dtype=x.dtype)
+        last = S.clone()
         for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
             y[:, rows], last[i : i + 1], _ = machine_of(form, x).run(
                 chunk, False, *cut, S[i : i + 1]
@@ -352,7 +374,9 @@ def _operation(
 
 @_operation.register_fake
 def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
-    (B, T, D), N, tape = x.shape, k.shape[-1], []
+    B, T, D = x.shape
+    N = k.shape[-1]
+    tape = []
     if keep and cu_seqlens is None:
         rates = (
             [x.new_empty(T, B, D) for _ in range(3)]
@@ -386,7 +410,8 @@ def onnx_scan(q, k, x, v, A, S, cu_seqlens, form):
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
     whole = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
     for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
-        one, dy_i = slice(i, i + 1), dy[:, rows].contiguous()
+        one = slice(i, i + 1)
+        dy_i = dy[:, rows].contiguous()
         machine = machine_of(form, x)
         tape = machine.run(chunk, True, *cut, S[one])[2]
         *parts, dA, whole[5][one] = machine.pull(chunk, tape, *cut, dy_i, dS[one])

@@ -55,12 +55,17 @@ def fresh(t: Tensor) -> Tensor:
 
 def exact_run(chunk, keep, q, k, x, v, A, S):
     "Return read-outs (B,T,D), final state (B,D,N); rates, slopes, residuals r (T,B,D), checkpoints (chunks,B,N,D)."
-    (eps, slope), T = rate_and_slope(k.transpose(0, 1), v.transpose(0, 1)), q.shape[1]
-    r, y, S = torch.empty_like(eps), x.new_empty(x.shape), fresh(S.mT)
+    eps, slope = rate_and_slope(k.transpose(0, 1), v.transpose(0, 1))
+    T = q.shape[1]
+    r = torch.empty_like(eps)
+    y = x.new_empty(x.shape)
+    S = fresh(S.mT)
     marks = S.new_empty(-(-T // chunk) if keep else 0, *S.shape)
     for i, start in enumerate(range(0, T, chunk)):
         t = slice(start, min(start + chunk, T))
-        K, Q, u = k[:, t].clone(), q[:, t].clone(), torch.empty_like(r[t])
+        K = k[:, t].clone()
+        Q = q[:, t].clone()
+        u = torch.empty_like(r[t])
         if keep:
             marks[i] = S
         r[t] = (x[:, t] - K @ S).transpose(0, 1)
@@ -82,10 +87,12 @@ def exact_chunk_backward(
     w: Tensor,  # (B,L,D) gradient of the read-outs, (L,B,D) output: gradient of x
 ):
     "Return the gradients of Q, K (B,L,N) and of the state before the chunk (B,N,D), by (5) and (6)."
-    W, h = w.transpose(0, 1), torch.baddbmm(K @ G, (Q @ K.mT).tril_().mT, dY)
+    W = w.transpose(0, 1)
+    h = torch.baddbmm(K @ G, (Q @ K.mT).tril_().mT, dY)
     h = h.transpose(0, 1).contiguous()
     substitute(gram_matrix(K), eps, h, w, back=True)
-    YU, Z = (dY @ U.mT).tril_(), (W @ U.mT).tril_()
+    YU = (dY @ U.mT).tril_()
+    Z = (W @ U.mT).tril_()
     dQ = torch.baddbmm(dY @ S.mT, YU, K)
     dK = torch.baddbmm(U @ G.mT, W, S.mT, alpha=-1).baddbmm_(YU.mT, Q)
     dK.baddbmm_(Z + Z.mT, K, alpha=-1)
@@ -95,7 +102,9 @@ def exact_chunk_backward(
 def exact_pull(chunk, tape, q, k, x, v, A, dy, dS):
     "Return the gradients of q, k, x, v, A (None) and S."
     eps, slope, r, marks = tape
-    dq, dk, w = torch.empty_like(q), torch.empty_like(k), torch.empty_like(r)
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(k)
+    w = torch.empty_like(r)
     G = fresh(dS.mT)
     for i in reversed(range(marks.shape[0])):
         t = slice(i * chunk, min((i + 1) * chunk, q.shape[1]))

@@ -33,11 +33,9 @@ class Pointer:
     "A memory and a block of places in it."
 
     def __init__(self, memory, at):
-        self.memory, self.at, self.dtype = (
-            memory,
-            at,
-            types.SimpleNamespace(element_ty=memory.dtype),
-        )
+        self.memory = memory
+        self.at = at
+        self.dtype = types.SimpleNamespace(element_ty=memory.dtype)
 
     def __add__(self, offsets):
         return Pointer(self.memory, self.at + offsets)
@@ -53,7 +51,8 @@ def _places(shape, layout):  # of all elements: in order, or by a SharedLinearLa
     vectors = getattr(layout, "offset_bases", None)
     if vectors is None:
         return in_order
-    element, tile = torch.zeros(1, len(vectors[0]), dtype=torch.long), shape[-len(vectors[0]) :]
+    element = torch.zeros(1, len(vectors[0]), dtype=torch.long)
+    tile = shape[-len(vectors[0]) :]
     for vector in vectors:
         element = torch.cat((element, element ^ torch.tensor(vector)))
     place = torch.full(tile, -1)
@@ -69,7 +68,9 @@ class Shared:
     "A buffer in shared memory, or a part of it: a memory and the place of every element."
 
     def __init__(self, memory, places):
-        self.memory, self.places, self.shape = memory, places, places.shape
+        self.memory = memory
+        self.places = places
+        self.shape = places.shape
 
     def load(self, layout):
         return _block(self.memory[self.places])
@@ -96,13 +97,19 @@ class Shared:
 class Interpreter:
     "Stand in for `gl`, `async_copy` and `mma_v2` in one program of a Gluon kernel, in PyTorch."
 
-    int16, int32, int64 = torch.int16, torch.int32, torch.int64
-    float32, bfloat16, float16 = torch.float32, torch.bfloat16, torch.float16
+    int16 = torch.int16
+    int32 = torch.int32
+    int64 = torch.int64
+    float32 = torch.float32
+    bfloat16 = torch.bfloat16
+    float16 = torch.float16
     static_range = range
     exp2, where, broadcast = map(staticmethod, (torch.exp2, torch.where, torch.broadcast_tensors))
 
     def __init__(self, program):
-        self.program, self.copies, self.groups = program, [], []
+        self.program = program
+        self.copies = []
+        self.groups = []
 
     def __getattr__(self, name):
         if name.endswith("Layout"):
@@ -208,7 +215,8 @@ class Interpreter:
         shared.store(torch.tensor(float("nan")))
 
     def commit_group(self):
-        self.groups, self.copies = [*self.groups, self.copies], []
+        self.groups = [*self.groups, self.copies]
+        self.copies = []
 
     def wait_group(self, pending):
         while len(self.groups) > pending:

@@ -73,13 +73,15 @@ def check_scan(u, delta, A, B, C, D, z, delta_bias):
     "Raise ValueError, naming the argument, unless the arguments of `selective_scan_fn` fit together."
     check_rates(A)
     check_tensor("u", u, ("B", "D", "L"))
-    (batch, width, steps), fit = u.shape, dict(like="u", device=u.device)
+    batch, width, steps = u.shape
+    fit = dict(like="u", device=u.device)
     check_tensor("A", A, (width, "N"), **fit)
     for name, t in dict(delta=delta, z=z).items():
         check_optional(name, t, tuple(u.shape), **fit)
     for name, t in dict(D=D, delta_bias=delta_bias).items():
         check_optional(name, t, (width,), **fit)
-    N, fit["like"] = A.shape[1], "u and A"
+    N = A.shape[1]
+    fit["like"] = "u and A"
     for name, M in dict(B=B, C=C).items():
         check_tensor(name, M, (width, N), (batch, N, steps), (batch, "G", N, steps), **fit)
         if M.dim() == 4 and (M.shape[1] < 1 or width % M.shape[1]):
@@ -104,7 +106,9 @@ def coordinate(
 def scan_by_coordinate(x, dt, A, B, C, bias, softplus):
     "Run one scan per state coordinate: read-outs (B,L,D) and last state (B,D,N)."
     x, dt, A, B, C = widened(x, dt, A, B, C)
-    y, states, one = 0, [], x.new_ones(1).expand(*x.shape[:2], 1)
+    y = 0
+    states = []
+    one = x.new_ones(1).expand(*x.shape[:2], 1)
     for n in range(A.shape[1]):
         S, last = selective_scan(
             one,
@@ -151,7 +155,10 @@ def selective_scan_fn(
         keys, queries = (M.flatten(0, -3).mT for M in (B, C))
         out, last = selective_scan(queries, keys, x, dt, A, delta_bias, D, gate, **options)
     else:
-        cut = lambda t, axis: [None] * B.shape[1] if t is None else t.tensor_split(B.shape[1], axis)
+
+        def cut(t, axis):
+            return [None] * B.shape[1] if t is None else t.tensor_split(B.shape[1], axis)
+
         channels = zip(
             cut(x, -1), cut(dt, -1), cut(A, 0), cut(delta_bias, 0), cut(D, 0), cut(gate, -1)
         )
@@ -215,7 +222,8 @@ def causal_conv1d_fn(
             return result.mT
         y, last = result
         return y.mT, last if final_states_out is None else final_states_out.copy_(last)
-    shape, wanted = tuple(getattr(seq_idx, "shape", ())), tuple(x[:, 0].shape)
+    shape = tuple(getattr(seq_idx, "shape", ()))
+    wanted = tuple(x[:, 0].shape)
     if shape != wanted or seq_idx.is_floating_point():
         kind = getattr(seq_idx, "dtype", shown(seq_idx))
         raise ValueError(f"seq_idx is {kind} {shape}; expected integers {wanted}")
@@ -291,7 +299,9 @@ def causal_conv1d_update(
     check_tensor("x", x, ("B", "D"), ("B", "D", "S"))
     check_tensor("conv_state", conv_state, ("B", x.shape[1], "M"), like="x", device=x.device)
     check_filter(weight, x)
-    new, M, W = x if x.dim() == 3 else x[..., None], conv_state.shape[2], weight.shape[-1]
+    new = x if x.dim() == 3 else x[..., None]
+    M = conv_state.shape[2]
+    W = weight.shape[-1]
     check_slots(conv_state_indices, new[..., 0], conv_state, True, "conv_state_indices")
     if M < W - 1:
         raise ValueError(f"conv_state keeps {M} inputs; filters of {W} taps need at least {W - 1}")
@@ -337,7 +347,8 @@ def selective_state_update(
     "Run mamba-ssm's `selective_state_update`: return out, shaped as x, in x.dtype. Raises ValueError."
     check_rates(A)
     check_tensor("state", state, ("B", "D", "N"), ("B", "H", "P", "N"))
-    (_, *lead, N), fit = state.shape, dict(like="state", device=state.device)
+    _, *lead, N = state.shape
+    fit = dict(like="state", device=state.device)
     check_tensor("x", x, ("B", *lead), **fit)
     shapes = dict(dt=x.shape, z=x.shape, A=(*lead, N), D=lead, dt_bias=lead)
     for name, t in dict(dt=dt, z=z, A=A, D=D, dt_bias=dt_bias).items():
@@ -349,7 +360,8 @@ def selective_state_update(
             f"B has shape {tuple(B.shape)} and C {tuple(C.shape)}; expected equal numbers of groups "
             f"that divide {lead[0]}"
         )
-    groups, pool = B.shape[1] if B.dim() == 3 else 1, state.flatten(1, -2)
+    groups = B.shape[1] if B.dim() == 3 else 1
+    pool = state.flatten(1, -2)
     if len(lead) == 2 and min(lead) > 1 and state.stride(1) != lead[1] * state.stride(2):
         raise ValueError(
             f"state has strides {state.stride()}; its heads must be adjacent in memory"
@@ -403,7 +415,8 @@ def recomputed(on: bool) -> Iterator[Callable]:
     on = on and not hooks._top_saved_tensors_default_hooks(
         False
     )  # a checkpoint's must see every tensor
-    makers, again = {}, {}
+    makers = {}
+    again = {}
 
     def note(make, *tensors):
         t = make(*tensors)
@@ -460,9 +473,12 @@ def mamba_inner_fn(
     check_choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
     check_tensor("A", A, ("D", "N"))
     check_tensor("xz", xz, ("B", 2 * len(A), "L"), like="A")
-    (x, z), (width, N), fit = xz.chunk(2, 1), A.shape, dict(like="A", device=xz.device)
+    x, z = xz.chunk(2, 1)
+    width, N = A.shape
+    fit = dict(like="A", device=xz.device)
     check_tensor("delta_proj_weight", delta_proj_weight, (width, "R"), **fit)
-    R, fit["like"] = delta_proj_weight.shape[1], "A and delta_proj_weight"
+    R = delta_proj_weight.shape[1]
+    fit["like"] = "A and delta_proj_weight"
     check_tensor(
         "x_proj_weight", x_proj_weight, (R + N * (B is None) + N * (C is None), width), **fit
     )

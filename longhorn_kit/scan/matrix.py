@@ -64,11 +64,17 @@ def reference_matrix_scan(
     initial_state: Tensor | None = None,  # (B,H,P,N); zeros if None
 ) -> tuple[Tensor, Tensor]:
     "Run one token at a time: read-outs (B,T,H,P), last state (B,H,P,N)."
-    (B, T, H, P), N = x.shape, k.shape[-1]
+    B, T, H, P = x.shape
+    N = k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
-    at, reads = (lambda tensor, t: None if tensor is None else tensor[:, t]), []
+
+    def at(tensor, t):
+        return None if tensor is None else tensor[:, t]
+
+    reads = []
     for t in range(T):
-        before, S = S, matrix_update(S, k[:, t], x[:, t], at(log_decay, t), at(beta, t))
+        before = S
+        S = matrix_update(S, k[:, t], x[:, t], at(log_decay, t), at(beta, t))
         reads.append(matrix_read(before, S, q[:, t], k[:, t], x[:, t], bonus))
     if not reads:
         return tied(torch.zeros_like(x), q, k, x, log_decay, beta, bonus, S), S.clone()
@@ -131,7 +137,8 @@ def inside_chunks(
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-025
 def between_chunks(q, k, u, w, inside, fade, S):
     "Return read-outs (B,H,chunks,C,P) and the last state; q and k carry their decays."
-    heads, reads = S.shape[:2], []
+    heads = S.shape[:2]
+    reads = []
     q, k, u, w, inside, fade, S = (
         t if t is None else t.flatten(0, 1) for t in (q, k, u, w, inside, fade, S)
     )
@@ -159,7 +166,8 @@ def chunked_matrix_scan(
     chunk: int | None = None,  # steps per chunk; None: 64, or 16 for a decay per coordinate
 ) -> tuple[Tensor, Tensor]:
     "Run `reference_matrix_scan` by matrix products: read-outs (B,T,H,P), last state (B,H,P,N)."
-    (B, T, H, P), N = x.shape, k.shape[-1]
+    B, T, H, P = x.shape
+    N = k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
     if T == 0:
         return tied(torch.zeros_like(x), q, k, x, log_decay, beta, bonus, S), S.clone()
@@ -168,7 +176,8 @@ def chunked_matrix_scan(
     q, k, u, decay = (into_chunks(t, chunk) for t in (q, k, x, log_decay))
     wide = decay if decay.device.type in NO_FLOAT64 else decay.double()
     g = wide.cumsum(-2)
-    g_read, w = g if bonus is None else g - decay, None
+    g_read = g if bonus is None else g - decay
+    w = None
     inside = inside_chunks(q, k, g_read, g, None if bonus is None else bonus[:, None, None])
     if beta is not None:
         u, w = corrections(k, u, g, into_chunks(beta[..., None], chunk))
@@ -193,12 +202,14 @@ def pick_matrix_backend(
 # %% ../../nbs/scan/19_matrix.ipynb #19_matrix-037-c
 def onnx_matrix_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
     "Run `reference_matrix_scan` as ONNX's `Scan`."
-    (B, T, H, P), N = x.shape, k.shape[-1]
+    B, T, H, P = x.shape
+    N = k.shape[-1]
     S = x.new_zeros(B, H, P, N) if initial_state is None else initial_state
     names = [name for name, t in (("log_decay", log_decay), ("beta", beta)) if t is not None]
 
     def step(S, q, k, x, *more):
-        rates, weight = dict(zip(names, more)), more[len(names) :]
+        rates = dict(zip(names, more))
+        weight = more[len(names) :]
         after = matrix_update(S, k, x, rates.get("log_decay"), rates.get("beta"))
         return [after, matrix_read(S, after, q, k, x, weight[0] if weight else None)]
 
@@ -233,7 +244,10 @@ def matrix_scan(
         log_decay = log_decay[..., None]
     wide = compute_dtype(q, k, x, log_decay, beta, bonus, initial_state)
     narrow = x.dtype if backend == "fla" else wide
-    to = lambda dtype, *tensors: (t if t is None else t.to(dtype) for t in tensors)
+
+    def to(dtype, *tensors):
+        return (t if t is None else t.to(dtype) for t in tensors)
+
     q, k, v, beta = to(narrow, q, k, x, beta)
     log_decay, bonus, S = to(wide, log_decay, bonus, initial_state)
     with no_autocast(q.device.type):

@@ -307,8 +307,10 @@ def call(
     *tensors: Tensor | None,  # the function's arguments: q, k (B,T,N), x (B,T,D), ...
 ) -> None:
     "Run a function of the library on all rows of a batch, in as many threads as PyTorch uses."
-    (B, T, D), N = tensors[2].shape, tensors[0].shape[-1]
-    function, sizes = getattr(library(), name), Sizes(B, T, D, N, chunk)
+    B, T, D = tensors[2].shape
+    N = tensors[0].shape[-1]
+    function = getattr(library(), name)
+    sizes = Sizes(B, T, D, N, chunk)
     addresses = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in tensors]
 
     def run(start, stop):
@@ -354,8 +356,10 @@ def backward(
     dS: Tensor,  # (B,N,D), which becomes the gradient of the initial state
 ) -> tuple:
     "Return the gradients of q, k, x, v, A (N,D) or None, and the initial state."
-    dq, dk = torch.zeros_like(q), torch.zeros_like(k)
-    dx, dv = torch.empty_like(x), torch.empty_like(x)
+    dq = torch.zeros_like(q)
+    dk = torch.zeros_like(k)
+    dx = torch.empty_like(x)
+    dv = torch.empty_like(x)
     dA = None if A is None else torch.empty_like(dS)
     call("scan_backward", form, chunk, q, k, x, v, A, marks, dy, dS, dq, dk, dx, dv, dA)
     return dq, dk, dx, dv, None if A is None else dA.sum(0), dS

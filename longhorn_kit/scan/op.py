@@ -84,7 +84,10 @@ def run_sequences(
     output_final_state: bool,  # return the final states too
 ):
     "Run the batch at once, or packed sequences one by one; return out or (out, final state)."
-    fresh = lambda cut: [t if t is None else t.contiguous() for t in cut]
+
+    def fresh(cut):
+        return [t if t is None else t.contiguous() for t in cut]
+
     if lengths is None:
         out, final = scan(fresh(tensors), state)
         return (out, final) if output_final_state else out
@@ -155,13 +158,16 @@ def _scan(
     longhorn, mamba = TORCH_SCANS[backend]
     one = partial(mamba, dt_softplus=dt_softplus) if form is None else partial(longhorn, form=form)
     if lengths is not None and backend == "chunked" and torch.compiler.is_compiling():
-        one, lengths = (
-            partial(one, cu_seqlens=cu_seqlens),
-            None,
-        )  # chunks take a packed batch as a whole
+        one = partial(one, cu_seqlens=cu_seqlens)
+        lengths = None  # chunks take a packed batch as a whole
     timed = A if A is not None and A.dim() == 3 else None
-    rates = lambda cut: () if A is None else (A,) if cut is None else (cut,)
-    scan = lambda cut, S: one(*cut[:4], *rates(cut[5]), bias, D_skip, cut[4], initial_state=S)
+
+    def rates(cut):
+        return () if A is None else (A,) if cut is None else (cut,)
+
+    def scan(cut, S):
+        return one(*cut[:4], *rates(cut[5]), bias, D_skip, cut[4], initial_state=S)
+
     return run_sequences(scan, (q, k, x, b, z, timed), lengths, state, final)
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-021

@@ -131,7 +131,10 @@ def reference_selective_scan(
     delta = F.softplus(dt) if dt_softplus else dt
     state = x.new_zeros(x.shape[0], x.shape[2], k.shape[2]) if state is None else state
     rates = (lambda t: A) if A.dim() == 2 else (lambda t: A[:, t, None, :])
-    step = lambda S, t: s6_update(S, k[:, t], x[:, t], delta[:, t], rates(t))
+
+    def step(S, t):
+        return s6_update(S, k[:, t], x[:, t], delta[:, t], rates(t))
+
     y, state = scan_steps(step, q, state)
     y = y if y.shape[1] else tied(y, q, k, x, delta, A, state)
     return skip_and_gate(y, x, D_skip, z).to(out_dtype), state

@@ -46,7 +46,9 @@ def torch_conv(
     tuple
 ):  # outputs (B,T,D) in x.dtype; the last W-1 inputs (B,D,W-1), in the wider dtype of x and past
     "Return the convolution by `F.conv1d`, in float32 or float64 inside, and the inputs that the next call needs."
-    width, steps, dtype = weight.shape[-1], x.shape[1], x.dtype
+    width = weight.shape[-1]
+    steps = x.shape[1]
+    dtype = x.dtype
     x = x.transpose(1, 2)
     x = F.pad(x, (width - 1, 0)) if past is None else torch.cat([past, x], -1)
     x_wide, weight, bias = widened(x, weight, bias)
@@ -135,7 +137,10 @@ def causal_conv1d(
             cu_seqlens is None or not traced(),
         )
         return (y, final) if output_final_state else y
-    one = lambda cut, past: torch_conv(cut[0], weight, bias, past, activation)
+
+    def one(cut, past):
+        return torch_conv(cut[0], weight, bias, past, activation)
+
     y, final = run_sequences(one, (x,), lengths, initial_state, True)
     y = (y, y) if twice else y
     return (y, final.to(x.dtype)) if output_final_state else y
@@ -184,7 +189,10 @@ def causal_conv1d_step(
         from longhorn_kit.scan.triton_conv import triton_conv_step
 
         return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
-    one = lambda cut, past: torch_conv(cut[0][:, None], weight, bias, past, activation)
+
+    def one(cut, past):
+        return torch_conv(cut[0][:, None], weight, bias, past, activation)
+
     y, after = (
         one((x_t,), state)
         if state_indices is None

@@ -21,9 +21,10 @@ def plain_rows(
 ) -> list:
     "Return the timed scans that match `wanted`, with `PLAIN` for all other fields."
     wanted = {name: value for name, value in (PLAIN | wanted).items() if value is not None}
-    fits = lambda row: all(
-        row.get(name, PLAIN.get(name)) == value for name, value in wanted.items()
-    )
+
+    def fits(row):
+        return all(row.get(name, PLAIN.get(name)) == value for name, value in wanted.items())
+
     return [row for row in record["rows"] if "kernels" in row and fits(row)]
 
 # %% ../../nbs/scan/16_speed.ipynb #16_speed-008
@@ -38,7 +39,8 @@ def scan_bytes(
     kept: float = 1.0,  # bytes of saved states for each element of x: 4 N / (steps between checkpoints)
 ) -> float:
     "Return the bytes that a scan must move: inputs and results once, states kept for the backward."
-    wide, narrow = B * T * D, B * T * N
+    wide = B * T * D
+    narrow = B * T * N
     if direction == "forward":  # read x, b, z and q, k; write out
         return (3 + z) * wide * itemsize + 2 * narrow * itemsize + kept * wide
     # read x, b, z, dout and q, k; write dx, db, dz and dq, dk
@@ -94,7 +96,8 @@ def scan_floors(
     **traffic: Any,  # `z`, `itemsize`, `kept` of `scan_bytes`
 ) -> dict:  # milliseconds by "bytes", "operations", "specials", "products"
     "Return the least time of each resource; the largest is the floor."
-    z, wide = traffic.get("z", True), B * T * D
+    z = traffic.get("z", True)
+    wide = B * T * D
     work = dict(
         bytes=scan_bytes(B, T, D, N, direction, **traffic),
         operations=wide * scan_operations(form, N, direction, chunk, z),
@@ -113,7 +116,8 @@ def draw_roofline(
     "Draw operations per second against operations per byte, forward (dot) and backward (square)."
     from longhorn_kit.plots import INK
 
-    rates, ways = record["rates"], ("forward", "backward")
+    rates = record["rates"]
+    ways = ("forward", "backward")
     reach = [2.0, rates["operations"] / rates["bytes"], 60.0]
     ax.loglog(
         reach, [min(rates["bytes"] * i, rates["operations"]) / 1e12 for i in reach], color=INK
@@ -156,7 +160,10 @@ def code_floors(
 ) -> dict:  # milliseconds by "issue" and "wavefronts"
     "Return the least times to issue the instructions of kernels, and to serve those of them that access memory."
     unit = 1e3 * B * T * D / rates["operations"]
-    total = lambda name: sum(count.get(name, 0.0) for count in counts)
+
+    def total(name):
+        return sum(count.get(name, 0.0) for count in counts)
+
     return dict(issue=unit * total("total"), wavefronts=4 * unit * total("wavefronts"))
 
 
@@ -167,7 +174,9 @@ def row_floors(
     compiled: dict | None = None,  # that `kernels/aot.py --out` wrote for this GPU
 ) -> dict:  # milliseconds
     "Return the floors of a timed scan with the states that it kept; of the compiled code only for plain main rows."
-    form, size, fast = row["form"], [row[name] for name in "BTDN"], row["kernels"] == row["form"]
+    form = row["form"]
+    size = [row[name] for name in "BTDN"]
+    fast = row["kernels"] == row["form"]
     floors = scan_floors(
         form,
         *size,
@@ -225,7 +234,8 @@ def draw_against(
     from longhorn_kit.plots import COLORS, label_ends
 
     for form, fast in itertools.product(forms, (True, False)):
-        color, points = COLORS[OF_FORM[form]], against(record, axis, form, fast, base)
+        color = COLORS[OF_FORM[form]]
+        points = against(record, axis, form, fast, base)
         if len(points) > 1:
             ax.loglog(
                 *zip(*points),

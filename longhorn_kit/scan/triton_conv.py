@@ -337,10 +337,13 @@ def _conv_bwd_state_kernel(
     # Gradient of the initial state: the first W - 1 steps of every sequence saw it.
     pid = tl.program_id(0)
     seq = (pid // ND).to(tl.int64)
-    batch, start, length = seq, seq * 0, T
+    batch = seq
+    start = seq * 0
+    length = T
     if PACKED:
         start = tl.load(cu_ptr + seq).to(tl.int64)
-        batch, length = seq * 0, (tl.load(cu_ptr + seq + 1).to(tl.int64) - start).to(tl.int32)
+        batch = seq * 0
+        length = (tl.load(cu_ptr + seq + 1).to(tl.int64) - start).to(tl.int32)
     d = (pid % ND) * BD + tl.arange(0, BD)
     md = d < D
     x_ptr += batch * sx_b + start * sx_t
@@ -399,9 +402,12 @@ def _conv_step_kernel(
     first = (tl.program_id(0) // ND).to(tl.int64) * R
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     md = d < D
-    windows, places, masks = (), (), ()
+    windows = ()
+    places = ()
+    masks = ()
     for r in tl.static_range(R):
-        slot, m = first + r, md
+        slot = first + r
+        m = md
         if slot_ptr is not None:
             slot = tl.load(slot_ptr + first + r).to(tl.int64)
             m = md & (slot >= 0) & (slot < SLOTS)
@@ -410,7 +416,8 @@ def _conv_step_kernel(
             windows = windows + (tl.load(past_ptr + at + p, mask=m, other=0.0).to(tl.float32),)
         x = tl.load(x_ptr + (first + r) * sx + d, mask=md, other=0.0)
         windows = windows + (x.to(tl.float32),)
-        places, masks = places + (slot * s_after + d * (W - 1),), masks + (m,)
+        places = places + (slot * s_after + d * (W - 1),)
+        masks = masks + (m,)
     w = _taps(w_ptr, d, md, W)
     bias = tl.zeros([BD], tl.float32)
     if HAS_BIAS:
@@ -511,12 +518,16 @@ def conv_forward(
     plan: ConvPlan | None = None,
 ):
     "Run the forward: y (B,T,D) and the final state (n,D,W-1), empty unless `final`, both in x.dtype."
-    x, (weight, bias, initial_state) = _last_contiguous(x), _contiguous(weight, bias, initial_state)
-    (B, T, D), W = x.shape, weight.shape[1]
+    x = _last_contiguous(x)
+    weight, bias, initial_state = _contiguous(weight, bias, initial_state)
+    B, T, D = x.shape
+    W = weight.shape[1]
     p = plan or conv_plan(B, T, D)
     n, each, slots, owner = _slots(p.L, x, cu_seqlens)
     new = partial(_empty(x), dtype=_stored(x.dtype))
-    y, last, blocks = new(B, T, D), new(n if final else 0, D, W - 1), _cdiv(D, p.BD)
+    y = new(B, T, D)
+    last = new(n if final else 0, D, W - 1)
+    blocks = _cdiv(D, p.BD)
     if slots * blocks and (T or final):
         launch(
             _conv_fwd_kernel,
@@ -564,15 +575,20 @@ def conv_backward(
 ):
     "Return dx, dweight, dbias, dinitial; None if the input was None. No atomics: the bits repeat."
     if also is not None and initial_state is not None:  # its gradient's small kernel takes only one
-        dy, also = dy + also, None
+        dy = dy + also
+        also = None
     x, dy, also = map(_last_contiguous, (x, dy, also))
     w, c, initial, dfinal = _contiguous(weight, bias, initial_state, dfinal)
-    (B, T, D), W = x.shape, weight.shape[1]
+    B, T, D = x.shape
+    W = weight.shape[1]
     p = plan or conv_plan(B, T, D, "backward", 1 if also is None else 2)
     n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
-    blocks, packed = _cdiv(D, p.BD), cu_seqlens is not None
+    blocks = _cdiv(D, p.BD)
+    packed = cu_seqlens is not None
     new = _empty(x)
-    dx, dw, dbias = new(*x.shape, dtype=_stored(x.dtype)), new(slots, W, D), new(slots, D)
+    dx = new(*x.shape, dtype=_stored(x.dtype))
+    dw = new(slots, W, D)
+    dbias = new(slots, D)
     dinitial = None if initial is None else new(*initial.shape, dtype=_stored(initial.dtype))
     strides = *x.stride()[:2], *dy.stride()[:2]
     flags = dict(
@@ -660,7 +676,10 @@ _short_conv = custom_op("longhorn_kit::short_conv", mutates_args=())(_run)
 @_short_conv.register_fake
 def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
     n = 0 if not final else x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    new = lambda *s: torch.empty(s, device=x.device, dtype=x.dtype)
+
+    def new(*s):
+        return torch.empty(s, device=x.device, dtype=x.dtype)
+
     return new(*x.shape), new(n, x.shape[2], weight.shape[1] - 1)
 
 
@@ -695,9 +714,9 @@ def _short_conv_backward(
 
 @_short_conv_backward.register_fake
 def _(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True):
-    new = lambda t: (
-        x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
-    )
+    def new(t):
+        return x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
+
     return [*map(new, (x, weight, bias, initial_state))]
 
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-033
@@ -847,7 +866,9 @@ def _(x_t, state, weight, bias, silu, slots=None):
 # %% ../../nbs/machine/triton_conv.ipynb #20_triton_conv-038
 def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     "`causal_conv1d_step` on checked arguments: (y (B,D), state after it)."
-    tensors, silu, ops = (x_t, state, weight, bias), activation is not None, torch.ops.longhorn_kit
+    tensors = (x_t, state, weight, bias)
+    silu = activation is not None
+    ops = torch.ops.longhorn_kit
     direct = in_eager(*tensors, slots)
     if not direct and unwatched():
         *tensors, slots = resolved(*tensors, slots)

@@ -47,12 +47,14 @@ def _segment_steps(B, T, D, NP, direction):
     # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
     D = 32 * _cdiv(D, 32)  # a ragged width is cut like the next multiple
     if direction == "forward":
-        few, steps = B * D <= 4096, 256
+        few = B * D <= 4096
+        steps = 256
     elif NP == 16:
         few = B * D < 49152 or _filled(B * D // 32, 1056) < 0.77  # an H200 runs 1056 at a time
         steps = 256 if B * D < 32768 else 128
     else:
-        few, steps = B * D * NP < 524288, 512
+        few = B * D * NP < 524288
+        steps = 512
     return steps if few and (B == 1 or steps < T) else 0
 
 # %% ../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-065
@@ -73,7 +75,8 @@ def diagonal_plan(
     NP = max(16, triton.next_power_of_2(N))
     if segment is None:
         segment = _segment_steps(B, T, D, NP, direction)
-    BD, warps = 32, NP // 16
+    BD = 32
+    warps = NP // 16
     if direction == "forward":
         if (
             wide is None
@@ -88,7 +91,8 @@ def diagonal_plan(
             (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
         )
     LS = segment or (_cdiv(T, KEPT) + 1) * KEPT
-    per_sequence, alone = max(1, _cdiv(T, LS)), packed is None
+    per_sequence = max(1, _cdiv(T, LS))
+    alone = packed is None
     return PortablePlan(
         DIAGONAL_RULE,
         2,
@@ -115,7 +119,9 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
     # The states that enter every segment (slots,N,D): each segment alone first, then the carries.
     blocks = _cdiv(p.D, 32)
     carry, decay = (_empty(b)(p.slots, p.NP, p.D) for _ in range(2))
-    packed, segment, vec = cu_seqlens is not None, (p.T, p.LS, p.per_sequence), _vector(p.D)
+    packed = cu_seqlens is not None
+    segment = (p.T, p.LS, p.per_sequence)
+    vec = _vector(p.D)
     launch(
         _diagonal_adjoint_kernel,
         p.slots * blocks,
@@ -185,12 +191,16 @@ def diagonal_forward(
     A: Tensor | None = None,  # (D,N) or (B,T,N), for a rule with rates
 ):
     "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D) in fp32, by the rule of the plan."
-    p, new, packed = plan, _empty(x), cu_seqlens is not None
+    p = plan
+    new = _empty(x)
+    packed = cu_seqlens is not None
     vec, (x, b, z), (q, k, A, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip)
     )
-    out, final = new(*x.shape, dtype=x.dtype), new(p.n_seq, p.D, p.NP)
-    ckpt, owner = new(p.chunks if save else 0, p.NP, p.D), _segment_owner(p, cu_seqlens)
+    out = new(*x.shape, dtype=x.dtype)
+    final = new(p.n_seq, p.D, p.NP)
+    ckpt = new(p.chunks if save else 0, p.NP, p.D)
+    owner = _segment_owner(p, cu_seqlens)
     carry = (
         _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False)
         if p.segmented
@@ -259,16 +269,18 @@ def diagonal_backward(
     A: Tensor | None = None,
 ):
     "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial) of `diagonal_forward`."
-    p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
+    p = plan
+    new = _empty(x)
+    packed = cu_seqlens is not None
+    scalar = b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, Aa, edge), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip)
     )
     dx, db, dz = _wide_gradients(x, b, z, scalar)
-    dtok, drate = (
-        new(p.blocks, p.rows, p.width * p.NP),
-        new(p.blocks, p.rows) if p.rule.normed else None,
-    )
-    dbias, dskip = new(p.slots, p.D), new(p.slots, p.D)
+    dtok = new(p.blocks, p.rows, p.width * p.NP)
+    drate = new(p.blocks, p.rows) if p.rule.normed else None
+    dbias = new(p.slots, p.D)
+    dskip = new(p.slots, p.D)
     dA = new(p.slots, p.D, p.NP) if p.rule.fixed else None
     dinitial = new(p.n_seq, p.D, p.NP)
     owner = _segment_owner(p, cu_seqlens)

@@ -489,7 +489,8 @@ def exact_plan(
 ) -> PortablePlan:
     "Return the sizes of the fast exact kernels; they do not depend on T, so packing changes no bit."
     few = B * D < FEW_WARPS if few is None else few
-    NP, alone = max(16, triton.next_power_of_2(N)), packed is None
+    NP = max(16, triton.next_power_of_2(N))
+    alone = packed is None
     forward = direction == "forward"
     chunks = B * (_cdiv(T, 16) + 1) if alone else T // 16 + 2 * packed
     n_seq = B if alone else packed
@@ -581,11 +582,14 @@ def exact_forward(
     read: bool = True,  # compute the output; False: only states, and an empty output
 ):
     "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks,D,NP), the last two in fp32."
-    p, new, packed = plan, _empty(x), cu_seqlens is not None
+    p = plan
+    new = _empty(x)
+    packed = cu_seqlens is not None
     vec, (x, b, z), (q, k, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip)
     )
-    out, final = new(*(x.shape if read else (0,)), dtype=x.dtype), new(p.n_seq, p.D, p.NP)
+    out = new(*(x.shape if read else (0,)), dtype=x.dtype)
+    final = new(p.n_seq, p.D, p.NP)
     ckpt = new(p.chunks if save else 0, p.D, p.NP)
     kernel = launch(
         _exact_fwd_kernel,

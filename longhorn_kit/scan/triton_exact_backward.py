@@ -575,12 +575,17 @@ def exact_backward(
     cu_seqlens: Tensor | None,
 ):
     "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, None, dinitial) of `exact_forward`."
-    p, new, packed, scalar = plan, _empty(x), cu_seqlens is not None, b.shape[-1] != x.shape[-1]
+    p = plan
+    new = _empty(x)
+    packed = cu_seqlens is not None
+    scalar = b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, edge), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z, dout), (q, k, dfinal), (bias, skip)
     )
     dx, db, dz = _wide_gradients(x, b, z, scalar)
-    dtok, dbias, dskip = new(p.blocks, p.rows, 2 * p.NP), new(p.n_seq, p.D), new(p.n_seq, p.D)
+    dtok = new(p.blocks, p.rows, 2 * p.NP)
+    dbias = new(p.n_seq, p.D)
+    dskip = new(p.n_seq, p.D)
     dinitial = new(p.n_seq, p.D, p.NP)
     kernel = launch(
         _exact_bwd_kernel,

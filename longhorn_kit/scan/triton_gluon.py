@@ -245,10 +245,11 @@ def _steps(vec, *tensors):
 
 def _ready(p, wide, keys, channels):
     # Elements per copy, and the kernels' inputs: wide ones (B,T,D), keys with N columns, channels (D,).
-    vec, each = (
-        _vector(p.D),
-        lambda change, size, tensors: [t if t is None else change(t, size) for t in tensors],
-    )
+    vec = _vector(p.D)
+
+    def each(change, size, tensors):
+        return [t if t is None else change(t, size) for t in tensors]
+
     return (
         vec,
         each(_aligned, vec, _rows_contiguous(wide)),

@@ -105,7 +105,10 @@ TRIAL = (
 def _trial(form, T, D, N, device):
     # Results and gradients of one sequence: by the fast kernels, and by the loop.
     gen = torch.Generator().manual_seed(0)
-    new = lambda *s: torch.randn(s, generator=gen).bfloat16()
+
+    def new(*s):
+        return torch.randn(s, generator=gen).bfloat16()
+
     rates = {"s6": (D, N), "s6_given": (D, N), "s6_time_varying": (1, T, N)}.get(form)
     given = [
         new(1, T, N),
@@ -120,7 +123,8 @@ def _trial(form, T, D, N, device):
     ]
     if form == "s6_given":  # step sizes
         given[3], given[4] = given[3].abs(), given[4].abs()
-    dout, dfinal = new(1, T, D), new(1, D, N).float()
+    dout = new(1, T, D)
+    dfinal = new(1, D, N).float()
     q, k, x, b, bias, skip, z, A, state = (None if t is None else t.to(device) for t in given)
     plan, forward, backward = _path_kernels(form, form)
     extra = {} if A is None else dict(A=A)
@@ -225,13 +229,16 @@ def _path_kernels(path, form, checkpoint_every=0):
         return exact_plan, exact_forward, exact_backward
     if path != "portable":
         return partial(selective_plan, path), diagonal_forward, diagonal_backward
-    plan = lambda *sizes: portable_plan(form, *sizes, checkpoint_every=checkpoint_every or None)
-    forward = lambda p, q, k, x, b, bias, skip, z, *rest, A=None: portable_forward(
-        p, q, k, x, b, bias, skip, z, A, *rest
-    )
-    backward = lambda p, g, gT, c, q, k, x, b, bias, skip, z, cu, A=None: portable_backward(
-        p, g, gT, c, q, k, x, b, bias, skip, z, A, cu
-    )
+
+    def plan(*sizes):
+        return portable_plan(form, *sizes, checkpoint_every=checkpoint_every or None)
+
+    def forward(p, q, k, x, b, bias, skip, z, *rest, A=None):
+        return portable_forward(p, q, k, x, b, bias, skip, z, A, *rest)
+
+    def backward(p, g, gT, c, q, k, x, b, bias, skip, z, cu, A=None):
+        return portable_backward(p, g, gT, c, q, k, x, b, bias, skip, z, A, cu)
+
     return plan, forward, backward
 
 
@@ -260,7 +267,8 @@ def _stretch(path, plan, x, cu_seqlens, checkpoint_every):
     # How a fast path saves memory: None, not; 0, by a second forward; L, by one from every L-th step.
     if path == "portable" or checkpoint_every <= max(plan.C, plan.kept):
         return None
-    L, (B, T, D) = max(checkpoint_every, 64), x.shape
+    L = max(checkpoint_every, 64)
+    B, T, D = x.shape
     return L if path != "exact" and cu_seqlens is None and B * D <= 8192 and T % L == 0 else 0
 
 # %% ../../nbs/machine/triton_op.ipynb #18_triton_op-021
@@ -301,7 +309,8 @@ def _run(
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "forward"))
-    L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    L = _stretch(path, plan, x, cu_seqlens, checkpoint_every)
+    extra = {} if A is None else dict(A=A)
     out, final, ckpt = _path_kernels(path, form, checkpoint_every)[1](
         plan, q, k, x, b, b_bias, D_skip, z, initial_state, cu_seqlens, save and L != 0, **extra
     )
@@ -366,7 +375,8 @@ def _run_backward(
     cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
     path = scan_path(form, q, k, x)
     plan = _plan(path, form, checkpoint_every, *_sizes(k, x, cu_seqlens, "backward"))
-    L, extra = _stretch(path, plan, x, cu_seqlens, checkpoint_every), {} if A is None else dict(A=A)
+    L = _stretch(path, plan, x, cu_seqlens, checkpoint_every)
+    extra = {} if A is None else dict(A=A)
     if L is not None:
         ckpt = _thicken(path, L, ckpt, k, x, b, b_bias, A, initial_state, cu_seqlens)
     grads = _path_kernels(path, form, checkpoint_every)[2](
@@ -439,9 +449,10 @@ def _(
     checked=True,
 ):
     n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    new = lambda t: (
-        x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
-    )
+
+    def new(t):
+        return x.new_empty(0) if t is None else torch.empty(t.shape, device=x.device, dtype=t.dtype)
+
     initial = torch.empty((n, x.shape[2], k.shape[2]), device=x.device, dtype=torch.float32)
     return [*map(new, (q, k, x, b, b_bias, D_skip, z, A)), initial]
 
@@ -484,10 +495,8 @@ _BUILT = set()  # kinds of calls whose backward was built beside the first forwa
 def _build_backward(path, form, every, device, tensors):
     # The launches of a backward, on the meta device: kernels are built and loaded, and nothing runs.
     q, k, x, b, b_bias, D_skip, z, A, _ = tensors
-    plan, extra = (
-        _plan(path, form, every, *_sizes(k, x, None, "backward")),
-        {} if A is None else dict(A=A),
-    )
+    plan = _plan(path, form, every, *_sizes(k, x, None, "backward"))
+    extra = {} if A is None else dict(A=A)
     with (
         torch.cuda.device(device),
         torch.no_grad(),
@@ -515,11 +524,14 @@ def _backward_builder(form, every, tensors):
         return None
     triton.runtime.driver.active.get_current_target()  # both threads need it and the hash of Triton: once
     getattr(triton.runtime.cache, "triton_key", bool)()
-    like = lambda t: (
-        None
-        if t is None
-        else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-    )
+
+    def like(t):
+        return (
+            None
+            if t is None
+            else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+        )
+
     thread = Thread(
         target=_build_backward, args=(path, form, every, x.device, [like(t) for t in tensors])
     )
@@ -561,15 +573,19 @@ def triton_scan(
     q, k = _operands(form, q, k)
     tensors = (q, k, x, b, b_bias, D_skip, z, A, initial_state)
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    every, checked = _spacing(checkpoint, k.shape[-1]), cu_seqlens is None or not traced()
+    every = _spacing(checkpoint, k.shape[-1])
+    checked = cu_seqlens is None or not traced()
     builder = None
     if in_eager(*tensors, cu_seqlens):
-        scan, save, kernels = _differentiable if learns else _run, learns, ""
+        scan = _differentiable if learns else _run
+        save = learns
+        kernels = ""
         builder = _backward_builder(form, every, tensors) if first and learns else None
     else:  # by name: see `triton_conv`
         if unwatched():
             *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
-        scan, save = torch.ops.longhorn_kit.scan.default, learns and not exporting()
+        scan = torch.ops.longhorn_kit.scan.default
+        save = learns and not exporting()
         kernels = f"fast: {', '.join(FAST_FORMS) if FAST else 'none'}; {__version__}"
     out, final, _ = scan(*tensors, cu_seqlens, form, every, save, kernels, checked)
     if builder:

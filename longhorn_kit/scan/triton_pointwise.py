@@ -48,11 +48,13 @@ def _cross_entropy_kernel(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     target = tl.load(target_ptr + row)
-    known, inside = target >= 0, target < V
+    known = target >= 0
+    inside = target < V
     place = logits_ptr + tl.where(known & inside, target, 0)
     right = tl.load(place).to(tl.float32)
     at = tl.arange(0, LANES)[:, None] * U + tl.arange(0, U)[None, :]
-    top, total = tl.full([LANES], -3e38, tl.float32), tl.zeros([LANES], tl.float32)
+    top = tl.full([LANES], -3e38, tl.float32)
+    total = tl.zeros([LANES], tl.float32)
     end = V // (LANES * U) * (LANES * U)
     for first in range(0, end, LANES * U):
         top, total = _add_terms(top, total, _logits(logits_ptr, first + at, V, stride, False))
@@ -107,7 +109,8 @@ def _add_norm_kernel(
     # ROWS rows: the sum s, its norm n, and the factor r.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BD)[None, :]
-    at, there = row[:, None] * D + d, (row < M)[:, None] & (d < D)
+    at = row[:, None] * D + d
+    there = (row < M)[:, None] & (d < D)
     s = tl.load(h_ptr + at, mask=there, other=0.0).to(tl.float32)
     s += tl.load(y_ptr + at, mask=there, other=0.0).to(tl.float32)
     r = tl.rsqrt(tl.sum(s * s, 1) / D + eps)
@@ -138,7 +141,8 @@ def _add_norm_backward_kernel(
     dw = tl.zeros([ROWS, BD], tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
         row = (group * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        at, there = row[:, None] * D + d, (row < M)[:, None] & (d < D)
+        at = row[:, None] * D + d
+        there = (row < M)[:, None] & (d < D)
         s = tl.load(s_ptr + at, mask=there, other=0.0).to(tl.float32)
         dn = tl.load(dn_ptr + at, mask=there, other=0.0).to(tl.float32)
         dh = tl.zeros([ROWS, BD], tl.float32)
@@ -173,7 +177,8 @@ def _add_norm(
         h.shape[-1],
         _rows(h.shape[-1]),
     )
-    wide, rows = torch.promote_types(h.dtype, y.dtype), h.numel() // D
+    wide = torch.promote_types(h.dtype, y.dtype)
+    rows = h.numel() // D
     s, n = (torch.empty(h.shape, device=h.device, dtype=_stored(t)) for t in (wide, dtype))
     r = torch.empty(rows, device=h.device)
     if rows:
@@ -194,16 +199,18 @@ def _add_norm_backward(
     y_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # The gradients of h, y (empty if it is h's) and the weight.
-    options, D = _rows(s.shape[-1]), s.shape[-1]
+    options = _rows(s.shape[-1])
+    D = s.shape[-1]
     programs = (
         4 * torch.cuda.get_device_properties(s.device).multi_processor_count if s.is_cuda else 3
     )
-    new = lambda dtype: torch.empty(s.shape, device=s.device, dtype=_stored(dtype))
-    dh, dy, parts = (
-        new(h_dtype),
-        None if h_dtype == y_dtype else new(y_dtype),
-        r.new_empty(programs, D),
-    )
+
+    def new(dtype):
+        return torch.empty(s.shape, device=s.device, dtype=_stored(dtype))
+
+    dh = new(h_dtype)
+    dy = None if h_dtype == y_dtype else new(y_dtype)
+    parts = r.new_empty(programs, D)
     _add_norm_backward_kernel[(programs,)](
         dn.contiguous(),
         None if ds is None else ds.contiguous(),
@@ -230,14 +237,18 @@ _backward = custom_op("longhorn_kit::add_norm_backward", mutates_args=())(_add_n
 
 @_forward.register_fake
 def _(h, y, weight, eps, dtype):
-    new = lambda dtype: torch.empty(h.shape, device=h.device, dtype=dtype)
+    def new(dtype):
+        return torch.empty(h.shape, device=h.device, dtype=dtype)
+
     rows = torch.empty(h.shape[:-1].numel(), device=h.device)
     return new(torch.promote_types(h.dtype, y.dtype)), new(dtype), rows
 
 
 @_backward.register_fake
 def _(dn, ds, s, r, weight, h_dtype, y_dtype):
-    new = lambda dtype: torch.empty(s.shape, device=s.device, dtype=dtype)
+    def new(dtype):
+        return torch.empty(s.shape, device=s.device, dtype=dtype)
+
     return (
         new(h_dtype),
         s.new_empty(0) if h_dtype == y_dtype else new(y_dtype),
@@ -318,7 +329,8 @@ def _to_length_backward_kernel(
     ds = tl.zeros([ROWS], tl.float32)
     for group in range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
         row = (group * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        at, there = row[:, None] * N + n, (row < M)[:, None] & (n < N)
+        at = row[:, None] * N + n
+        there = (row < M)[:, None] & (n < N)
         unit, inverse = _unit_keys(k_ptr, row, n, M, N, stride, SHORTEST)
         g = tl.load(g_ptr + at, mask=there, other=0.0).to(tl.float32)
         along = tl.sum(g * unit, 1)
@@ -333,7 +345,8 @@ SHORTEST = 1e-12  # a shorter key counts as zero
 
 def _key_rows(k):
     # Keys (..,N) as rows (M,N) whose numbers are adjacent, and the arguments of a launch.
-    rows, options = k.reshape(-1, k.shape[-1]), _rows(k.shape[-1])
+    rows = k.reshape(-1, k.shape[-1])
+    options = _rows(k.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     return rows, dict(
         SHORTEST=SHORTEST, ROWS=options["ROWS"], BN=options["BD"], num_warps=options["num_warps"]

@@ -102,7 +102,8 @@ def _token_kernel(
     # k, q (and A) of every token as one padded fp32 row, and |k|^2.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, NP)
-    batch, t = r // T, r % T
+    batch = r // T
+    t = r % T
     m = (r < rows)[:, None] & (n < N)[None, :]
     put = tok_ptr + r[:, None] * (WIDTH * NP) + n[None, :]
     k = tl.load(k_ptr + (batch * sk_b + t * sk_t)[:, None] + n[None, :], mask=m, other=0.0).to(
@@ -459,7 +460,8 @@ def portable_plan(
     block: int | None = None,  # steps, 0: no segments; channels, None: by shape
 ) -> PortablePlan:
     "Choose block sizes and segments. Packing changes no bit of a sequence."
-    NP, small = max(4, triton.next_power_of_2(N)), N <= 16
+    NP = max(4, triton.next_power_of_2(N))
+    small = N <= 16
     fastest = (4 if rule in ("s6", "s6_time_varying", "decoupled") else 8) if small else 32
     kept = checkpoint_every or fastest
     C = min(kept, fastest)
@@ -528,7 +530,8 @@ def _turn_kernel(
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     t = (tl.program_id(0) // ND % NT) * BT + tl.arange(0, BT)
     m = (d < D)[:, None] & (t < T)[None, :]
-    wide, size = d.to(tl.int64)[:, None], batch * 0 + size
+    wide = d.to(tl.int64)[:, None]
+    size = batch * 0 + size
     to = y_ptr + batch * T * D + t.to(tl.int64)[None, :] * D + d[:, None]
     tl.store(to, tl.load(x0_ptr + batch * s0_b + wide * s0_d + t[None, :], mask=m), mask=m)
     if x1_ptr is not None:
@@ -548,10 +551,13 @@ def _turn_kernel(
 @on_its_device
 def _turned(*tensors):
     # Contiguous copies of up to four tensors (B,T,D) whose steps are adjacent, of one shape and dtype.
-    (B, T, D), n = tensors[0].shape, len(tensors)
+    B, T, D = tensors[0].shape
+    n = len(tensors)
     out = torch.empty((n, B, T, D), device=tensors[0].device, dtype=tensors[0].dtype)
     BD = min(64, max(16, triton.next_power_of_2(D)))
-    NT, ND, rest = _cdiv(T, 64), _cdiv(D, BD), [None] * (4 - n)
+    NT = _cdiv(T, 64)
+    ND = _cdiv(D, BD)
+    rest = [None] * (4 - n)
     strides = [
         stride for t in (*tensors, *rest) for stride in ((0, 0) if t is None else t.stride()[::2])
     ]
@@ -592,7 +598,9 @@ def _rows_contiguous(tensors):
 # %% ../../nbs/machine/triton_portable.ipynb #17_triton_portable-029
 def _strides(*tensors):
     # 0 as the batch stride of one sequence: Triton would compile another kernel where 16 divides it.
-    each = lambda t: (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
+    def each(t):
+        return (0, 0) if t is None else (t.stride(0) if t.shape[0] > 1 else 0, t.stride(1))
+
     return [stride for t in tensors for stride in each(t)]
 
 
@@ -624,7 +632,8 @@ def _segment_owner(plan, cu_seqlens):
 @triton.jit(do_not_specialize=["n", "T"])
 def _clear_kernel(ptr, cu_ptr, n, T, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     # Zeros in the rows before the first bound and from the last one on.
-    t, c = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.arange(0, COLUMNS)
     outside = (t < T) & ((t < tl.load(cu_ptr)) | (t >= tl.load(cu_ptr + n)))
     for d in range(0, D, COLUMNS):
         at = t.to(tl.int64)[:, None] * D + (d + c)[None, :]
@@ -664,7 +673,8 @@ def portable_tokens(
     A: Tensor | None,  # (B,T,N); A for "s6_time_varying"
 ):
     "Return k, q (and A) of tokens as padded fp32 rows (B T, WIDTH NP), and |k|^2 (B T)."
-    tok, kk = _empty(k)(plan.rows, plan.width * plan.NP), _empty(k)(plan.rows)
+    tok = _empty(k)(plan.rows, plan.width * plan.NP)
+    kk = _empty(k)(plan.rows)
     A = A if plan.width == 3 else None
     if plan.rows:
         block = max(1, 512 // plan.NP)
@@ -704,11 +714,14 @@ def portable_forward(
     save: bool = True,  # write the checkpoints that the backward needs
 ):
     "Run the forward: (out (B,T,D), final state (n,D,N) fp32, checkpoints (chunks,N,D) fp32)."
-    p, new = plan, _empty(x)
+    p = plan
+    new = _empty(x)
     q, k, x, b, z, A = map(_last_contiguous, (q, k, x, b, z, A))
     bias, skip = _contiguous(bias, skip)
-    first, A = _across(initial_state), _across(A) if p.width == 2 else A
-    out, final = new(*x.shape, dtype=_stored(x.dtype)), new(p.n_seq, p.N, p.D)
+    first = _across(initial_state)
+    A = _across(A) if p.width == 2 else A
+    out = new(*x.shape, dtype=_stored(x.dtype))
+    final = new(p.n_seq, p.N, p.D)
     ckpt = new(p.chunks if save else 0, p.N, p.D)
     if p.n_seq * p.D == 0:
         return out.to(x.dtype), final.view(p.n_seq, p.D, p.N), ckpt

@@ -533,7 +533,8 @@ def _sum_kernel(
     # With drate, dk comes as half its part at fixed rates, without the rates' own: each falls with |k|^2.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
-    part, n = (c // NP)[None, :], (c % NP)[None, :]
+    part = (c // NP)[None, :]
+    n = (c % NP)[None, :]
     there = (r < rows)[:, None] & (c < WIDTH * NP)[None, :]
     source = dtok_ptr + r[:, None] * (WIDTH * NP) + c[None, :]
     size = rows.to(tl.int64) * (WIDTH * NP)
@@ -557,7 +558,8 @@ def _sum_kernel(
         total += tl.load(source + j * size, mask=there, other=0.0)
         if drate_ptr is not None:
             rates += tl.load(drate_ptr + r + j * rows.to(tl.int64), mask=r < rows, other=0.0)
-    o, there = r[:, None] * N + n, there & (n < N)
+    o = r[:, None] * N + n
+    there = there & (n < N)
     dk = total
     if drate_ptr is not None:
         k = tl.load(k_ptr + o, mask=there & (part == 0), other=0.0).to(tl.float32)
@@ -639,9 +641,10 @@ def _start_sums(parts, out, more, more_out, W, D):
 def _sums_of_rows(dbias, bias, dskip, skip):
     # The gradients of bias, or filters (D,W), and skip (D,), each None if its input is; both in one launch.
     if bias is None or skip is None:
-        each = lambda parts, like: (
-            None if like is None else _sum_of_rows(parts, like.dtype, parts.dim() == 3)
-        )
+
+        def each(parts, like):
+            return None if like is None else _sum_of_rows(parts, like.dtype, parts.dim() == 3)
+
         return each(dbias, bias), each(dskip, skip)
     one, two = (torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype)) for t in (bias, skip))
     _start_sums(dbias, one, dskip, two, dbias.shape[1] if dbias.dim() == 3 else 1, dskip.shape[1])
@@ -675,8 +678,12 @@ def _collect(
     drate=None,
 ):
     # Sums over channel blocks, slots and channels in a fixed order.
-    like = lambda t: torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
-    dk, dq, dA_t = like(k), like(q), like(A) if p.width == 3 else None
+    def like(t):
+        return torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
+
+    dk = like(k)
+    dq = like(q)
+    dA_t = like(A) if p.width == 3 else None
     if p.rows:
         columns = triton.next_power_of_2(p.width * p.NP)
         block = max(
@@ -721,12 +728,14 @@ def _collect(
 def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens, scalar):
     # Checkpoints every C steps from those every `kept`: to the kernel, states that enter segments of `kept` steps.
     A = _across(A) if p.width == 2 else A
-    packed, each = cu_seqlens is not None, max(1, _cdiv(p.T, p.kept))
+    packed = cu_seqlens is not None
+    each = max(1, _cdiv(p.T, p.kept))
     cut = replace(
         p, LS=p.kept, per_sequence=each, slots=p.T // p.kept + p.n_seq if packed else p.n_seq * each
     )
     chunks = p.T // p.C + p.n_seq if packed else p.n_seq * _cdiv(p.T, p.C)
-    dense, owner = _empty(x)(chunks, p.N, p.D), _segment_owner(cut, cu_seqlens)
+    dense = _empty(x)(chunks, p.N, p.D)
+    owner = _segment_owner(cut, cu_seqlens)
     launch(
         _scan_fwd_kernel,
         cut.slots * cut.blocks,
@@ -801,13 +810,15 @@ def portable_backward(
     cu_seqlens: Tensor | None,
 ):
     "Return dq, dk, dx, db, dbias, dskip, dz, dA, dinitial; None if the input was None. The bits repeat."
-    p, new = plan, _empty(x)
+    p = plan
+    new = _empty(x)
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
     A = (
         A.contiguous() if p.rule >= RULES["s6"] else A
     )  # its rows may be one row or parts of wider ones
-    packed, scalar = cu_seqlens is not None, b.shape[-1] == 1 and p.D > 1
+    packed = cu_seqlens is not None
+    scalar = b.shape[-1] == 1 and p.D > 1
     dx, db, dz = _wide_gradients(x, b, z, scalar)
     dtok = new(p.blocks, p.rows, p.width * p.NP)
     sums = (
@@ -828,7 +839,8 @@ def portable_backward(
         programs = p.slots * p.blocks
         most = programs if p.in_registers else min(programs, SCRATCHES)
         scratch = None if p.in_registers else new(most, p.C, p.NP, p.BD)
-        zz, AA = z if z is not None else x, A if A is not None else x
+        zz = z if z is not None else x
+        AA = A if A is not None else x
         flags = dict(
             RULE=p.rule,
             NP=p.NP,

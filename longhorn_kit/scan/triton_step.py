@@ -76,12 +76,14 @@ def _step_kernel(
     row = (tl.program_id(0) // ND).to(tl.int64)
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     n = tl.arange(0, NP)
-    md, mn = d < D, n < N
+    md = d < D
+    mn = n < N
     if D % BD == 0:
         md = d >= 0
     m = mn[:, None] & md[None, :]
     dn = d[None, :].to(tl.int64) * N + n[:, None]
-    slot, real = row, row >= 0
+    slot = row
+    real = row >= 0
     if slot_ptr is not None:
         slot = tl.load(slot_ptr + row).to(tl.int64)
         real = (slot >= 0) & (slot < SLOTS)
@@ -123,7 +125,8 @@ def step_plan(
     if wide and 768 <= B * _cdiv(D, 2 * block) <= 1056 and NP < 128:
         block *= 2  # all programs run at once: 8 on each of 132 multiprocessors
     while block > 8 and (B * _cdiv(D, block) < 128 or block >= 2 * D):
-        block, warps = block // 2, max(1, warps // 2)
+        block = block // 2
+        warps = max(1, warps // 2)
     return block, warps
 
 # %% ../../nbs/scan/21_triton_step.ipynb #21_triton_step-012
@@ -132,7 +135,8 @@ def launch_step(rule, q, k, x, b, A, state, after, bias, skip, z, slots=None, pl
     "Run one step from `state` to `after`, (B,D,N) or a pool, maybe the same tensor, rows contiguous: out (B,D)."
     q, k, x, b, z = map(_last_contiguous, (q, k, x, b, z))
     bias, skip, A, slots = _contiguous(bias, skip, A, slots)
-    (B, D), N = x.shape, state.shape[2]
+    B, D = x.shape
+    N = state.shape[2]
     block, warps = plan or step_plan(B, D, N, slots is None and A is None)
     out = _empty(x)(B, D, dtype=_stored(x.dtype))
     if B * D:
@@ -237,10 +241,8 @@ def triton_step(
     slots: Tensor | None = None,  # (B,) rows of a pool, in place only
 ):
     "Run one step without gradients: return out (B,D) in x.dtype and the next state in state.dtype."
-    tensors, ops = (
-        (q, k, x, b, A, state, bias, skip, z),
-        torch.ops.longhorn_kit,
-    )  # by name: see `triton_conv`
+    tensors = (q, k, x, b, A, state, bias, skip, z)
+    ops = torch.ops.longhorn_kit  # by name: see `triton_conv`
     direct = in_eager(*tensors, slots)
     if not direct and unwatched():
         *tensors, slots = resolved(*tensors, slots)

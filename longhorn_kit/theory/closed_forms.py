@@ -47,7 +47,8 @@ def diagonal_step(
     beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:  # (...,D,N) next state
     "Replace `k k^T` of the exact step by its diagonal (the paper's layer)."
-    rate, key = effective_rate(k, beta)[..., None], k[..., None, :]
+    rate = effective_rate(k, beta)[..., None]
+    key = k[..., None, :]
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-039
@@ -58,7 +59,8 @@ def decoupled_step(
     beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:  # (...,D,N) next state
     "Solve one proximal problem per coordinate, at rate `beta / (1 + beta k_n^2)`."
-    step, key = (beta * torch.ones_like(x))[..., None], k[..., None, :]
+    step = (beta * torch.ones_like(x))[..., None]
+    key = k[..., None, :]
     rate = step / (1 + step * key.square())
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 

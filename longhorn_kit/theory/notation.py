@@ -98,7 +98,8 @@ def _expect(**given):
     "Raise ValueError for an unexpected shape; `given` is name=(tensor or None, shape, reason)."
     for name, (t, shape, reason) in given.items():
         if t is not None and t.shape != torch.Size(shape):
-            got, want = tuple(t.shape), tuple(shape)
+            got = tuple(t.shape)
+            want = tuple(shape)
             raise ValueError(f"{name} has shape {got}; expected {want} to match {reason}")
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-038

@@ -61,7 +61,8 @@ def minimise_quadratic(
     S: Tensor,  # (...,D,N) any point: gives shape and dtype
 ) -> Tensor:  # (...,D,N) minimiser
     "Return the minimiser of a quadratic `f` by one dense solve; ValueError without one."
-    M, lead = S.shape[-2:].numel(), [1] * (S.dim() - 2)
+    M = S.shape[-2:].numel()
+    lead = [1] * (S.dim() - 2)
     units = (
         torch.eye(M, dtype=S.dtype, device=S.device)
         .view(M, *lead, *S.shape[-2:])
@@ -70,7 +71,8 @@ def minimise_quadratic(
     g = gradient_of(f, torch.cat([torch.zeros_like(S)[None], units])).flatten(-2)  # (M+1,...,M)
     hessian = (g[1:] - g[0]).movedim(0, -1)
     solution = torch.linalg.solve_ex(hessian, -g[0])[0].view_as(S)
-    rest, scale = gradient_of(f, solution).abs().max(), g.abs().max()
+    rest = gradient_of(f, solution).abs().max()
+    scale = g.abs().max()
     if not rest <= 1e-6 * scale:
         raise ValueError(
             f"not quadratic, or without a minimum: gradient {rest:.1e} at the solution"
@@ -87,7 +89,8 @@ def minimise_descent(
     max_steps: int = 5000,
 ) -> Tensor:  # (...,D,N) minimiser
     "Return the minimiser of `f` by Barzilai-Borwein descent; RuntimeError if it does not converge."
-    g, step = gradient_of(f, S), 1e-6
+    g = gradient_of(f, S)
+    step = 1e-6
     goal = tolerance * g.abs().max().item()
     for n in range(max_steps):
         still = step * g.abs() <= 4 * torch.finfo(S.dtype).eps * S.abs().amax(
@@ -97,10 +100,12 @@ def minimise_descent(
             return S
         S_next = S - step * g
         g_next = gradient_of(f, S_next)
-        dS, dg = S_next - S, g_next - g
+        dS = S_next - S
+        dg = g_next - g
         curvature = (dS * dg).sum((-2, -1), keepdim=True)
         step = torch.where(curvature > 0, dS.square().sum((-2, -1), keepdim=True) / curvature, step)
-        S, g = S_next, g_next
+        S = S_next
+        g = g_next
     raise RuntimeError(
         f"gradient {g.abs().max():.1e} after {max_steps} steps of descent, not {goal:.1e}"
     )
@@ -128,7 +133,8 @@ class Objective:
         loss: Callable,  # loss(S, k, x, ...) -> (...), e.g. `recall_loss`
         name: str = "",  # for tables and error messages
     ):
-        self.distance, self.loss = distance, loss
+        self.distance = distance
+        self.loss = loss
         self.name = name or f"{distance.__name__} + {loss.__name__}"
         self.params = sorted({*_names(distance), *_names(loss)} - {"S", "S_prev", "k", "x"})
 
@@ -143,12 +149,18 @@ class Objective:
             )
         _check_sizes(S, k, x)
         given = dict(S=S, S_prev=S_prev, k=k, x=x, **params)
-        ask = lambda term: term(**{name: given[name] for name in _names(term)})
+
+        def ask(term):
+            return term(**{name: given[name] for name in _names(term)})
+
         return ask(self.distance) + ask(self.loss)
 
     def gradient(self, S: Tensor, S_prev: Tensor, k: Tensor, x: Tensor, **params: Any) -> Tensor:
         "Return the gradient (...,D,N) in `S`, by autograd."
-        f = lambda S: self(S, S_prev, k, x, **params)
+
+        def f(S):
+            return self(S, S_prev, k, x, **params)
+
         return gradient_of(f, S.expand(*f(S).shape, *S.shape[-2:]))
 
     def minimise(
@@ -158,9 +170,14 @@ class Objective:
         methods = {"solve": minimise_quadratic, "descend": minimise_descent}
         if method not in methods:
             raise ValueError(f"method is {method!r}; expected 'solve' or 'descend'")
-        S_prev, k, x = S_prev.double(), k.double(), x.double()
+        S_prev = S_prev.double()
+        k = k.double()
+        x = x.double()
         params = {name: p.double() if isinstance(p, Tensor) else p for name, p in params.items()}
-        f = lambda S: self(S, S_prev, k, x, **params)
+
+        def f(S):
+            return self(S, S_prev, k, x, **params)
+
         return methods[method](
             f, S_prev.expand(*f(S_prev).shape, *S_prev.shape[-2:])
         )  # one state per problem

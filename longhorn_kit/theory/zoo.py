@@ -502,7 +502,9 @@ def verify(
     shape: tuple = (3, 4),  # (D,N) of the state
 ) -> float:
     "Return the largest difference between a layer's closed form and its oracle, over random float64 problems."
-    generator, (D, N), differences = torch.Generator().manual_seed(seed), shape, []
+    generator = torch.Generator().manual_seed(seed)
+    D, N = shape
+    differences = []
     for _ in range(trials):
         k, x = torch.randn(layer.batch, N + D, generator=generator, dtype=torch.float64).split(
             [N, D], -1

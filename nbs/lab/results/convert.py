@@ -67,11 +67,14 @@ def gpu_runs(record):
     text = {name: old[name] for name in ("corpus", "tokenizer", "train_tokens", "domains")} | {
         "unit": "nats per token"
     }
-    more = lambda run: {
-        "state_numbers": old["state_numbers"].get(run["mixer"], 0),
-        "decode": UNTIMED,
-        "sample": "",
-    }
+
+    def more(run):
+        return {
+            "state_numbers": old["state_numbers"].get(run["mixer"], 0),
+            "decode": UNTIMED,
+            "sample": "",
+        }
+
     return [run | more(run) for run in old["runs"]], text
 
 
@@ -193,9 +196,10 @@ MQAR = (
 def mqar(record):
     "Keep what is read of the grid's cells; settings, devices and commits stand where a run writes them today."
     found, scale = record["results"], record["scale"]
-    inside = lambda cell: (
-        cell["inside"] and {name: cell["inside"][name] for name in ("asked", "changes")}
-    )
+
+    def inside(cell):
+        return cell["inside"] and {name: cell["inside"][name] for name in ("asked", "changes")}
+
     return renamed(record) | {
         "settings": record["settings"] | {"layers": 2, "gpu": scale != "laptop"},
         "results": {
