@@ -400,18 +400,15 @@ def interruption(stop: KeyboardInterrupt, command: Any) -> str:
 class Reproduce(Generic[S]):
     "Run claims of the paper again and write a report page. One claim alone takes its settings as flags."
 
-    claims: tyro.conf.Positional[
-        tuple[str, ...]
-    ] = ()  # claims to run; by default the quick ones of this scale
+    # claims to run; by default the quick ones of this scale
+    claims: tyro.conf.Positional[tuple[str, ...]] = ()
     scale: Scale = "laptop"  # laptop: CPU, minutes; gpu: one GPU; paper: the full recipe
     out: str = "runs"  # folder for runs and report
     fresh: bool = False  # run finished claims again (the earlier run is moved aside)
-    launcher: Literal["local", "slurm", "dask"] = (
-        "local"  # how jobs are started; dask needs DASK_SCHEDULER
-    )
-    workers: NoDefault[int] = (
-        None  # jobs at a time; 0: in this process; by default one per core or GPU
-    )
+    # how jobs are started; dask needs DASK_SCHEDULER
+    launcher: Literal["local", "slurm", "dask"] = "local"
+    # jobs at a time; 0: in this process; by default one per core or GPU
+    workers: NoDefault[int] = None
     minutes: float = math.inf  # stop after so many minutes; the same command resumes
     slurm: tuple[str, ...] = ()  # options of submitit, such as slurm_partition=gpu timeout_min=600
     settings: Settings = field(default=NoSettings(), kw_only=True)
@@ -489,16 +486,14 @@ class Reproduce(Generic[S]):
 class Prepare:
     "Turn text into tokens, once, with all cores; the same command resumes an interrupted preparation."
 
-    source: tyro.conf.Positional[
-        str
-    ]  # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
+    # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
+    source: tyro.conf.Positional[str]
     tokenizer: str = "bytes"  # bytes, gpt2, or gpt2:FOLDER with encoder.json and vocab.bpe
     val: NoDefault[str] = None  # source of the held-out part; by default a share of the source
     fraction: float = 0.05  # that share
     text_column: str = "text"  # name of the field with the text, in .jsonl, .parquet and hf:NAME
-    cache: NoDefault[str] = (
-        None  # folder of corpora; by default $LONGHORN_CACHE or the user's cache
-    )
+    # folder of corpora; by default $LONGHORN_CACHE or the user's cache
+    cache: NoDefault[str] = None
     workers: NoDefault[int] = None  # processes; by default one per core
     limit: NoDefault[int] = None  # use only this many documents
     tokens: NoDefault[int] = None  # stop after the document that reaches this many training tokens
@@ -637,9 +632,8 @@ class TrainLM(Generic[S]):
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text"  # name of the field with the text, in .jsonl, .parquet and hf:NAME
     verify: bool = False  # compare all prepared tokens with their SHA-256, not only samples
-    d_state: NoDefault[int] = (
-        None  # numbers in the state per channel; by default the mixer's own number
-    )
+    # numbers in the state per channel; by default the mixer's own number
+    d_state: NoDefault[int] = None
     d_conv: NoDefault[int] = None  # width of the mixer's convolution; by default its own
     expand: NoDefault[int] = None  # width of the mixer / d_model; by default its own
     n_heads: NoDefault[int] = None  # heads of a mixer that has them; by default its own number

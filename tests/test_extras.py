@@ -538,7 +538,7 @@ NEED_KERNELS = {  # checks and cells that do
     "12_triton_primer": ("check_softplus(_softplus_kernel)", "check_sums(column_sums)"),
     "13_triton_diagonal": ("check_decoupled(_decoupled_kernel)", "results = {C: checkpointed"),
     "14_triton_exact": ("_chunk_kernel[(", "y, S, kept = exact_forward"),
-    "21_triton_step": ("longhorn_step(q[:, t]",),
+    "21_triton_step": ("out, state = longhorn_step(",),
     "triton_op": ("opcheck(",),
 }
 

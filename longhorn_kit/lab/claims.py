@@ -84,9 +84,8 @@ class Claim:
     compare: Callable | None = None  # record -> list of `Comparison`
     about: Callable | None = None  # record -> a description of the run
     reads: str | None = None  # the claim whose record `compare` reads, if not this one
-    also: dict = field(
-        default_factory=dict
-    )  # further claim whose record is read -> (compare, about)
+    # further claim whose record is read -> (compare, about)
+    also: dict = field(default_factory=dict)
     timed: Callable | None = None  # record of times -> list of (Comparison, Judgement)
     times: str = "kernels/results/h200.json"  # path of that record in a checkout
     later: str = ""  # path of a newer record of times, which `timed` gets as its second argument
@@ -96,9 +95,8 @@ class Claim:
     minutes: dict = field(default_factory=dict)  # scale -> expected minutes, on its `PLATFORM`
     by_name: tuple = ()  # scales at which it runs only if named
     stages: int = 1  # looks at the results; they share the 5 % level
-    commands: dict = field(
-        default_factory=dict
-    )  # scale or variant -> command, if it is not `reproduce`
+    # scale or variant -> command, if it is not `reproduce`
+    commands: dict = field(default_factory=dict)
 
     @property
     def has_code(self) -> bool:

@@ -335,14 +335,12 @@ class Config:
     "Models, lengths and amounts to measure."
 
     context: int = 1024  # T, tokens of a training sequence
-    preset: LMPreset | None = (
-        None  # recipe of the models that are trained here; None: `checkpoints` has them
-    )
+    # recipe of the models that are trained here; None: `checkpoints` has them
+    preset: LMPreset | None = None
     mixers: tuple[str, ...] = ()  # trained here
     seeds: tuple[int, ...] = ()  # trained here
-    checkpoints: str = field(
-        default="runs/language/gpu", metadata={"place": True}
-    )  # a run of the language experiment
+    # a run of the language experiment
+    checkpoints: str = field(default="runs/language/gpu", metadata={"place": True})
     data: str = field(default="", metadata={"place": True})  # text, as for `open_texts`
     multiples: tuple[int, ...] = (1, 2, 4, 8, 16)  # window lengths, in T
     windows: int = 10  # of the longest kind, in a row

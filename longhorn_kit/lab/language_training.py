@@ -70,9 +70,8 @@ class Texts:
 
     corpus: Corpus
     domains: dict  # name -> (token ids (M,), bytes of text that they stand for)
-    long: dict = field(
-        default_factory=dict
-    )  # name -> token ids (M,) of long held-out documents, without end marks
+    # name -> token ids (M,) of long held-out documents, without end marks
+    long: dict = field(default_factory=dict)
 
     def summary(self) -> dict:
         "Return the summary of the text for a record."

@@ -392,9 +392,8 @@ class Search:
     seeds: tuple[int, ...]  # the first one walks
     count: int  # rates of the grid
     sd: float = PLAN_SD  # of one run
-    asked: list = field(
-        default_factory=list
-    )  # (place, seed) of all runs that the search needs, in order
+    # (place, seed) of all runs that the search needs, in order
+    asked: list = field(default_factory=list)
     best: float | None = None  # place of the chosen rate, once the search is done
     why: str = ""  # why there is none
 

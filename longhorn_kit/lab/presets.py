@@ -24,16 +24,14 @@ from ..records import check_ranges
 class LMPreset:
     "A model size, a training recipe and a text, by name."
 
-    description: Annotated[
-        str, tyro.conf.Fixed, tyro.conf.Suppress
-    ]  # for the list of presets; no flag
+    # for the list of presets; no flag
+    description: Annotated[str, tyro.conf.Fixed, tyro.conf.Suppress]
     d_model: int  # width
     n_layer: int  # scan blocks; attention gets half as many blocks, each with an MLP
     train: TrainConfig
     dropout: float = 0.0  # only in models with an MLP, so not in Longhorn and Mamba
-    data: str = field(
-        default="stdlib", metadata={"place": True}
-    )  # as for `prepare`; "": the user has to name it
+    # as for `prepare`; "": the user has to name it
+    data: str = field(default="stdlib", metadata={"place": True})
     tokenizer: str = "bytes"  # or gpt2, or gpt2:FOLDER to work offline
     val: int | None = None  # held-out tokens to use, spread over the text; None: all
     fraction: float = VAL_PART  # share of `data` that is held out

@@ -129,9 +129,8 @@ class RecallConfig:
     warmup: int = 25  # steps, then half a cosine to 0
     lrs: tuple = (0.01, 0.03, 0.1, 0.3, 1.0)  # learning rates, all tried for every model
     search_seeds: tuple = (100, 101, 102)  # choose the rate; () with a single rate
-    seeds: tuple = tuple(
-        range(5, 13)
-    )  # judged: of data and initial weights, the same for every model
+    # judged: of data and initial weights, the same for every model
+    seeds: tuple = tuple(range(5, 13))
     test_streams: int = 128  # per number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32)  # numbers of pairs to test with
     points: int = 30  # of a training curve; each is a mean over steps

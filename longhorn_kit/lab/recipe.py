@@ -41,9 +41,8 @@ class Recipe:
     ema: float = 0.0  # decay of the averaged weights, which are then the result; 0: none
     precision: str = "no"  # "no" (float32) or "bf16" (autocast)
     compile: bool = False  # torch.compile every block
-    sharding: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = (
-        "auto"  # with several processes; auto: ddp
-    )
+    # with several processes; auto: ddp
+    sharding: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     checkpoint_blocks: bool = False  # compute the activations of a block again in the backward pass
     seed: int = 0  # seed of data order and dropout, not of initial weights
     cpu: bool = False  # stay on the CPU

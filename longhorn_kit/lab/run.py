@@ -50,14 +50,12 @@ class Experiment:
 
     name: str
     presets: dict  # scale -> frozen dataclass of settings
-    jobs: Callable[
-        [object, "Results"], Iterable[dict]
-    ]  # settings of jobs, most urgent first; may read results
+    # settings of jobs, most urgent first; may read results
+    jobs: Callable[[object, "Results"], Iterable[dict]]
     run_job: Callable[[dict, Path], dict]  # settings, job folder -> metrics; may resume there
     summarize: Callable[[object, "Results"], dict]  # input of judges, tables and figures
-    later: Callable[[object, "Results"], Iterable[dict]] = (
-        lambda config, results: ()
-    )  # waiting for results
+    # waiting for results
+    later: Callable[[object, "Results"], Iterable[dict]] = lambda config, results: ()
 
     def config(self, scale: str, **overrides: Any) -> Any:  # fields of the preset to change
         "Return the settings of a scale; ValueError if the scale is unknown."

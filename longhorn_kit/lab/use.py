@@ -126,20 +126,17 @@ NoDefault = Annotated[
 class Generate:
     "Continue a prompt with a trained model, token by token."
 
-    checkpoint: tyro.conf.Positional[
-        str
-    ]  # folder of a trained model, its training run or an export
+    # folder of a trained model, its training run or an export
+    checkpoint: tyro.conf.Positional[str]
     prompt: str = "The "  # text to continue; - reads it from standard input
     tokens: int = 200  # tokens to add
     temperature: float = 1.0  # 0: always the most probable token
     top_k: NoDefault[int] = None  # draw from the k most probable tokens; by default from all
-    top_p: NoDefault[float] = (
-        None  # draw from the smallest set with this probability; by default from all
-    )
+    # draw from the smallest set with this probability; by default from all
+    top_p: NoDefault[float] = None
     seed: int = 0  # same seed, same text
-    tokenizer: NoDefault[str] = (
-        None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
-    )
+    # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+    tokenizer: NoDefault[str] = None
 
     def __call__(self):
         folder = model_folder(self.checkpoint)
@@ -177,21 +174,18 @@ def evaluate_from(o: Any, folder: Path, path: Path) -> None:
 class Eval:
     "Score a checkpoint on tasks of lm-eval (needs the extra eval)."
 
-    tasks: tuple[
-        str, ...
-    ]  # lm-eval's names; recall: the six recall-intensive sets; downstream: perplexities
+    # lm-eval's names; recall: the six recall-intensive sets; downstream: perplexities
+    tasks: tuple[str, ...]
     model: str  # folder of a trained model, of its training run, or of transformers
-    read: Literal["once", "twice", "both"] = (
-        "once"  # twice: the model reads every context two times
-    )
+    # twice: the model reads every context two times
+    read: Literal["once", "twice", "both"] = "once"
     shots: NoDefault[int] = None  # examples before each question; by default the task's number
     limit: NoDefault[int] = None  # documents per task; by default all
     include: NoDefault[str] = None  # folder with further tasks; by default none
     context: int = 8192  # longest context in tokens; a longer one loses its start
     batch_size: int = 1  # requests at a time
-    tokenizer: NoDefault[str] = (
-        None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
-    )
+    # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+    tokenizer: NoDefault[str] = None
     out: NoDefault[str] = None  # JSON file of the results; by default in the model's folder
 
     def __call__(self):
@@ -217,9 +211,8 @@ class Export:
 
     checkpoint: tyro.conf.Positional[str]  # folder of a trained model or its training run
     folder: tyro.conf.Positional[str]  # where to write
-    tokenizer: NoDefault[str] = (
-        None  # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
-    )
+    # bytes, gpt2 or gpt2:FOLDER; by default the one used in training
+    tokenizer: NoDefault[str] = None
     context: int = 8192  # tokens that other tools may pass to the model at once
 
     def __call__(self):
