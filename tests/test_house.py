@@ -137,6 +137,11 @@ def test_imports_go_one_way_and_in_no_circle():
     assert left == {}
 
 
+def test_only_pages_use_the_module_of_their_figures():
+    assert "plots" in imports()
+    assert [name for name, found in imports().items() if "plots" in found] == []
+
+
 @pytest.mark.parametrize("mechanism", ONE_PLACE)
 def test_a_mechanism_stands_in_one_place(mechanism):
     assert (
