@@ -24,7 +24,7 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
 exclude_patterns = ["**.ipynb_checkpoints"]
 add_module_names = toc_object_entries = False
-smartquotes_action = "qe"  # no dashes: `--plan` stays what is typed
+smartquotes_action = "qe"  # no dashes: `--steps` stays what is typed
 maximum_signature_line_length = 84
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3

@@ -568,7 +568,7 @@ def known(kind: str, name: str, names: Iterable[str]) -> None:
 
 # %% ../nbs/machine/cli.ipynb #cli-037
 def train_from(options) -> None:
-    "Train with the preset's values and the flags given; with --plan, print the cost instead."
+    "Train with the preset's values and the flags given."
     from longhorn_kit.lab.language_training import train_lm
     from longhorn_kit.lab.presets import LM_PRESETS
     from longhorn_kit.models import MIXERS
@@ -578,47 +578,28 @@ def train_from(options) -> None:
     overrides = changed(options.settings, preset) | changed(options.settings.train, preset.train)
     overrides.pop("train", None)
     data = overrides.pop("data", None)
-    machine = {
-        name: getattr(options, name) for name in MACHINE if getattr(options, name) is not None
-    }
     layer = {}
     for name in LAYER:
         value = getattr(options, name)
         if value is not None and value is not False:
             layer[name] = value
-    if options.plan:
-        from longhorn_kit.lab.planner import plan_text
-
-        parts = overrides.get("gradient_accumulation_steps")
-        print(
-            plan_text(
-                options.settings, options.mixer, options=layer, micro_batches=parts, **machine
-            )
-        )
-    elif not options.out:
+    if not options.out:
         raise UsageError("--out FOLDER is missing: the folder of the run")
-    elif machine:
-        raise UsageError(
-            f"--{', --'.join(machine)} belong to --plan; several GPUs train with "
-            "`torchrun --nproc-per-node N --no-python longhorn train-lm ...`"
-        )
-    else:
-        start = str(model_folder(options.init_from)) if options.init_from else ""
-        train_lm(
-            options.preset,
-            options.mixer,
-            data,
-            options.out,
-            options.text_column,
-            options.verify,
-            layer,
-            start,
-            **overrides,
-        )
+    start = str(model_folder(options.init_from)) if options.init_from else ""
+    train_lm(
+        options.preset,
+        options.mixer,
+        data,
+        options.out,
+        options.text_column,
+        options.verify,
+        layer,
+        start,
+        **overrides,
+    )
 
 
 LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm")  # flags that are options of mixers
-MACHINE = ("gpus", "gpu", "network")
 
 # %% ../nbs/machine/cli.ipynb #cli-039
 @dataclass
@@ -628,7 +609,7 @@ class TrainLM(Generic[S]):
     --preset NAME --help shows its values."""
 
     preset: str  # a name that --help lists
-    out: NoDefault[str] = None  # folder of the run; --plan needs none
+    out: str  # folder of the run
     mixer: str = "longhorn"  # a name that --help lists
     text_column: str = "text"  # name of the field with the text, in .jsonl, .parquet and hf:NAME
     verify: bool = False  # compare all prepared tokens with their SHA-256, not only samples
@@ -639,10 +620,6 @@ class TrainLM(Generic[S]):
     n_heads: NoDefault[int] = None  # heads of a mixer that has them; by default its own number
     key_norm: bool = False  # give the keys of Longhorn one learnt length
     init_from: str = ""  # start from these weights: a run of train-lm or a model's folder
-    plan: bool = False  # train nothing: print memory, tokens per second and hours
-    gpus: NoDefault[int] = None  # with --plan: how many; by default one
-    gpu: NoDefault[str] = None  # with --plan: NVIDIA H200 (default) or NVIDIA H100
-    network: NoDefault[float] = None  # with --plan: GB/s per GPU between nodes; by default 40
     settings: Settings = field(default=NoSettings(), kw_only=True)
 
     interrupted = "interrupted; the same command resumes from the last checkpoint"

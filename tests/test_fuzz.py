@@ -164,14 +164,13 @@ def base_commands(folder):
             "--batch-size",
             "600",
         ],
-        ["train-lm", "--preset", "owt-120m", "--plan"],
         ["claims", "--out", "{out}"],
     ]
 
 
 FLAGS = {
     "train-lm": "steps batch-size context d-model n-layer gradient-accumulation-steps lr min-lr-ratio warmup weight-decay beta1 beta2 clip ema precision seed "
-    "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer gpus gpu network sharding decay out",
+    "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer sharding decay out",
     "prepare": "tokenizer val fraction text-column workers limit tokens cache",
     "generate": "prompt tokens temperature top-k top-p seed tokenizer",
     "export": "tokenizer context",

@@ -365,9 +365,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
     ):
         with pytest.raises(ValueError, match=f"holds a run {differs}"):
             again(**changes)
-    assert (
-        read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
-    )  # the planner reads it
+    assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
 
 
 @pytest.fixture

@@ -27,14 +27,9 @@ from longhorn_kit.lab.data import (
     get_tokenizer,
     matching_files,
 )
+from .memory_check import check_memory
 from .presets import LMPreset, find_preset, model_config, override
-from longhorn_kit.lab.processes import (
-    check_launcher,
-    check_memory,
-    is_main_process,
-    make_accelerator,
-    together,
-)
+from .processes import check_launcher, is_main_process, make_accelerator, together
 from .recipe import TrainConfig, evaluate
 from .trackers import check_tracker
 from .training import train

@@ -32,7 +32,8 @@ from longhorn_kit.lab.images import (
     open_part,
     transforms,
 )
-from .processes import check_memory, is_main_process, make_accelerator, together
+from .memory_check import check_memory
+from .processes import is_main_process, make_accelerator, together
 from .recipe import LARGEST, LossOnly, Recipe
 from .trackers import check_tracker
 from .training import train
