@@ -164,7 +164,7 @@ def copy_embedded(html: str, path: Path, files: set) -> None:
 
 def with_elements(output: dict) -> dict:
     "Return an output with the pictures of the kit as SVG elements: their text can be searched, their colours follow the page."
-    from longhorn_kit.lab.forest import inline
+    from longhorn_kit.lab.claims.forest import inline
 
     data = output.get("data", {})
     if "text/html" not in data:
@@ -526,7 +526,7 @@ def film() -> str:
 
 def front_files() -> dict:
     "Name of each picture in docs/static: its SVG, drawn from the ledger, and the film."
-    from longhorn_kit.lab.front import findings, picture
+    from longhorn_kit.lab.claims.front import findings, picture
 
     found = findings()
     return {
@@ -555,8 +555,8 @@ def from_root(markdown: str) -> str:
 
 def readme_blocks() -> dict:
     "Mark of each block of the README that is made: its text."
-    from longhorn_kit.lab.front import findings, findings_markdown, reproduced, speed, users
-    from longhorn_kit.lab.ledger import measured_minutes
+    from longhorn_kit.lab.claims.front import findings, findings_markdown, reproduced, speed, users
+    from longhorn_kit.lab.claims.ledger import measured_minutes
 
     rows = from_root(index_cell("index-008")["source"])
     found = from_root(index_cell("index-010")["source"])

@@ -28,20 +28,8 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union
 
 import tyro
-
-from . import __version__
 from .extras import pip_command
-from longhorn_kit.lab.claims import (
-    PLATFORM,
-    SCALES,
-    Claim,
-    all_claims,
-    find_claim,
-    find_experiment,
-    runnable,
-    suggest,
-)
-from longhorn_kit.lab.ledger import (
+from longhorn_kit.lab.claims.ledger import (
     cells,
     ledger,
     ledger_json,
@@ -50,6 +38,16 @@ from longhorn_kit.lab.ledger import (
     measured_minutes,
     read_outcomes,
     reason,
+)
+from longhorn_kit.lab.claims.registry import (
+    PLATFORM,
+    SCALES,
+    Claim,
+    all_claims,
+    find_claim,
+    find_experiment,
+    runnable,
+    suggest,
 )
 from longhorn_kit.lab.use import (
     Eval,
@@ -61,6 +59,8 @@ from longhorn_kit.lab.use import (
     writable_folder,
 )
 from .records import in_one_line, plural, readable, to_plain, warn
+
+from . import __version__
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
@@ -167,7 +167,7 @@ class Claims:
             warn(f"there is no folder {self.out}; only recorded runs are shown")
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
         if self.logbook:
-            from longhorn_kit.lab.logbook import write_logbook
+            from longhorn_kit.lab.claims.logbook import write_logbook
 
             folder = write_logbook(rows, self.logbook)
             return print(f"written: {folder}; trackio logbook serve {folder} shows it")
@@ -251,9 +251,8 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
     def on_estimate(found):
         if printed or not (found.jobs or waiting):
             return
-        from tqdm import tqdm
-
         from longhorn_kit.lab.run import roughly
+        from tqdm import tqdm
 
         recorded = 60 * claim.minutes.get(options.scale, 0)
         pace = found.whole / recorded if recorded else 0.0
@@ -281,7 +280,7 @@ def run_claim(
     later: tuple = (),  # claims to run next
 ) -> None:
     "Run one claim, or find that it is done, and print its verdict."
-    from longhorn_kit.lab.report import duration, rows_of
+    from longhorn_kit.lab.claims.report import duration, rows_of
     from longhorn_kit.lab.run import finished, run
 
     if command := recipe(claim, options.scale):
@@ -476,7 +475,7 @@ class Reproduce(Generic[S]):
         self, out: Path, later: tuple[Claim, ...] = ()
     ) -> Path:  # later: claims that run next
         "Write the page about every finished run in the folder."
-        from longhorn_kit.lab.report import write_report
+        from longhorn_kit.lab.claims.report import write_report
 
         names = [claim.name for claim in later]
         return write_report(finished_records(out), out / "report.html", ledger(out), names)
@@ -502,7 +501,7 @@ class Prepare:
     interrupted = "interrupted; what was prepared is kept, and the same command resumes"
 
     def __call__(self):
-        from longhorn_kit.lab.corpus import prepare
+        from longhorn_kit.lab.data.corpus import prepare
 
         corpus = prepare(**vars(self))
         for part, name in (("train", "to train on"), ("val", "held out")):
@@ -525,7 +524,7 @@ class HoldOut:
     least: int = 16384  # bytes of a long document
 
     def __call__(self):
-        from longhorn_kit.lab.data import hold_out_long
+        from longhorn_kit.lab.data.text import hold_out_long
 
         for name, (documents, size) in hold_out_long(**vars(self)).items():
             print(
@@ -547,7 +546,7 @@ class Retrain:
     other_text: bool = False  # train on a text that is not the record's
 
     def __call__(self):
-        from longhorn_kit.lab.retrain import retrain
+        from longhorn_kit.lab.experiments.retrain import retrain
 
         found = retrain(**vars(self))
         print(
@@ -569,8 +568,9 @@ def known(kind: str, name: str, names: Iterable[str]) -> None:
 # %% ../nbs/machine/cli.ipynb #cli-037
 def train_from(options) -> None:
     "Train with the preset's values and the flags given."
-    from longhorn_kit.lab.language_training import train_lm
-    from longhorn_kit.lab.presets import LM_PRESETS
+    from longhorn_kit.lab.train.lm import train_lm
+    from longhorn_kit.lab.train.presets import LM_PRESETS
+
     from longhorn_kit.models import MIXERS
 
     known("mixer", options.mixer, MIXERS)
@@ -627,7 +627,8 @@ class TrainLM(Generic[S]):
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the preset that is named, or of any; and presets and mixers, for the help."
-        from longhorn_kit.lab.presets import LM_PRESETS, listed, of_any_preset, override
+        from longhorn_kit.lab.train.presets import LM_PRESETS, listed, of_any_preset, override
+
         from longhorn_kit.models import MIXERS
 
         more = f"{listed(LM_PRESETS)}\n\nMixers: {', '.join(MIXERS)}"
@@ -653,10 +654,10 @@ class TrainVision(Generic[S]):
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the preset that is named, or of any; and the presets, for the help."
-        from longhorn_kit.lab.presets import listed, of_any_preset
+        from longhorn_kit.lab.train.presets import listed, of_any_preset
 
         try:
-            from longhorn_kit.lab.vision_training import VISION_PRESETS
+            from longhorn_kit.lab.train.vision import VISION_PRESETS
         except ModuleNotFoundError:
             if not {"-h", "--help"} & set(argv):
                 raise
@@ -670,8 +671,8 @@ class TrainVision(Generic[S]):
         return VISION_PRESETS[name].config, listed(VISION_PRESETS)
 
     def __call__(self):
-        from longhorn_kit.lab.processes import is_main_process
-        from longhorn_kit.lab.vision_training import VISION_PRESETS, train_vision
+        from longhorn_kit.lab.distributed import is_main_process
+        from longhorn_kit.lab.train.vision import VISION_PRESETS, train_vision
 
         found = train_vision(
             self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config)
@@ -707,8 +708,8 @@ class EvalVision:
     cpu: bool = False  # stay on the CPU
 
     def __call__(self):
-        from longhorn_kit.lab.processes import is_main_process
-        from longhorn_kit.lab.vision_training import eval_vision
+        from longhorn_kit.lab.distributed import is_main_process
+        from longhorn_kit.lab.train.vision import eval_vision
 
         found = eval_vision(
             self.model, self.data, self.img_size, self.batch_size, self.workers, self.cpu
@@ -798,7 +799,7 @@ def agreed(function: Callable, *arguments: Any) -> Any:
     "Call a function; if it fails in one of several processes it fails in all, so that none waits for another."
     if not several_processes():
         return function(*arguments)
-    from longhorn_kit.lab.processes import together
+    from longhorn_kit.lab.distributed import together
 
     with together():
         return function(*arguments)
@@ -824,7 +825,7 @@ def main(
             with sigterm_interrupts():
                 command()
             if several_processes():
-                from longhorn_kit.lab.processes import leave
+                from longhorn_kit.lab.distributed import leave
 
                 atexit.register(leave)
         sys.stdout.flush()

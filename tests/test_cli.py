@@ -14,16 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from longhorn_kit.lab.run import Estimate, Here
+from longhorn_kit.lab.train.presets import LM_PRESETS, LMPreset
+from longhorn_kit.lab.train.recipe import TrainConfig
+from longhorn_kit.lab.train.vision import VISION_PRESETS, VisionConfig
+from longhorn_kit.records import read_jsonl, read_record
 
 import fakes
 from longhorn_kit import __version__, cli
-from longhorn_kit.lab import claims, use
-from longhorn_kit.lab.presets import LM_PRESETS, LMPreset
-from longhorn_kit.lab.recipe import TrainConfig
-from longhorn_kit.lab.run import Estimate, Here
-from longhorn_kit.lab.vision_training import VISION_PRESETS, VisionConfig
+from longhorn_kit.lab import use
+from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.models import MIXERS, SequenceLM
-from longhorn_kit.records import read_jsonl, read_record
 from sweep import slow_case
 
 LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
@@ -38,7 +39,7 @@ def here(monkeypatch, tmp_path):
         fakes.claim("idle", module=None, compare=None, minutes={}),
     ]
     monkeypatch.setattr(claims, "CLAIMS", rows)
-    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: None)
+    monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: None)
     monkeypatch.setattr("longhorn_kit.lab.run.engine_for", lambda *_: Here())
     fakes.calls.clear()
     fakes.errors.clear()
@@ -482,7 +483,7 @@ STOPPED = """
 import sys
 import fakes, toy
 from longhorn_kit import cli
-from longhorn_kit.lab import claims
+from longhorn_kit.lab.claims import registry as claims
 if __name__ == "__main__":
     claims.CLAIMS = [fakes.claim("toy", module="toy")]
     sys.exit(cli.main(["reproduce", "toy", "--workers", "2", "--pause", "0.5"]))
@@ -604,9 +605,9 @@ def test_generate_prints_prompt_and_text_and_repeats_with_a_seed(model, capsys):
 
 def test_generate_agrees_with_the_model(model, capsys):
     import torch
+    from longhorn_kit.lab.claims.report import readable
+    from longhorn_kit.lab.data.text import get_tokenizer
 
-    from longhorn_kit.lab.data import get_tokenizer
-    from longhorn_kit.lab.report import readable
     from longhorn_kit.models import SequenceLM
 
     cli.main(["generate", str(model), "--prompt", "abc", "--tokens", "12", "--temperature", "0"])
@@ -741,7 +742,7 @@ def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
 def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_are_no_text(
     data, text
 ):
-    from longhorn_kit.lab.data import get_tokenizer
+    from longhorn_kit.lab.data.text import get_tokenizer
 
     pieces = []
     use.stream_text(data, get_tokenizer("bytes"), pieces.append)
@@ -1051,8 +1052,7 @@ def test_too_little_memory_is_one_sentence(error):
 def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
     given = {}
     monkeypatch.setattr(
-        "longhorn_kit.lab.language_training.train_lm",
-        lambda *words, **options: given.update(options),
+        "longhorn_kit.lab.train.lm.train_lm", lambda *words, **options: given.update(options)
     )
     assert (
         cli.main(
@@ -1092,8 +1092,7 @@ def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_p
     for name in ("config.json", "model.safetensors"):
         (model / name).touch()
     monkeypatch.setattr(
-        "longhorn_kit.lab.language_training.train_lm",
-        lambda *words, **options: given.append(words[6:]),
+        "longhorn_kit.lab.train.lm.train_lm", lambda *words, **options: given.append(words[6:])
     )
     words = ["train-lm", "--preset", "laptop", "--out", "o"]
     assert cli.main(words) == 0

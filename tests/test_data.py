@@ -13,11 +13,8 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from longhorn_kit import cli
-from longhorn_kit.lab import data
-from longhorn_kit.lab.corpus import prepare
-from longhorn_kit.lab.data import (
+from longhorn_kit.lab.data.corpus import prepare
+from longhorn_kit.lab.data.text import (
     SEPARATOR,
     Sampler,
     embedded_corpus_hash,
@@ -30,7 +27,10 @@ from longhorn_kit.lab.data import (
     load_documents,
     pieces_of,
 )
-from longhorn_kit.lab.language_training import open_texts
+from longhorn_kit.lab.train.lm import open_texts
+
+from longhorn_kit import cli
+from longhorn_kit.lab.data import text as data
 
 
 def documents(n, words=30):

@@ -17,10 +17,10 @@ import traceback
 import numpy as np
 import pytest
 import torch
+from longhorn_kit.models.mixer import build_mixer
 
 from longhorn_kit import cli
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
-from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import causal_conv1d, longhorn_scan, longhorn_step
 
 PART = 40
@@ -118,7 +118,7 @@ def place(tmp_path_factory):
     (folder / "text.txt").write_text("The cat sat on the mat. A dog sees a bird.\n\n" * 400)
     (folder / "text.jsonl").write_text('{"text": "one two three"}\n' * 300)
     torch.manual_seed(0)
-    from longhorn_kit.lab.language_training import save_lm
+    from longhorn_kit.lab.train.lm import save_lm
 
     save_lm(SequenceLM(LMConfig(256, 16, 1, "longhorn")), "bytes", folder / "model")
     return folder

@@ -21,12 +21,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from longhorn_kit import cli
-from longhorn_kit.lab import evaluation, language, language_training, presets, training
-from longhorn_kit.lab.claims import outcomes
-from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
-from longhorn_kit.lab.language import (
+from longhorn_kit.lab.claims.registry import outcomes
+from longhorn_kit.lab.data.text import VAL_PART, ByteTokenizer
+from longhorn_kit.lab.distributed import TrainingDiverged
+from longhorn_kit.lab.experiments.language import (
     EXPERIMENT,
     LAPTOP,
     MAIN,
@@ -45,7 +43,8 @@ from longhorn_kit.lab.language import (
     trigram,
     write_text,
 )
-from longhorn_kit.lab.language_training import (
+from longhorn_kit.lab.run import Results, run
+from longhorn_kit.lab.train.lm import (
     held_out_losses,
     new_model,
     open_texts,
@@ -53,14 +52,18 @@ from longhorn_kit.lab.language_training import (
     train_lm,
     trained_tokenizer,
 )
-from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
-from longhorn_kit.lab.processes import TrainingDiverged
-from longhorn_kit.lab.recipe import TrainConfig, learning_rate
-from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.training import train
-from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
+from longhorn_kit.lab.train.loop import train
+from longhorn_kit.lab.train.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
+from longhorn_kit.lab.train.recipe import TrainConfig, learning_rate
 from longhorn_kit.models.lm import count_parameters
 from longhorn_kit.records import read_json, read_record
+
+from longhorn_kit import cli
+from longhorn_kit.lab.experiments import evaluation, language
+from longhorn_kit.lab.train import lm as language_training
+from longhorn_kit.lab.train import loop as training
+from longhorn_kit.lab.train import presets
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
 from mixers import every_family
 from test_corpus import characters
 

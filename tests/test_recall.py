@@ -7,9 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from longhorn_kit.lab import claims, recall
-from longhorn_kit.lab.recall import (
+from longhorn_kit.lab.claims.stats import WORDS
+from longhorn_kit.lab.experiments.recall import (
     EXPERIMENT,
     MEMORIES,
     WRITES,
@@ -22,8 +21,10 @@ from longhorn_kit.lab.recall import (
     train_recall,
 )
 from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.stats import WORDS
 from longhorn_kit.records import read_record
+
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.experiments import recall
 
 pytestmark = pytest.mark.numeric
 

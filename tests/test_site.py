@@ -356,7 +356,7 @@ def test_the_film_of_the_front_page_moves_and_can_be_read_on_a_dark_page():
 
 
 def test_front_page_is_what_the_ledger_says_now():
-    from longhorn_kit.lab.front import (
+    from longhorn_kit.lab.claims.front import (
         FRONT,
         findings,
         findings_html,
@@ -666,13 +666,13 @@ def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site,
         pytest.param(
             "all pages",
             "learning rate warm cosine",
-            "longhorn_kit.lab.recipe.lr_at",
+            "longhorn_kit.lab.train.recipe.lr_at",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             "all pages",
             "compile block",
-            "longhorn_kit.lab.recipe.compile_blocks",
+            "longhorn_kit.lab.train.recipe.compile_blocks",
             marks=pytest.mark.slow,
         ),
         pytest.param(

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-
 from longhorn_kit.scan.op import longhorn_scan
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
@@ -141,7 +140,7 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
 
 
 def test_a_ragged_width_is_planned_like_the_next_whole_block():
-    from longhorn_kit.scan.triton_diagonal import diagonal_plan
+    from longhorn_kit.scan.triton.diagonal import diagonal_plan
 
     for direction in ("forward", "backward"):
         for D in (256, 2048, 4096, 16384):

@@ -20,14 +20,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file
-
-from layouts import Pool
-from longhorn_kit import cli
-from longhorn_kit.lab import images as images_module
-from longhorn_kit.lab import vision_training as lab
-from longhorn_kit.lab.images import (
+from longhorn_kit.lab.data.images import (
     Augmented,
     ImageBatches,
     Images,
@@ -36,7 +29,7 @@ from longhorn_kit.lab.images import (
     posterize,
     transforms,
 )
-from longhorn_kit.lab.vision_training import (
+from longhorn_kit.lab.train.vision import (
     VISION_PRESETS,
     eval_vision,
     make_model,
@@ -45,6 +38,13 @@ from longhorn_kit.lab.vision_training import (
 )
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import read_json, read_jsonl
+from PIL import Image
+from safetensors.torch import load_file
+
+from layouts import Pool
+from longhorn_kit import cli
+from longhorn_kit.lab.data import images as images_module
+from longhorn_kit.lab.train import vision as lab
 from sweep import slow_case
 
 

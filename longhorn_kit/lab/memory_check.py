@@ -10,8 +10,7 @@ from typing import Any
 
 import psutil  # which Accelerate needs
 import torch
-
-from .processes import distributed
+from .distributed import distributed
 
 # %% ../../nbs/machine/planner.ipynb #planner-check
 def check_memory(

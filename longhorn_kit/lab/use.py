@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
-
 from ..records import read_json, standing
 
 # %% ../../nbs/machine/use.ipynb #36_use-005
@@ -80,7 +79,7 @@ def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
 # %% ../../nbs/machine/use.ipynb #36_use-012
 def load_writer(folder: Path, tokenizer: str | None) -> tuple:
     "Return a model and its tokenizer; ValueError or OSError in one sentence."
-    from longhorn_kit.lab.evaluation import is_export, load_own, load_pair
+    from longhorn_kit.lab.experiments.evaluation import is_export, load_own, load_pair
 
     if not is_export(folder):
         return load_own(folder, tokenizer)
@@ -97,7 +96,6 @@ def load_writer(folder: Path, tokenizer: str | None) -> tuple:
 def generate_from(o: Any, folder: Path) -> None:
     "Print the prompt and its continuation, token by token."
     import torch
-
     from longhorn_kit.records import readable
 
     model, tokenizer = load_writer(folder, o.tokenizer)
@@ -154,8 +152,9 @@ class Generate:
 # %% ../../nbs/machine/use.ipynb #36_use-016
 def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     "Run the tasks, write the record and print its table."
-    from longhorn_kit.lab import evaluation
     from longhorn_kit.records import readable, write_json
+
+    from longhorn_kit.lab.experiments import evaluation
 
     names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
     options = {name: getattr(o, name) for name in names}
@@ -220,7 +219,7 @@ class Export:
         out = Path(self.folder)
         if out.exists() and out.resolve() == source.resolve():
             raise UsageError("the folder to write is the checkpoint itself")
-        from longhorn_kit.lab.evaluation import export_checkpoint
+        from longhorn_kit.lab.experiments.evaluation import export_checkpoint
 
         writable_folder(out.absolute().parent)
         export_checkpoint(source, out, self.tokenizer, self.context)

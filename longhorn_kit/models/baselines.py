@@ -11,10 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.library import custom_op
-
-from .memory import bias_apart, wide, with_product
 from longhorn_kit.models.mixer import (
     Device,
     Dtype,
@@ -26,9 +22,12 @@ from longhorn_kit.models.mixer import (
     register_mixer,
     start_with,
 )
+from .recompute import bias_apart, wide, with_product
 from ..scan.arguments import check_optional
 from ..scan.onnx import onnx_exporting
 from ..scan.op import selective_scan, selective_step
+from torch import Tensor, nn
+from torch.library import custom_op
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
 def time_step_bias(size: int) -> Tensor:  # (size,)

@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from .baselines import Attention, rotate, time_step_bias
-from .memory import convolve, product_dtype, weight_of, wide
 from longhorn_kit.models.mixer import (
     Mixer,
     ScanMixer,
@@ -26,9 +23,11 @@ from longhorn_kit.models.mixer import (
     register_mixer,
     start_with,
 )
+from .recompute import convolve, product_dtype, weight_of, wide
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
+from torch import Tensor, nn
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-007
 class MatrixCache(NamedTuple):

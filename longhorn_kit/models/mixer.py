@@ -17,10 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-
-from longhorn_kit.models.memory import (
+from longhorn_kit.models.recompute import (
     bias_apart,
     convolve,
     convolve_step,
@@ -47,6 +44,8 @@ from longhorn_kit.scan.op import (
     run_sequences,
 )
 from ..theory.closed_forms import effective_rate_from_logits
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-c
 Device = torch.device | str | None
@@ -510,7 +509,7 @@ def normalize_keys(k: Tensor, s: Tensor) -> Tensor:  # (..,N), (1,) -> (..,N)
     "Return `to_length(k, s)`, on a GPU from one kernel."
     if not kernels_run(k, s):
         return to_length(k, s)
-    from longhorn_kit.scan import triton_pointwise
+    from longhorn_kit.scan.triton import pointwise as triton_pointwise
 
     return triton_pointwise.to_length(k, s)
 

@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any, Literal  # noqa: F401
 
 import torch
+from ..compat import mend_torchvision
+from .files import model_card
+from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
+from .mixer import WIDE, CacheSlot, TextMask, pick_columns
+from .recompute import wide
+from ..records import readable
+from ..scan.arguments import check_cu_seqlens, check_integers
+from ..scan.triton.launch import unwatched
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from .. import __version__
-from ..compat import mend_torchvision
-from .files import model_card
-from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
-from .memory import wide
-from .mixer import WIDE, CacheSlot, TextMask, pick_columns
-from ..records import readable
-from ..scan.arguments import check_cu_seqlens, check_integers
-from ..scan.launch import unwatched
 
 mend_torchvision()
 try:

@@ -10,11 +10,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from .baselines import draw_time_steps
 from .lm import divide_weight
-from .memory import bias_apart, is_plain, wide
 from longhorn_kit.models.mixer import (
     Device,
     Dtype,
@@ -24,10 +21,12 @@ from longhorn_kit.models.mixer import (
     to_length,
     zero_bias,
 )
+from .recompute import bias_apart, is_plain, wide
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
+from torch import Tensor, nn
 
 # isort: split
 # after vision_timm: it mends torchvision, which timm imports

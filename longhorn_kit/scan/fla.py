@@ -14,9 +14,8 @@ from importlib import metadata
 from importlib.util import find_spec
 
 import torch
+from .triton.launch import resolved
 from torch import Tensor
-
-from .launch import resolved
 
 # %% ../../nbs/machine/fla.ipynb #fla-n06
 @functools.cache

@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-
 from longhorn_kit.scan.arguments import (
     ACTIVATIONS,
     HAS_TRITON,
@@ -33,10 +30,12 @@ from longhorn_kit.scan.arguments import (
     remember,
     shown,
 )
-from .launch import resolved, unwatched
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
 from .short_conv import causal_conv1d, causal_conv1d_step
+from .triton.launch import resolved, unwatched
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-004b
 def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)
@@ -51,7 +50,7 @@ def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)
         and HAS_TRITON
         and unwatched()
     ):
-        from longhorn_kit.scan.triton_portable import _last_contiguous
+        from longhorn_kit.scan.triton.portable import _last_contiguous
 
         rows.register_hook(
             lambda grad: (

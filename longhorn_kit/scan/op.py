@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from longhorn_kit.scan.arguments import (
     bounds_for_kernels,
     call_form,
@@ -40,6 +38,7 @@ from longhorn_kit.scan.reference import (
     skip_and_gate,
     widened,
 )
+from torch import Tensor
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-005
 FORMS = tuple(STEPS)
@@ -136,7 +135,7 @@ def _scan(
         backend = pick_backend(backend, *tensors)
         remember(call, backend, q)
     if known or backend == "triton":
-        from longhorn_kit.scan.triton_op import triton_scan
+        from longhorn_kit.scan.triton.op import triton_scan
 
         out = triton_scan(
             q,
@@ -258,7 +257,7 @@ def _step(
         backend = pick_backend(backend, *tensors)
         remember(call, backend, q_t)
     if backend == "triton" or (known and backend == "auto"):
-        from longhorn_kit.scan.triton_step import triton_step
+        from longhorn_kit.scan.triton.step import triton_step
 
         rule = form or s6_form(A, dt_softplus)
         return triton_step(rule, q_t, k_t, x_t, b_t, A, state, bias, D_skip, z_t, inplace, slots)

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from longhorn_kit.scan.arguments import (
     bounds_for_kernels,
     call_form,
@@ -30,6 +28,7 @@ from longhorn_kit.scan.arguments import (
 )
 from .op import run_sequences, step_slots
 from .reference import no_autocast, tied, widened
+from torch import Tensor
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
 CONV_BACKENDS = ("auto", "triton", "torch")
@@ -123,7 +122,7 @@ def causal_conv1d(
         remember(call, backend, x)
     weight = weight[:, 0] if weight.dim() == 3 else weight
     if known or backend == "triton":
-        from longhorn_kit.scan.triton_conv import triton_conv
+        from longhorn_kit.scan.triton.conv import triton_conv
 
         y, final = triton_conv(
             x,
@@ -186,7 +185,7 @@ def causal_conv1d_step(
         remember(call, backend, x_t)
     weight = weight[:, 0] if weight.dim() == 3 else weight
     if backend == "triton" or (known and backend == "auto"):
-        from longhorn_kit.scan.triton_conv import triton_conv_step
+        from longhorn_kit.scan.triton.conv import triton_conv_step
 
         return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
 
