@@ -175,6 +175,7 @@ def on_gpu(args):
             "bench.py: no GPU here; --device interpret runs the same code without times that mean anything"
         )
     import bench_gpu
+
     from longhorn_kit.records import commit_of_kit, version_of
 
     return bench_gpu.main(
@@ -241,6 +242,7 @@ def draw_record(
     "The roofline at the first shape that was timed, and times against T, B and N, as far as there are any."
     import matplotlib.pyplot as plt
     from floors import OF_FORM, draw_against, draw_roofline, plain_rows
+
     from longhorn_kit.plots import COLORS
 
     fig, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")

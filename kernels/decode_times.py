@@ -20,12 +20,12 @@ sys.path[:0] = [str(ROOT)]
 
 import torch
 import torch.nn.functional as F
+
+import longhorn_kit  # noqa: F401, sets the interpreter's variable where there is no GPU
 from longhorn_kit.records import environment, write_json
 from longhorn_kit.scan.op import longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, torch_conv
-
-import longhorn_kit  # noqa: F401, sets the interpreter's variable where there is no GPU
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))  # B, T, D

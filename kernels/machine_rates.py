@@ -195,6 +195,7 @@ def main(argv=None):
     import tempfile
 
     import torch
+
     from longhorn_kit.records import commit_of_kit, write_json
 
     args = parse(argv)

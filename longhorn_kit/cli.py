@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union
 
 import tyro
+
+from . import __version__
 from .extras import pip_command
 from longhorn_kit.lab.claims.ledger import (
     cells,
@@ -59,8 +61,6 @@ from longhorn_kit.lab.use import (
     writable_folder,
 )
 from .records import in_one_line, plural, readable, to_plain, warn
-
-from . import __version__
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
@@ -251,8 +251,9 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
     def on_estimate(found):
         if printed or not (found.jobs or waiting):
             return
-        from longhorn_kit.lab.run import roughly
         from tqdm import tqdm
+
+        from longhorn_kit.lab.run import roughly
 
         recorded = 60 * claim.minutes.get(options.scale, 0)
         pace = found.whole / recorded if recorded else 0.0
@@ -570,7 +571,6 @@ def train_from(options) -> None:
     "Train with the preset's values and the flags given."
     from longhorn_kit.lab.train.lm import train_lm
     from longhorn_kit.lab.train.presets import LM_PRESETS
-
     from longhorn_kit.models import MIXERS
 
     known("mixer", options.mixer, MIXERS)
@@ -628,7 +628,6 @@ class TrainLM(Generic[S]):
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the preset that is named, or of any; and presets and mixers, for the help."
         from longhorn_kit.lab.train.presets import LM_PRESETS, listed, of_any_preset, override
-
         from longhorn_kit.models import MIXERS
 
         more = f"{listed(LM_PRESETS)}\n\nMixers: {', '.join(MIXERS)}"

@@ -199,6 +199,7 @@ def intermediate(source, target, options):
 def launches(aot):
     "(case, launches, number of sequences, rows of a sequence): far more elements than 2^31, blocks x rows too."
     import torch
+
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
     from longhorn_kit.scan.triton.portable import clear_outside
     from longhorn_kit.scan.triton.step import launch_step

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.matrix import matrix_scan
 from longhorn_kit.scan.op import FORMS, longhorn_scan
-
 from longhorn_kit.scan.triton import op as triton_op
 from scan_cases import DEVICE
 from sweep import slow_case

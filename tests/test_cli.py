@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from longhorn_kit.lab.run import Estimate, Here
-from longhorn_kit.lab.train.presets import LM_PRESETS, LMPreset
-from longhorn_kit.lab.train.recipe import TrainConfig
-from longhorn_kit.lab.train.vision import VISION_PRESETS, VisionConfig
-from longhorn_kit.records import read_jsonl, read_record
 
 import fakes
 from longhorn_kit import __version__, cli
 from longhorn_kit.lab import use
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.run import Estimate, Here
+from longhorn_kit.lab.train.presets import LM_PRESETS, LMPreset
+from longhorn_kit.lab.train.recipe import TrainConfig
+from longhorn_kit.lab.train.vision import VISION_PRESETS, VisionConfig
 from longhorn_kit.models import MIXERS, SequenceLM
+from longhorn_kit.records import read_jsonl, read_record
 from sweep import slow_case
 
 LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
@@ -605,9 +605,9 @@ def test_generate_prints_prompt_and_text_and_repeats_with_a_seed(model, capsys):
 
 def test_generate_agrees_with_the_model(model, capsys):
     import torch
+
     from longhorn_kit.lab.claims.report import readable
     from longhorn_kit.lab.data.text import get_tokenizer
-
     from longhorn_kit.models import SequenceLM
 
     cli.main(["generate", str(model), "--prompt", "abc", "--tokens", "12", "--temperature", "0"])

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from longhorn_kit.records import read_json, read_jsonl
 
 from fakes import kills
 from layouts import free_port
 from longhorn_kit import cli
+from longhorn_kit.records import read_json, read_jsonl
 from sweep import slow_case
 
 ROOT = Path(__file__).parents[1]

@@ -16,13 +16,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import zstandard
-from longhorn_kit.lab.data.corpus import prepare
-from longhorn_kit.lab.data.text import SEPARATOR, load_documents
-from longhorn_kit.records import exclusive_lock, read_json
 
 from longhorn_kit import cli, records
 from longhorn_kit.lab.data import corpus
 from longhorn_kit.lab.data import text as data
+from longhorn_kit.lab.data.corpus import prepare
+from longhorn_kit.lab.data.text import SEPARATOR, load_documents
+from longhorn_kit.records import exclusive_lock, read_json
 from sweep import slow_case
 from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, write_records  # noqa: F401
 

@@ -13,6 +13,9 @@ import torch
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from longhorn_kit import cli
+from longhorn_kit.lab.data import text as data
 from longhorn_kit.lab.data.corpus import prepare
 from longhorn_kit.lab.data.text import (
     SEPARATOR,
@@ -28,9 +31,6 @@ from longhorn_kit.lab.data.text import (
     pieces_of,
 )
 from longhorn_kit.lab.train.lm import open_texts
-
-from longhorn_kit import cli
-from longhorn_kit.lab.data import text as data
 
 
 def documents(n, words=30):

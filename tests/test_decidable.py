@@ -9,15 +9,15 @@ from statistics import mean
 from types import SimpleNamespace
 
 import pytest
-from longhorn_kit.lab.claims.looks import QUESTIONS
-from longhorn_kit.lab.claims.one_pass_plan import GROUPS
-from longhorn_kit.lab.claims.registry import all_claims, find_claim, find_experiment, outcomes
-from longhorn_kit.records import read_record, to_plain
 
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import published
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.looks import QUESTIONS
+from longhorn_kit.lab.claims.one_pass_plan import GROUPS
+from longhorn_kit.lab.claims.registry import all_claims, find_claim, find_experiment, outcomes
 from longhorn_kit.lab.experiments import extrapolation, language, one_pass
+from longhorn_kit.records import read_record, to_plain
 from sweep import slow_case
 
 RECORDS = Path(__file__).parents[1] / "nbs/lab/results"

@@ -8,14 +8,14 @@ import sys
 
 import pytest
 import torch
+
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.op import FORMS, longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
-from longhorn_kit.scan.triton.step import triton_step
-
 from longhorn_kit.scan.triton import conv as triton_conv
 from longhorn_kit.scan.triton import step as step_module
+from longhorn_kit.scan.triton.step import triton_step
 from rounding import bound
 from scan_cases import DEVICE, captured, error
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from longhorn_kit.compat import NEEDS_TRITON, CellsWithoutTriton
-from longhorn_kit.extras import EXTRAS, PUBLISHED, need, pip_command
-from longhorn_kit.models.mixer import build_mixer
-from longhorn_kit.scan.op import FORMS, pick_backend
-from longhorn_kit.start import NEEDS
 from packaging.requirements import Requirement
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longhorn_kit import LMConfig, SequenceLM, __version__, longhorn_scan, longhorn_step
+from longhorn_kit.compat import NEEDS_TRITON, CellsWithoutTriton
+from longhorn_kit.extras import EXTRAS, PUBLISHED, need, pip_command
+from longhorn_kit.models.mixer import build_mixer
+from longhorn_kit.scan.op import FORMS, pick_backend
+from longhorn_kit.start import NEEDS
 from mixers import every_matrix, every_mixer
 from sweep import slow_case
 

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from longhorn_kit.lab.claims.ledger import ledger, ledger_html, ledger_text
-from longhorn_kit.lab.train.checkpoint import checkpoints, read_checkpoint
-from longhorn_kit.lab.train.lm import save_lm
 
 import fakes
 from longhorn_kit import cli, records
 from longhorn_kit.lab import run
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import ledger, ledger_html, ledger_text
 from longhorn_kit.lab.data import corpus
+from longhorn_kit.lab.train.checkpoint import checkpoints, read_checkpoint
+from longhorn_kit.lab.train.lm import save_lm
 from longhorn_kit.models import LMConfig, SequenceLM
 from test_corpus import sources
 from test_vision_training import filled

@@ -11,6 +11,10 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+
+from browser import CHROMIUM, Browser
+from colours import contrast
+from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.lab.claims.forest import both, forest, image, inline, legend, svg
 from longhorn_kit.lab.claims.front import (
     FRONT,
@@ -29,10 +33,6 @@ from longhorn_kit.lab.claims.front import (
 )
 from longhorn_kit.lab.claims.ledger import Row, ledger
 from longhorn_kit.lab.claims.stats import Comparison, judge, judge_ratios
-
-from browser import CHROMIUM, Browser
-from colours import contrast
-from longhorn_kit.lab.claims import registry as claims
 
 ROOT = Path(__file__).parents[1]
 LEADS = (0.021, 0.019, 0.020, 0.022)  # bits per byte, for the first side

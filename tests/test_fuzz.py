@@ -17,10 +17,10 @@ import traceback
 import numpy as np
 import pytest
 import torch
-from longhorn_kit.models.mixer import build_mixer
 
 from longhorn_kit import cli
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
+from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan import causal_conv1d, longhorn_scan, longhorn_step
 
 PART = 40

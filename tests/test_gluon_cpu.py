@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from longhorn_kit.scan.triton.gluon_cpu import gluon_on_cpu
-from longhorn_kit.scan.triton.selective import selective_plan
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -14,6 +12,8 @@ from longhorn_kit.scan.triton import diagonal as triton_diagonal
 from longhorn_kit.scan.triton import exact as triton_exact
 from longhorn_kit.scan.triton import exact_backward as triton_exact_backward
 from longhorn_kit.scan.triton import portable_backward as triton_portable_backward
+from longhorn_kit.scan.triton.gluon_cpu import gluon_on_cpu
+from longhorn_kit.scan.triton.selective import selective_plan
 from scan_cases import inputs, off, oracle
 from sweep import slow_case
 

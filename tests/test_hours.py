@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from longhorn_kit.lab.claims.hours import gpu_parts, hours_text, totals
 from longhorn_kit.records import read_json, write_json
 

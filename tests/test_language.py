@@ -21,9 +21,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from longhorn_kit import cli
 from longhorn_kit.lab.claims.registry import outcomes
 from longhorn_kit.lab.data.text import VAL_PART, ByteTokenizer
 from longhorn_kit.lab.distributed import TrainingDiverged
+from longhorn_kit.lab.experiments import evaluation, language
 from longhorn_kit.lab.experiments.language import (
     EXPERIMENT,
     LAPTOP,
@@ -44,6 +47,9 @@ from longhorn_kit.lab.experiments.language import (
     write_text,
 )
 from longhorn_kit.lab.run import Results, run
+from longhorn_kit.lab.train import lm as language_training
+from longhorn_kit.lab.train import loop as training
+from longhorn_kit.lab.train import presets
 from longhorn_kit.lab.train.lm import (
     held_out_losses,
     new_model,
@@ -55,15 +61,9 @@ from longhorn_kit.lab.train.lm import (
 from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
 from longhorn_kit.lab.train.recipe import TrainConfig, learning_rate
+from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
 from longhorn_kit.models.lm import count_parameters
 from longhorn_kit.records import read_json, read_record
-
-from longhorn_kit import cli
-from longhorn_kit.lab.experiments import evaluation, language
-from longhorn_kit.lab.train import lm as language_training
-from longhorn_kit.lab.train import loop as training
-from longhorn_kit.lab.train import presets
-from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
 from mixers import every_family
 from test_corpus import characters
 

@@ -14,17 +14,17 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+
+from layouts import Alone, Pool
 from longhorn_kit.lab.data.text import Sampler
 from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder
+from longhorn_kit.lab.train import checkpoint
+from longhorn_kit.lab.train import loop as training
 from longhorn_kit.lab.train.checkpoint import checkpoints
 from longhorn_kit.lab.train.lm import gather_full_model
 from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.recipe import evaluate
 from longhorn_kit.records import read_json, read_jsonl
-
-from layouts import Alone, Pool
-from longhorn_kit.lab.train import checkpoint
-from longhorn_kit.lab.train import loop as training
 from rounding import bound
 from sweep import slow_case
 from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves

@@ -9,6 +9,10 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+
+import fakes
+from longhorn_kit import cli
+from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.lab.claims.compare import contrast_rows, looks_of
 from longhorn_kit.lab.claims.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.claims.front import Finding, Shown, favours, front, leader
@@ -27,10 +31,6 @@ from longhorn_kit.lab.claims.ledger import (
 from longhorn_kit.lab.claims.one_pass_plan import models_of
 from longhorn_kit.lab.claims.stats import LEVEL, Comparison, Contrast, judge
 from longhorn_kit.records import read_record, records_root, write_record
-
-import fakes
-from longhorn_kit import cli
-from longhorn_kit.lab.claims import registry as claims
 from sweep import slow_case
 
 

@@ -4,14 +4,14 @@ import json
 import re
 
 import pytest
-from longhorn_kit.lab.claims.ledger import Row, ledger, ledger_json
-from longhorn_kit.lab.claims.logbook import write_logbook
-from longhorn_kit.lab.run import Here
-from longhorn_kit.records import check_folder
 
 import fakes
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import Row, ledger, ledger_json
+from longhorn_kit.lab.claims.logbook import write_logbook
+from longhorn_kit.lab.run import Here
+from longhorn_kit.records import check_folder
 
 # How Trackio 0.43 finds cells and the order of pages (trackio/logbook.py: CELL_RE, _link_order).
 CELL = re.compile(

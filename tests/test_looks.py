@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from longhorn_kit.lab.claims.looks import (
     ALL_MODELS,
     EXTRA,

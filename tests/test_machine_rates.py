@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from longhorn_kit.records import write_json
 
 ROOT = Path(__file__).parent.parent

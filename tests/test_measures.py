@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+
 from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.experiments import measures
 from longhorn_kit.lab.train.lm import Texts, new_model
+from longhorn_kit.models import LMConfig
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.theory.closed_forms import STEPS
 from longhorn_kit.theory.exact_vs_diagonal import transition_matrix
-
-from longhorn_kit.lab.experiments import measures
-from longhorn_kit.models import LMConfig
 from mixers import every_family, every_family_of_kit
 from sweep import slow_case
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 import pytest
-from longhorn_kit.lab.memory_check import check_memory
-from longhorn_kit.lab.train.recipe import Recipe
 
 from longhorn_kit.lab import memory_check
+from longhorn_kit.lab.memory_check import check_memory
+from longhorn_kit.lab.train.recipe import Recipe
 
 RECIPE = Recipe(cpu=True)
 GB = 10**9

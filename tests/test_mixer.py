@@ -12,6 +12,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch.nn.utils import prune
+
+from exported import assert_exported_equals_eager
+from longhorn_kit.models import MIXERS, Longhorn, lm
 from longhorn_kit.models.mixer import (
     Mixer,
     ScanCache,
@@ -21,10 +25,6 @@ from longhorn_kit.models.mixer import (
     to_length,
 )
 from longhorn_kit.models.recompute import is_plain
-from torch.nn.utils import prune
-
-from exported import assert_exported_equals_eager
-from longhorn_kit.models import MIXERS, Longhorn, lm
 from mixers import (
     FAMILIES,
     GROWING,

@@ -9,6 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chi2_contingency, chisquare
+
 from longhorn_kit.lab.claims.compare import (
     EXACT_PAIRS,
     MQAR_PAIRS,
@@ -17,6 +19,7 @@ from longhorn_kit.lab.claims.compare import (
     compare_states,
 )
 from longhorn_kit.lab.claims.stats import WORDS, judge
+from longhorn_kit.lab.experiments import mqar
 from longhorn_kit.lab.experiments.mqar import (
     EXPERIMENT,
     PARTS,
@@ -42,11 +45,8 @@ from longhorn_kit.lab.experiments.mqar import (
     train,
 )
 from longhorn_kit.lab.run import run
-from longhorn_kit.records import read_record, to_plain
-from scipy.stats import chi2_contingency, chisquare
-
-from longhorn_kit.lab.experiments import mqar
 from longhorn_kit.lab.train import fit
+from longhorn_kit.records import read_record, to_plain
 
 TINY = replace(
     PRESETS["laptop"],

@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+from longhorn_kit import cli
 from longhorn_kit.lab.claims.looks import LOOKS, rows_of_claim
 from longhorn_kit.lab.claims.one_pass_plan import (
     FIRST_PLAN,
@@ -20,6 +22,7 @@ from longhorn_kit.lab.claims.one_pass_plan import (
     tokens_saved,
 )
 from longhorn_kit.lab.claims.registry import find_claim, outcomes
+from longhorn_kit.lab.experiments import one_pass
 from longhorn_kit.lab.experiments.measures import load_arrays
 from longhorn_kit.lab.experiments.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
 from longhorn_kit.lab.experiments.retrain import (
@@ -34,11 +37,8 @@ from longhorn_kit.lab.experiments.retrain import (
 )
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.lab.train.lm import new_model, open_texts
-from longhorn_kit.records import read_record, to_plain, write_record
-
-from longhorn_kit import cli
-from longhorn_kit.lab.experiments import one_pass
 from longhorn_kit.models import LMConfig
+from longhorn_kit.records import read_record, to_plain, write_record
 
 TINY = dict(d_model=16, context=32, rows=8, points=4, rates=(1e-3, 1e-2, 1e-1))
 END = "\n<|endoftext|>\n"

@@ -22,11 +22,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from longhorn_kit.lab.claims.ledger import ledger
-from longhorn_kit.records import read_json
 
 from longhorn_kit.lab.claims import published as papers
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import ledger
+from longhorn_kit.records import read_json
 from test_site import build
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -396,6 +396,7 @@ def test_the_mixer_of_the_contributing_guide_works():
     import textwrap
 
     import torch
+
     from longhorn_kit.models.mixer import MIXERS
 
     code = re.search(

@@ -7,7 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.lab.claims.stats import WORDS
+from longhorn_kit.lab.experiments import recall
 from longhorn_kit.lab.experiments.recall import (
     EXPERIMENT,
     MEMORIES,
@@ -22,9 +25,6 @@ from longhorn_kit.lab.experiments.recall import (
 )
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record
-
-from longhorn_kit.lab.claims import registry as claims
-from longhorn_kit.lab.experiments import recall
 
 pytestmark = pytest.mark.numeric
 

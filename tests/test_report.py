@@ -7,12 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from longhorn_kit.lab.claims.ledger import ledger
-from longhorn_kit.records import write_record
 
 import fakes
 from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.lab.claims import report
+from longhorn_kit.lab.claims.ledger import ledger
+from longhorn_kit.records import write_record
 
 
 class Page(HTMLParser):

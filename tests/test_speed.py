@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from longhorn_kit.scan.op import longhorn_scan
 
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"

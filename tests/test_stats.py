@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats as reference
+
 from longhorn_kit.lab.claims.stats import (
     FLATTEST,
     LEVEL,
@@ -30,7 +32,6 @@ from longhorn_kit.lab.claims.stats import (
     spreads,
     verdict_table,
 )
-from scipy import stats as reference
 
 VALUES = st.lists(
     st.floats(-10, 10).map(lambda value: round(value, 3)), min_size=3, max_size=9

@@ -5,12 +5,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+
 from longhorn_kit.lab.claims.registry import find_claim
+from longhorn_kit.lab.experiments import throughput
 from longhorn_kit.lab.experiments.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record
-
-from longhorn_kit.lab.experiments import throughput
 from test_language import RECORDS
 
 FAST = dict(gpu=False, preset="laptop", tokens=1024, contexts=(1024,))

@@ -17,8 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+
+from longhorn_kit import records
 from longhorn_kit.lab.data.text import Sampler
 from longhorn_kit.lab.distributed import TrainingDiverged
+from longhorn_kit.lab.train import loop as training
 from longhorn_kit.lab.train.checkpoint import checkpoints, tidy
 from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.recipe import (
@@ -31,10 +35,6 @@ from longhorn_kit.lab.train.recipe import (
 )
 from longhorn_kit.models.recompute import chunked_cross_entropy
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
-from torch import nn
-
-from longhorn_kit import records
-from longhorn_kit.lab.train import loop as training
 
 CONFIG = TrainConfig(
     steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10

@@ -7,15 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
-from longhorn_kit.models.transformers import (
-    LonghornConfig,
-    LonghornForCausalLM,
-    LonghornForSequenceClassification,
-    from_transformers,
-    read_mask,
-    to_transformers,
-)
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +21,15 @@ from transformers import (
 )
 
 from longhorn_kit.models import LMConfig, SequenceLM
+from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
+from longhorn_kit.models.transformers import (
+    LonghornConfig,
+    LonghornForCausalLM,
+    LonghornForSequenceClassification,
+    from_transformers,
+    read_mask,
+    to_transformers,
+)
 from mixers import every_family, every_family_of_kit, every_mixer
 from sweep import slow_case
 
@@ -509,12 +509,12 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
 
 
 def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
-    from longhorn_kit.lab.data.text import get_tokenizer
-    from longhorn_kit.lab.experiments.evaluation import hf_tokenizer
-    from longhorn_kit.models.transformers import export_folder
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from longhorn_kit.lab.data.text import get_tokenizer
+    from longhorn_kit.lab.experiments.evaluation import hf_tokenizer
     from longhorn_kit.models import LMConfig, SequenceLM
+    from longhorn_kit.models.transformers import export_folder
 
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)

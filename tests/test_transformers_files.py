@@ -16,6 +16,9 @@ import torch
 from sweep import slow_case
 
 pytest.importorskip("transformers")
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from longhorn_kit import __version__
 from longhorn_kit.lab.data.text import get_tokenizer
 from longhorn_kit.lab.experiments.evaluation import (
     export_checkpoint,
@@ -24,6 +27,7 @@ from longhorn_kit.lab.experiments.evaluation import (
     load_pair,
 )
 from longhorn_kit.lab.train.lm import train_lm
+from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
 from longhorn_kit.models.transformers import (
     LonghornForCausalLM,
@@ -31,10 +35,6 @@ from longhorn_kit.models.transformers import (
     padding_note,
     to_transformers,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from longhorn_kit import __version__
-from longhorn_kit.models import LMConfig, SequenceLM
 from mixers import every_family, every_mixer
 
 WITHOUT_KIT = """

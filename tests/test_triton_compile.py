@@ -391,13 +391,12 @@ for _ in range(2):
 )
 def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
     "On a CPU, a shorter one, with the kernels' emulator."
-    from longhorn_kit.scan.triton.gluon_cpu import gluon_on_cpu
-
     from longhorn_kit.scan.triton import diagonal as triton_diagonal
     from longhorn_kit.scan.triton import exact as triton_exact
     from longhorn_kit.scan.triton import exact_backward as triton_exact_backward
     from longhorn_kit.scan.triton import op as triton_op
     from longhorn_kit.scan.triton import selective as triton_selective
+    from longhorn_kit.scan.triton.gluon_cpu import gluon_on_cpu
 
     if not triton_op.INTERPRETED:
         pytest.skip("the interpreter is for machines without a GPU")

@@ -11,10 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from longhorn_kit.scan.chunked import chunked_scan
-from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
-from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
-from longhorn_kit.scan.triton.pointwise import add_norm, to_length
 from torch._dynamo.testing import CompileCounter
 from torch._subclasses import FakeTensorMode
 from torch.export import Dim
@@ -23,7 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from layouts import Pool
+from longhorn_kit.scan.chunked import chunked_scan
+from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
+from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton import op as triton_op
+from longhorn_kit.scan.triton.pointwise import add_norm, to_length
 from scan_cases import (
     DEVICE,
     assert_close,

@@ -11,10 +11,10 @@ import venv
 from pathlib import Path
 
 import pytest
-from longhorn_kit.lab.train.loop import train
-from longhorn_kit.models.vision import VisionLonghorn
 
 import longhorn_kit
+from longhorn_kit.lab.train.loop import train
+from longhorn_kit.models.vision import VisionLonghorn
 
 ROOT = Path(__file__).parents[1]
 EXPLAINED = [getattr(longhorn_kit, name) for name in longhorn_kit.__all__ if name != "MIXERS"] + [

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 import torch
 from datasets import Value
+from PIL import Image
+
 from longhorn_kit.lab.claims.registry import outcomes
+from longhorn_kit.lab.experiments import vision as lab
 from longhorn_kit.lab.experiments.vision import (
     EXPERIMENT,
     MODELS,
@@ -21,9 +24,6 @@ from longhorn_kit.lab.experiments.vision import (
 )
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record, to_plain
-from PIL import Image
-
-from longhorn_kit.lab.experiments import vision as lab
 from test_vision_training import encoded, parquet
 
 PLAIN = Config(batch_size=8, pad=0, smoothing=0.0, cutmix=0.0)

@@ -20,6 +20,12 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from layouts import Pool
+from longhorn_kit import cli
+from longhorn_kit.lab.data import images as images_module
 from longhorn_kit.lab.data.images import (
     Augmented,
     ImageBatches,
@@ -29,6 +35,7 @@ from longhorn_kit.lab.data.images import (
     posterize,
     transforms,
 )
+from longhorn_kit.lab.train import vision as lab
 from longhorn_kit.lab.train.vision import (
     VISION_PRESETS,
     eval_vision,
@@ -38,13 +45,6 @@ from longhorn_kit.lab.train.vision import (
 )
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import read_json, read_jsonl
-from PIL import Image
-from safetensors.torch import load_file
-
-from layouts import Pool
-from longhorn_kit import cli
-from longhorn_kit.lab.data import images as images_module
-from longhorn_kit.lab.train import vision as lab
 from sweep import slow_case
 
 

@@ -15,14 +15,15 @@ likely reason is the instruction cache: in the backward, too, halving the loop's
 import sys
 
 import torch
-from longhorn_kit.scan.triton.diagonal import diagonal_forward, diagonal_plan
-from longhorn_kit.scan.triton.diagonal_forward import _rate, _tile_out
-from longhorn_kit.scan.triton.gluon import LOG2E, _stack8
 from shared import SHAPES, inputs
 from torch import empty
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.testing import do_bench
+
+from longhorn_kit.scan.triton.diagonal import diagonal_forward, diagonal_plan
+from longhorn_kit.scan.triton.diagonal_forward import _rate, _tile_out
+from longhorn_kit.scan.triton.gluon import LOG2E, _stack8
 
 CHUNK = gl.constexpr(16)
 

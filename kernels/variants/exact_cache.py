@@ -15,10 +15,10 @@ from unittest.mock import patch
 
 import torch
 import triton
-from longhorn_kit.records import commit_of_kit
 from shared import SHAPES, inputs
 from triton.testing import do_bench_cudagraph
 
+from longhorn_kit.records import commit_of_kit
 from longhorn_kit.scan.triton import exact as triton_exact
 
 SIZES = {

@@ -20,9 +20,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
+
 from .train.recipe import blocks_of
 from ..records import exclusive_lock
-from torch import nn
 
 # %% ../../nbs/machine/processes.ipynb #processes-006
 def check_launcher() -> None:

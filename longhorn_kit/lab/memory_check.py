@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil  # which Accelerate needs
 import torch
+
 from .distributed import distributed
 
 # %% ../../nbs/machine/planner.ipynb #planner-check

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
+
 from ..records import read_json, standing
 
 # %% ../../nbs/machine/use.ipynb #36_use-005
@@ -96,6 +97,7 @@ def load_writer(folder: Path, tokenizer: str | None) -> tuple:
 def generate_from(o: Any, folder: Path) -> None:
     "Print the prompt and its continuation, token by token."
     import torch
+
     from longhorn_kit.records import readable
 
     model, tokenizer = load_writer(folder, o.tokenizer)
@@ -152,9 +154,8 @@ class Generate:
 # %% ../../nbs/machine/use.ipynb #36_use-016
 def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     "Run the tasks, write the record and print its table."
-    from longhorn_kit.records import readable, write_json
-
     from longhorn_kit.lab.experiments import evaluation
+    from longhorn_kit.records import readable, write_json
 
     names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
     options = {name: getattr(o, name) for name in names}

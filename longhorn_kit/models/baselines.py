@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import custom_op
+
 from longhorn_kit.models.mixer import (
     Device,
     Dtype,
@@ -26,8 +29,6 @@ from .recompute import bias_apart, wide, with_product
 from ..scan.arguments import check_optional
 from ..scan.onnx import onnx_exporting
 from ..scan.op import selective_scan, selective_step
-from torch import Tensor, nn
-from torch.library import custom_op
 
 # %% ../../nbs/models/21_baselines.ipynb #21_baselines-010
 def time_step_bias(size: int) -> Tensor:  # (size,)

@@ -14,6 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from longhorn_kit.models.mixer import (
     CacheSlot,
     Device,
@@ -37,7 +39,6 @@ from longhorn_kit.models.recompute import (
 )
 from ..scan.arguments import documented, in_functorch, shown
 from ..scan.triton.launch import unwatched
-from torch import Tensor, nn
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from .baselines import Attention, rotate, time_step_bias
 from longhorn_kit.models.mixer import (
     Mixer,
@@ -27,7 +29,6 @@ from .recompute import convolve, product_dtype, weight_of, wide
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend
-from torch import Tensor, nn
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-007
 class MatrixCache(NamedTuple):

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
 from longhorn_kit.models.recompute import (
     bias_apart,
     convolve,
@@ -44,8 +47,6 @@ from longhorn_kit.scan.op import (
     run_sequences,
 )
 from ..theory.closed_forms import effective_rate_from_logits
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-c
 Device = torch.device | str | None

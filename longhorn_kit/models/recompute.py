@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.library import custom_op, register_autograd
+from torch.utils.checkpoint import checkpoint
+
 from ..scan.arguments import kernel_obstacle, transformed
 from ..scan.mamba import recomputed
 from ..scan.op import step_slots
 from ..scan.reference import knows_autocast
 from ..scan.short_conv import causal_conv1d, causal_conv1d_step
 from ..scan.triton.launch import in_eager
-from torch import Tensor, nn
-from torch.library import custom_op, register_autograd
-from torch.utils.checkpoint import checkpoint
 
 # %% ../../nbs/machine/memory.ipynb #memory-005
 def wide(t: Tensor) -> Tensor:

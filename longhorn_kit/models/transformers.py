@@ -19,6 +19,11 @@ from pathlib import Path
 from typing import Any, Literal  # noqa: F401
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
+
+from .. import __version__
 from ..compat import mend_torchvision
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
@@ -27,11 +32,6 @@ from .recompute import wide
 from ..records import readable
 from ..scan.arguments import check_cu_seqlens, check_integers
 from ..scan.triton.launch import unwatched
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-from torch.utils.checkpoint import checkpoint
-
-from .. import __version__
 
 mend_torchvision()
 try:

@@ -10,6 +10,8 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from .baselines import draw_time_steps
 from .lm import divide_weight
 from longhorn_kit.models.mixer import (
@@ -26,7 +28,6 @@ from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
-from torch import Tensor, nn
 
 # isort: split
 # after vision_timm: it mends torchvision, which timm imports

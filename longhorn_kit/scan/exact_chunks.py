@@ -7,8 +7,9 @@ __all__ = []
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-n04
 import torch
-from .triton.launch import unwatched
 from torch import Tensor
+
+from .triton.launch import unwatched
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-012
 def rate_and_slope(k: Tensor, v: Tensor):  # (T,B,N) keys, (T,B,D) step-size logits

@@ -14,8 +14,9 @@ from importlib import metadata
 from importlib.util import find_spec
 
 import torch
-from .triton.launch import resolved
 from torch import Tensor
+
+from .triton.launch import resolved
 
 # %% ../../nbs/machine/fla.ipynb #fla-n06
 @functools.cache

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
 from longhorn_kit.scan.arguments import (
     ACTIVATIONS,
     HAS_TRITON,
@@ -34,8 +37,6 @@ from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
 from .short_conv import causal_conv1d, causal_conv1d_step
 from .triton.launch import resolved, unwatched
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-004b
 def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)

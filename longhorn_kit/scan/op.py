@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from longhorn_kit.scan.arguments import (
     bounds_for_kernels,
     call_form,
@@ -38,7 +40,6 @@ from longhorn_kit.scan.reference import (
     skip_and_gate,
     widened,
 )
-from torch import Tensor
 
 # %% ../../nbs/scan/15_op.ipynb #15_op-005
 FORMS = tuple(STEPS)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from longhorn_kit.scan.arguments import (
     bounds_for_kernels,
     call_form,
@@ -28,7 +30,6 @@ from longhorn_kit.scan.arguments import (
 )
 from .op import run_sequences, step_slots
 from .reference import no_autocast, tied, widened
-from torch import Tensor
 
 # %% ../../nbs/scan/09_short_conv.ipynb #09_short_conv-009
 CONV_BACKENDS = ("auto", "triton", "torch")

@@ -14,9 +14,8 @@ from html import escape, unescape
 from pathlib import Path
 from textwrap import wrap
 
-from .stats import show
-
 import longhorn_kit
+from .stats import show
 
 # %% ../../../nbs/machine/forest.ipynb #39_forest-006
 COLOURS = {"holds": "--h", "does not hold": "--d"}  # CSS variable per verdict; all others are grey

@@ -15,15 +15,15 @@ from dataclasses import dataclass, replace
 from html import escape
 from textwrap import wrap
 
+from tabulate import tabulate
+
+from . import registry as claims
 from .compare import SHAPES, kernel_times
 from .forest import axis, both, mark, svg, text_at
 from .ledger import Row, ledger
 from .registry import PLATFORM
 from .stats import EQUAL
 from ...records import read_json, records_root
-from tabulate import tabulate
-
-from . import registry as claims
 
 # %% ../../../nbs/machine/front.ipynb #front-007
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from .forest import forest, inline
-from .registry import BASES, PLATFORM, SCALES, Claim, find_claim, outcomes
-from .stats import LEVEL, WORDS, Comparison, Judgement, effect, show
-from ...records import plural, read_record, records_root, to_plain
 from tabulate import tabulate
 
 import longhorn_kit
 from . import registry as claims
+from .forest import forest, inline
+from .registry import BASES, PLATFORM, SCALES, Claim, find_claim, outcomes
+from .stats import LEVEL, WORDS, Comparison, Judgement, effect, show
+from ...records import plural, read_record, records_root, to_plain
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-088
 @dataclass(frozen=True)

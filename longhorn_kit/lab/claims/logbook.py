@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from itertools import groupby
 from pathlib import Path
 
+from ... import __version__
 from longhorn_kit.lab.claims.ledger import (
     Row,
     by_claim,
@@ -23,8 +24,6 @@ from longhorn_kit.lab.claims.ledger import (
 )
 from .registry import Claim
 from ...records import atomic_folder, commit_of_kit, contents, read_json
-
-from ... import __version__
 
 # %% ../../../nbs/machine/logbook.ipynb #logbook-011
 def logbook_cell(kind: str, title: str, body: str, page: str, time: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 from types import ModuleType
 
+import longhorn_kit.lab
 from longhorn_kit.lab.claims.compare import (
     EXACT_PAIRS,
     about_language,
@@ -68,8 +69,6 @@ from longhorn_kit.lab.claims.published import (
 from .stats import LEVEL, MARGINS, Comparison, Contrast, Judgement, judge
 from ..run import Experiment
 from ...records import NAMES
-
-import longhorn_kit.lab
 
 # %% ../../../nbs/machine/claims.ipynb #39_claims-005
 @dataclass(frozen=True)

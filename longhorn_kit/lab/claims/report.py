@@ -9,6 +9,7 @@ __all__ = ['duration', 'rows_of', 'again', 'flat', 'facts', 'part_of', 'write_re
 from datetime import UTC, datetime
 from pathlib import Path
 
+from . import registry as claims
 from longhorn_kit.lab.claims.ledger import (
     Ledger,
     Row,
@@ -19,8 +20,6 @@ from longhorn_kit.lab.claims.ledger import (
     templates,
 )
 from ...records import atomic_file, readable
-
-from . import registry as claims
 
 # %% ../../../nbs/machine/report.ipynb #40_report-021
 def duration(seconds: float) -> str:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from longhorn_kit.lab.data.text import (
     VAL_PART,
     CharTokenizer,

@@ -26,14 +26,15 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset, default_collate
+
 from .text import check_hub_folder
 from ..distributed import gathered, is_main_process
 from ..experiments.vision import digits
 from ..train.recipe import fork_rng, seed_all
 from ...models.vision import default_cfgs  # before timm, because it repairs torchvision
 from ...records import plural, warn, without_machine_paths
-from PIL import Image
-from torch.utils.data import DataLoader, Dataset, default_collate
 
 # %% ../../../nbs/machine/images.ipynb #images-004
 from timm.data import auto_augment, create_transform

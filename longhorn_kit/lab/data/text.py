@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from ...records import atomic_folder, in_one_line, plural, read_json, warn
 
 # %% ../../../nbs/machine/data.ipynb #data-007

@@ -27,9 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from tabulate import tabulate
+
 from ...extras import need
 from ..data.text import get_tokenizer
 from ..train.lm import check_finite, check_vocabulary, trained_tokenizer
+from ...models import SequenceLM
 from ...models.mixer import check_sizes
 from longhorn_kit.records import (
     atomic_folder,
@@ -43,10 +47,6 @@ from longhorn_kit.records import (
     to_plain,
     version_of,
 )
-from safetensors import SafetensorError, safe_open
-from tabulate import tabulate
-
-from ...models import SequenceLM
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-006
 def harness() -> Any:

@@ -31,15 +31,14 @@ from torch.utils._pytree import tree_map_only
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n03
 from ..data.corpus import prepare
+from . import language
 from ..run import Experiment, Results
 from ..train.fit import fit
 from ..train.lm import check_vocabulary, open_texts, tokens_hash, trained_tokenizer
 from ..train.presets import LM_PRESETS, LMPreset, override
 from ..train.recipe import TrainConfig
-from ...records import atomic_file, check_ranges, read_json, read_record
-
-from . import language
 from ...models import SequenceLM
+from ...records import atomic_file, check_ranges, read_json, read_record
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006
 @torch.no_grad()

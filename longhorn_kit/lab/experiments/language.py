@@ -30,11 +30,10 @@ from ..run import Experiment, Results
 from ..train.lm import Texts, fit, held_out_losses, new_model, open_texts, source_of
 from ..train.presets import LM_PRESETS, LMPreset, model_config, override
 from ..train.recipe import TrainConfig
+from ...models import SequenceLM
 from ...models.lm import count_parameters
 from ...models.mixer import mixer_options
 from ...records import atomic_file, check_ranges, read_json
-
-from ...models import SequenceLM
 
 # %% ../../../nbs/lab/34_language.ipynb #34_language-025
 MAIN = ("longhorn", "mamba", "longhorn_exact", "longhorn_scalar")  # three seeds

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 # %% ../../../nbs/machine/measures.ipynb #measures-004
 from .extrapolation import cut, position_bins, window_losses
 from ..train.lm import Texts
+from ...models import SequenceLM
 from ...models.baselines import Attention, Mamba
 from ...models.matrix_mixers import MatrixMixer
 from ...models.mixer import Longhorn
 from ...records import atomic_file, check_ranges
 from ...theory.closed_forms import effective_rate
-
-from ...models import SequenceLM
 
 # %% ../../../nbs/machine/measures.ipynb #measures-011
 MULTIPLES = (1, 2, 4, 8, 16)  # lengths that are measured, in training contexts

@@ -24,13 +24,13 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 import tyro
-from ..run import Experiment, Results
-from ..train.fit import fit
-from ...records import check_ranges, to_plain
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from ..run import Experiment, Results
+from ..train.fit import fit
 from ...models import LMConfig, SequenceLM
+from ...records import check_ranges, to_plain
 
 # %% ../../../nbs/lab/33_mqar.ipynb #33_mqar-006
 @dataclass(frozen=True)

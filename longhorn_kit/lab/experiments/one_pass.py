@@ -48,11 +48,10 @@ from ..run import Experiment, Results
 from ..train.fit import fit
 from ..train.lm import Texts, new_model, open_texts
 from ..train.recipe import compile_blocks, evaluate
+from ...models import LMConfig, SequenceLM
 from ...models.matrix_mixers import MatrixMixer, scan_backend
 from ...records import atomic_file, check_ranges, read_json
 from ...scan.fla import fla_function
-
-from ...models import LMConfig, SequenceLM
 
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-022
 EVERYTHING = tuple(pool for pool in POOLS if pool not in {"laptop", "reruns"} | AFTER_THE_PLAN)

@@ -19,12 +19,13 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from ..run import Experiment, Results
 from ..train.fit import fit
 from ...models.baselines import rotate
 from ...records import check_ranges
 from ...scan.op import longhorn_scan
-from torch import Tensor, nn
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-006
 WRITES = {"once": 1, "rewritten": 2}  # task -> how often a key comes with a value

@@ -16,6 +16,7 @@ from statistics import mean
 from types import SimpleNamespace
 
 import torch
+
 from ..claims.ledger import load_record
 from ..claims.looks import POOLS, by_looks, rate_at
 from ..claims.one_pass_plan import GROUPS, RECIPE, plan_hash
@@ -31,10 +32,9 @@ from longhorn_kit.lab.experiments.one_pass import (
 )
 from ..run import one_thread
 from ..train.lm import Texts, new_model, open_texts
+from ...models import SequenceLM
 from ...models.files import card_facts
 from ...records import command_line, environment, to_plain
-
-from ...models import SequenceLM
 
 # %% ../../../nbs/machine/retrain.ipynb #retrain-011
 def recorded_runs(record: dict) -> Iterator[dict]:

@@ -13,11 +13,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from statistics import mean
 
+from . import recall
 from .recall import RecallConfig
 from ..run import Experiment, Results
 from ...records import to_plain
-
-from . import recall
 
 # %% ../../../nbs/machine/rewritten.ipynb #rewritten-006
 @dataclass(frozen=True)

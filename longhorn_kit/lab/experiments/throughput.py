@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from .language import MAIN, OTHERS, SECOND
 from ..run import Experiment, Results
 from ..train.lm import new_model

@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from ..train.fit import capture, make_step
-from ...models.vision import default_cfgs, timm
 from torch import Tensor, nn
 from torch.utils.benchmark import Timer
+
+from ..train.fit import capture, make_step
+from ...models.vision import default_cfgs, timm
 
 # %% ../../../nbs/machine/vision_speed.ipynb #37_vision-016
 MODELS = ("longhorn", "longhorn_exact", "mamba", "deit")

@@ -14,6 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.utils._pytree import tree_map
+
 from ..distributed import gathered, is_main_process, together
 from longhorn_kit.records import (
     atomic_path,
@@ -25,10 +30,6 @@ from longhorn_kit.records import (
     write_jsonl,
     write_record,
 )
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.utils._pytree import tree_map
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is intended
 

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import torch
-from .recipe import lr_at, parameter_groups, set_lr
 from torch import Tensor, nn
+
+from .recipe import lr_at, parameter_groups, set_lr
 
 # %% ../../../nbs/machine/fit.ipynb #fit-006
 def fit_lr(

@@ -33,6 +33,7 @@ from .loop import train
 from .presets import LMPreset, find_preset, model_config, override
 from .recipe import TrainConfig, evaluate
 from .trackers import check_tracker
+from ...models import LMConfig, SequenceLM
 from ...models.lm import count_parameters
 from ...models.mixer import mixer_options
 from longhorn_kit.records import (
@@ -44,8 +45,6 @@ from longhorn_kit.records import (
     read_record,
     to_plain,
 )
-
-from ...models import LMConfig, SequenceLM
 
 # %% ../../../nbs/machine/language_training.ipynb #34_language-008
 def stretches(tokens, total: int | None) -> np.ndarray:

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+
 from ..data.text import Sampler, fingerprint
 from longhorn_kit.lab.distributed import (
     TrainingDiverged,
@@ -67,7 +69,6 @@ from longhorn_kit.records import (
     write_record,
 )
 from ...scan.arguments import documented
-from torch import nn
 
 # %% ../../../nbs/machine/training.ipynb #training-012
 class Average:

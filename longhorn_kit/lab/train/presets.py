@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass, 
 from typing import Annotated, Any
 
 import tyro
+
 from ..data.text import VAL_PART
 from .recipe import LARGEST, TrainConfig
+from ...models import LMConfig
 from ...models.files import fill_mlp, match_parameters
 from ...models.lm import count_parameters
 from ...models.mixer import mixer_options
 from ...records import check_ranges
-
-from ...models import LMConfig
 
 # %% ../../../nbs/machine/presets.ipynb #34_presets-006
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-from ...models.lm import document_bounds
-from ...records import check_ranges, plural
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from ...models.lm import document_bounds
+from ...records import check_ranges, plural
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-007
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import tyro
+from torch import Tensor, nn
+
 from ..claims.registry import suggest
 from longhorn_kit.lab.data.images import (
     LARGEST_CLASS,
@@ -47,7 +49,6 @@ from longhorn_kit.records import (
     read_record,
     read_whole,
 )
-from torch import Tensor, nn
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-004
 from timm.data import Mixup, resolve_data_config

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op, register_autograd
+
 from ..arguments import check_apart, in_range
 from ..chunked import once_only
 from longhorn_kit.scan.triton.launch import (
@@ -36,8 +39,6 @@ from longhorn_kit.scan.triton.portable import (
     on_its_device,
 )
 from .portable_backward import _as, _sums_of_rows
-from torch import Tensor
-from torch.library import custom_op, register_autograd
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
 @triton.jit

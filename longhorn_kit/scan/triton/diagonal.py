@@ -9,6 +9,8 @@ __all__ = []
 from dataclasses import replace
 
 import triton
+from torch import Tensor
+
 from .diagonal_backward import DIAGONAL_RULE, _diagonal_bwd_kernel
 from longhorn_kit.scan.triton.diagonal_forward import (
     _diagonal_adjoint_kernel,
@@ -34,7 +36,6 @@ from longhorn_kit.scan.triton.portable import (
     on_its_device,
 )
 from .portable_backward import _collect, _wide_gradients
-from torch import Tensor
 
 # %% ../../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-063
 def _filled(programs, wave):

@@ -6,6 +6,10 @@
 __all__ = []
 
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-004
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
 from longhorn_kit.scan.triton.diagonal_forward import (
     Rule,
     _alone,
@@ -32,9 +36,6 @@ from longhorn_kit.scan.triton.gluon import (
     _slot,
     _store,
 )
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
 @gluon.jit

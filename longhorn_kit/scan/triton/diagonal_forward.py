@@ -9,6 +9,9 @@ __all__ = []
 from collections.abc import Callable
 from typing import NamedTuple
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
 from longhorn_kit.scan.triton.gluon import (
     LOG2E,
     _adjacent,
@@ -24,8 +27,6 @@ from longhorn_kit.scan.triton.gluon import (
     _stack8,
     _store,
 )
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 # %% ../../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-023
 class Rule(NamedTuple):

@@ -12,6 +12,11 @@ from contextlib import suppress
 
 import torch
 import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
 from longhorn_kit.scan.triton.gluon import (
     LOG2E,
     _copy,
@@ -40,10 +45,6 @@ from longhorn_kit.scan.triton.portable import (
     _has,
     on_its_device,
 )
-from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 # %% ../../../nbs/machine/triton_exact.ipynb #triton_exact-007
 @gluon.jit

@@ -6,6 +6,11 @@
 __all__ = []
 
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-004
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
 from longhorn_kit.scan.triton.exact import (
     _add_product,
     _add_products,
@@ -42,10 +47,6 @@ from longhorn_kit.scan.triton.gluon import (
 from .launch import launch
 from .portable import PortablePlan, _empty, _has, on_its_device
 from .portable_backward import _collect, _wide_gradients
-from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-009
 @gluon.jit

@@ -8,11 +8,12 @@ __all__ = []
 # %% ../../../nbs/machine/triton_gluon.ipynb #triton_gluon-004
 import torch
 import triton.language as tl
-from .portable import _contiguous, _last_contiguous, _rows_contiguous
 from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from .portable import _contiguous, _last_contiguous, _rows_contiguous
 
 # Triton 3.9 has other names for these.
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -15,6 +15,11 @@ from threading import Thread
 
 import torch
 import triton
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.library import custom_op, register_autograd
+
+from ... import __version__
 from ..arguments import exporting, in_range, s6_form, traced
 from ..chunked import BY_REFERENCE, once_only
 from ..reference import reference_scan, reference_selective_scan
@@ -27,11 +32,6 @@ from longhorn_kit.scan.triton.portable import (
     portable_plan,
 )
 from .portable_backward import portable_backward
-from torch import Tensor
-from torch._guards import detect_fake_mode
-from torch.library import custom_op, register_autograd
-
-from ... import __version__
 
 _obstacles = {}  # of a set of kernels: why it cannot run here
 

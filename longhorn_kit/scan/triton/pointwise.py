@@ -9,11 +9,12 @@ __all__ = []
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op, register_autograd
+
 from .launch import differentiable, in_eager, launch, resolved
 from .portable import INTERPRETED, _cdiv, _stored, on_its_device
 from .portable_backward import _sum_of_rows
-from torch import Tensor
-from torch.library import custom_op, register_autograd
 
 # %% ../../../nbs/machine/triton_pointwise.ipynb #triton_pointwise-007
 @triton.jit

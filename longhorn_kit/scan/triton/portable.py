@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from .launch import launch
 from torch import Tensor
+
+from .launch import launch
 
 # %% ../../../nbs/machine/triton_portable.ipynb #17_triton_portable-007
 # From S6_TIMED on the rules are Mamba's; from S6 on a channel has rates.

@@ -11,6 +11,8 @@ from dataclasses import replace
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
 from .launch import launch
 from longhorn_kit.scan.triton.portable import (
     DECOUPLED,
@@ -43,7 +45,6 @@ from longhorn_kit.scan.triton.portable import (
     on_its_device,
     portable_tokens,
 )
-from torch import Tensor
 
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-020
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS"])

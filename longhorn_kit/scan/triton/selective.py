@@ -8,6 +8,9 @@ __all__ = []
 # %% ../../../nbs/machine/triton_selective.ipynb #22_triton_selective-004
 from dataclasses import replace
 
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
 from .diagonal import diagonal_plan
 from longhorn_kit.scan.triton.diagonal_backward import (
     _over_channels,
@@ -19,8 +22,6 @@ from longhorn_kit.scan.triton.diagonal_backward import (
 from .diagonal_forward import Rule, _itself, _rates_of, _weighed
 from .gluon import LOG2E, _exp2, _float, _fnma, _reciprocal
 from .portable import PortablePlan
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 # %% ../../../nbs/machine/triton_selective.ipynb #22_triton_selective-011
 LN2 = gl.constexpr(0.6931471805599453)

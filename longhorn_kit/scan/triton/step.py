@@ -11,6 +11,9 @@ from functools import lru_cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.library import custom_op
+
 from .conv import overlapped, updated
 from .launch import changed, in_eager, launch, resolved, unwatched
 from longhorn_kit.scan.triton.portable import (
@@ -29,8 +32,6 @@ from longhorn_kit.scan.triton.portable import (
     on_its_device,
 )
 from .portable_backward import _as
-from torch import Tensor
-from torch.library import custom_op
 
 # %% ../../../nbs/scan/21_triton_step.ipynb #21_triton_step-009
 @triton.jit
