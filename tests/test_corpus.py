@@ -771,6 +771,24 @@ def test_integers_of_another_width_are_refused(tmp_path, dtype, alone):
         prepare(str(tmp_path), cache=tmp_path / "cache")
 
 
+def test_bytes_are_not_read_as_ids_of_16_bits(tmp_path):
+    text = np.frombuffer(b"to be or not to be, that is the question. " * 300, np.uint8)
+    text.tofile(tmp_path / "train.bin")
+    with pytest.raises(
+        ValueError,
+        match="the tokenizer bytes has 256; name the tokenizer that it was made with, and write the ids as np.uint16",
+    ):
+        prepare(str(tmp_path), cache=tmp_path / "cache")
+    large = corpus.CharTokenizer([chr(i) for i in range(1 << 15)])
+    with pytest.raises(
+        ValueError, match="train.bin holds no token below 256: its integers have 1 byte"
+    ):
+        corpus.counted(tmp_path / "train.bin", text.view("<u2"), large, 0)
+    assert corpus.counted(tmp_path / "train.bin", text.astype("<u2"), large, 0)["tokens"] == len(
+        text
+    )
+
+
 def characters(folder, text="to be or not to be, that is the question\n" * 40, **about):
     "Write a text as nanoGPT's shakespeare_char does, and return its table."
     table = sorted(set(text))
@@ -841,6 +859,13 @@ class Runs:
     [
         (pickle.dumps(Runs()), "posix.system; expected strings, numbers, dicts and lists"),
         (pickle.dumps({"vocab_size": np.int64(3)}), "numpy.*; expected strings"),
+        *(
+            (code, "posix.system; expected strings")
+            for code in (b"cposix\nsystem\n(S'touch ran'\ntR.", b"(S'touch ran'\niposix\nsystem\n.")
+        ),
+        (b"c" + b"m" * 10**5 + b"\nx\n.", "it holds m{80}; expected"),
+        (b"Pkey\n.", "it refers to other objects"),
+        (b"\x80\x02\x82\x01.", "cannot be read"),
         (b"", "cannot be read"),
         (b"\x80\x04\x95" + b"\xff" * 20, "cannot be read"),
         (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),

@@ -442,11 +442,16 @@ def test_wrong_slots_are_one_sentence():
             ),
             (
                 lambda: step(slots, state=pool[:1].expand(7, -1, -1)),
-                "its rows share memory and cannot be updated in place",
+                "its elements share memory and cannot be updated in place",
             ),
             (
                 lambda: step(slots, state=pool.as_strided((7, 5, 3), (14, 3, 1))),
-                "its rows share memory",
+                "its elements share memory",
+            ),
+            (lambda: step(slots, state=pool[:, :1].expand(-1, 5, -1)), "its elements share memory"),
+            (
+                lambda: step(slots, state=pool[..., :1].expand(-1, -1, 3)),
+                "its elements share memory",
             ),
             (
                 lambda: step(slots, state=pool[0]),

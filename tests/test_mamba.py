@@ -689,7 +689,7 @@ def mistakes():
         "x_proj_weight has shape (11, 6); expected (7, 6) to match": lambda: mamba_inner_fn(
             new(2, 12, 9), w, None, new(11, 6), new(6, 3), u, u, A, keys
         ),
-        "its rows share memory and cannot be updated in place": lambda: selective_state_update(
+        "its elements share memory and cannot be updated in place": lambda: selective_state_update(
             new(1, 6, 4).expand(3, -1, -1),
             now,
             now,
@@ -698,7 +698,7 @@ def mistakes():
             keys[..., 0],
             state_batch_indices=idx[:, 0],
         ),
-        "rows share memory and cannot be updated in place": lambda: causal_conv1d_update(
+        "elements share memory and cannot be updated in place": lambda: causal_conv1d_update(
             now, new(1, 6, 5).expand(3, -1, -1), w, conv_state_indices=idx[:, 0]
         ),
         "x has shape (2, 5); expected (B, 6) to match state": lambda: step(x=now[:, 1:]),

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -29,9 +30,11 @@ from typing import Any
 import numpy as np
 
 from longhorn_kit.lab.data.text import (
+    TEXT_ENDINGS,
     VAL_PART,
     CharTokenizer,
     embedded_corpus_hash,
+    ending_of,
     fingerprint,
     get_tokenizer,
     holds_whole,
@@ -41,6 +44,8 @@ from longhorn_kit.lab.data.text import (
     pieces_of,
     read_characters,
     stdlib_files,
+    texts_and_others,
+    warn_once,
 )
 from longhorn_kit.records import (
     atomic_path,
@@ -564,10 +569,16 @@ def counted(path, tokens, tokenizer, start):  # start: first byte of the tokens 
             f"{path} holds 0 at every second place: its integers have 4 or 8 bytes; "
             "write them as np.uint16"
         )
+    large = tokenizer.vocab_size > 256 and len(tokens) >= 4096
+    if large and not counts[:256].any():  # in a text some of them are frequent
+        raise ValueError(
+            f"{path} holds no token below 256: its integers have 1 byte; write them as np.uint16"
+        )
     if (most := np.flatnonzero(counts)[-1]) >= tokenizer.vocab_size:
         raise ValueError(
             f"{path} holds token {most}, but the tokenizer {tokenizer.name} has {tokenizer.vocab_size}; "
-            "name the tokenizer that it was made with"
+            "name the tokenizer that it was made with, and write the ids as np.uint16, "
+            "lowest byte first"
         )
     size = int(counts[: tokenizer.vocab_size] @ tokenizer.sizes)
     documents = 1 if tokenizer.end is None else int(counts[tokenizer.end])
@@ -631,12 +642,39 @@ def check_settings(source, val, bins, fraction, column, **counts):
 
 # %% ../../../nbs/machine/corpus.ipynb #corpus-033-folder
 def held_out_files(source, val):
-    "Return globs of NAME.train.txt and NAME.val.txt for a folder that has both; otherwise the sources as they are."
+    "Return globs of both parts for a folder with files of such names; otherwise the sources."
     folder = Path(source).expanduser()
-    trained, held = (f"{glob.escape(str(folder))}/*.{part}.txt*" for part in ("train", "val"))
-    if source in ("", "stdlib") or val is not None or not (glob.glob(trained) and glob.glob(held)):
+    if source in ("", "stdlib") or val is not None or not folder.is_dir():
         return source, val
-    return trained, held
+    for name, ending in itertools.product(("*.", ""), TEXT_ENDINGS):  # NAME.train.txt, train.txt
+        globs = [f"{glob.escape(str(folder))}/{name}{part}{ending}*" for part in PARTS]
+        trained, held = map(glob.glob, globs)
+        if trained and held:
+            warn_of_others(folder, ending, {*trained, *held})
+            return globs
+    if named := [path.name for path in texts_and_others(folder)[0] if HELD_OUT.search(path.name)]:
+        warn_once(
+            f"data source {source!r}: {named[0]} is trained on like the others; "
+            "to hold it out, name the parts NAME.train.txt and NAME.val.txt"
+        )
+    return source, val
+
+
+HELD_OUT = re.compile(r"(^|[._-])(val|valid|validation|test)(\.|-[0-9])", re.IGNORECASE)
+
+
+def warn_of_others(folder, ending, used):
+    "Warn of texts beside both parts, which are left out."
+    others = [
+        path
+        for path in texts_and_others(folder)[0]
+        if ending_of(path) == ending and str(path) not in used and ".long." not in path.name
+    ]
+    if others:
+        warn_once(
+            f"data source {str(folder)!r}: its texts are named train and val; left out "
+            f"{plural(len(others), 'other text')}, such as {others[0].name}"
+        )
 
 # %% ../../../nbs/machine/corpus.ipynb #corpus-033
 def prepare(

@@ -445,7 +445,34 @@ def file_documents(path: Path, text_column: str = "text") -> Iterator[tuple[str,
         raise ValueError(f"{path} is empty")
 
 # %% ../../../nbs/machine/data.ipynb #data-028-folder
-TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".parquet")  # also compressed
+TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet")  # also compressed
+
+
+def leads_back(path):
+    "Check whether a path is a link to a folder on the way to it, whose files would come again."
+    if not path.is_symlink():
+        return False
+    target = os.path.realpath(path)
+    return any(Path(os.path.realpath(folder)).is_relative_to(target) for folder in path.parents)
+
+
+def walked(folder):
+    "Yield (folder, its visible folders, its visible files) for a folder and all below it."
+
+    def unreadable(error):  # os.walk would leave out the folder
+        raise error
+
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
+        folders[:] = [
+            name
+            for name in folders
+            if not name.startswith((".", "__MACOSX")) and not leads_back(Path(root, name))
+        ]
+        shown = [name for name in files if not name.startswith(".") and name.lower() not in UNSEEN]
+        yield Path(root), folders, shown
+
+
+UNSEEN = ("thumbs.db", "desktop.ini")  # hidden files of Windows
 
 
 def ending_of(path):
@@ -462,16 +489,17 @@ def warn_of_files(folder, others):  # once per process
         warn(f"of the folder {folder} only texts are read; left out: {others}")
 
 
+def texts_and_others(folder):
+    "Return the texts in a folder and in its folders, and all other files, both sorted."
+    files = sorted(root / name for root, _, names in walked(folder) for name in names)
+    texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
+    return texts, [path for path in files if ending_of(path) not in TEXT_ENDINGS]
+
+
 def folder_files(folder):
     "Return the texts in a folder and in its folders, sorted; FileNotFoundError without any."
-    files = [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
-    texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
-    counts = Counter(ending_of(path) for path in files if ending_of(path) not in TEXT_ENDINGS)
+    texts, others = texts_and_others(folder)
+    counts = Counter(map(ending_of, others))
     others = ", ".join(
         f"{plural(count, 'file')} ({ending!r})" for ending, count in sorted(counts.items())
     )
@@ -484,6 +512,23 @@ def folder_files(folder):
     if others:
         warn_of_files(folder, others)
     return texts
+
+
+def with_twins_named(files, source):  # sorted files
+    "Return the files, and warn if two hold one text: by a link, or compressed in another way."
+    first, twins = {}, []
+    for path in files:
+        with file_trouble(path):
+            about = path.stat()
+        plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
+        for key in (plain, (about.st_dev, about.st_ino)):
+            other = first.setdefault(key, path)
+            if other != path:
+                twins.append((path, other.name))
+    if twins:
+        path, other = twins[0]
+        warn_once(f"data source {source!r}: {path} is read, and so is {other}, maybe the same text")
+    return files
 
 # %% ../../../nbs/machine/data.ipynb #data-028
 @cache
@@ -509,31 +554,21 @@ def matching_files(
     if path.is_file():
         return [path]
     if path.is_dir() and str(pattern):  # "" would be the working folder
-        return folder_files(path)
+        return with_twins_named(folder_files(path), pattern)
     names = glob.glob(str(escaped_folder(path)), recursive=True)
-    files = sorted(name for name in map(Path, names) if name.is_file())
     folders = [name for name in names if Path(name).is_dir()]
+    files = sorted(map(Path, set(names).difference(folders)))
     if files and folders and "**" not in path.parts:
         warn_once(
             f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as {min(folders)}; "
             "/**/ in a pattern finds files at any depth"
-        )
-    plain = {name.with_suffix("") if name.suffix.lower() in COMPRESSED else name for name in files}
-    if len(plain) < len(files):
-        twice = next(
-            name
-            for name in files
-            if name.suffix.lower() in COMPRESSED and name.with_suffix("") in files
-        )
-        warn_once(
-            f"data source {pattern!r}: {twice} is read, and so is {twice.stem}, maybe the same text"
         )
     if not files:
         raise FileNotFoundError(
             f"data source {pattern!r} matches no file; sources are 'stdlib', "
             "hf:NAME, or files such as books/*.txt.xz"
         )
-    return files
+    return with_twins_named(files, pattern)
 
 # %% ../../../nbs/machine/data.ipynb #data-030
 HUB_NAME = re.compile(r"([^:#@]+)(?::([^#@]+))?(?:#([^@]+))?(?:@(.+))?")
@@ -746,7 +781,7 @@ class PlainUnpickler(pickle._Unpickler):
     EXPECTED = "expected strings, numbers, dicts and lists only"
 
     def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it holds {module}.{name}; {self.EXPECTED}")
+        raise pickle.UnpicklingError(f"it holds {f'{module}.{name}'[:80]}; {self.EXPECTED}")
 
     def persistent_load(self, key):
         raise pickle.UnpicklingError(f"it refers to other objects; {self.EXPECTED}")

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 # %% ../../../nbs/machine/language_training.ipynb #language_training-n05
-from ..data.corpus import Corpus, prepare, tokenizer_hash
+from ..data.corpus import Corpus, prepare, tokenizer_hash, warn_of_others
 from longhorn_kit.lab.data.text import (
     VAL_PART,
     CharTokenizer,
@@ -130,6 +130,7 @@ def open_texts(
         return Texts(corpus, {"held out": (tokens, size * len(tokens) // len(corpus.val))})
     if tokenizer == "gpt2" and (folder / "vocab.bpe").exists():
         tokenizer = f"gpt2:{folder}"
+    warn_of_others(folder, ".txt", {*glob.glob(trained), *glob.glob(held)})
     corpus = prepare(trained, tokenizer, held)
     parts = {
         path.name.split(".val.")[0]: tokens_of(path, corpus.tokenizer)
