@@ -368,6 +368,17 @@ def test_convolution_update(width, M, S, indexed):
     assert error(y.reshape(expected.shape), expected) < 3e-6 and torch.equal(pool, want)
 
 
+@pytest.mark.parametrize("rows", (None, [2, -1]))
+@pytest.mark.parametrize("M", (3, 5))
+def test_convolution_update_without_tokens_changes_nothing(M, rows):
+    new = drawer(M)
+    pool = new(4 if rows else 2, 8, M)
+    before = pool.clone()
+    places = rows and torch.tensor(rows, device=DEVICE)
+    y = causal_conv1d_update(new(2, 8, 0), pool, new(8, 4), conv_state_indices=places)
+    assert y.shape == (2, 8, 0) and torch.equal(pool, before)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(
     "groups, tied", ((None, False), (1, False), (1, True), (2, False), (4, True))

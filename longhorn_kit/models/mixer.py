@@ -100,6 +100,16 @@ def zero_bias(layer):
     nn.init.zeros_(layer.bias)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-r3
+def value_for(parameter: nn.Parameter, value: Tensor) -> Tensor:  # whole, of any dtype and device
+    "Return a value as the parameter keeps it: a sharded parameter gets its part."
+    value = value.detach().to(parameter.device, parameter.dtype)
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
 @torch.no_grad()
 def copy_values(
     module: nn.Module, fresh: nn.Module
@@ -112,12 +122,7 @@ def copy_values(
                 f"{type(module).__name__} has a parameter {name}, which its class does not make; "
                 "call reset_parameters before the layer is wrapped"
             )
-        value = values[name].detach().to(parameter.dtype)
-        if hasattr(parameter, "placements"):
-            from torch.distributed.tensor import distribute_tensor
-
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        parameter.copy_(value)
+        parameter.copy_(value_for(parameter, values[name]))
     for name, layer in module.named_modules():
         done = len(vars(fresh.get_submodule(name)).get("starts", ()))
         for draw, arguments in vars(layer).get("starts", ())[

@@ -302,7 +302,7 @@ def causal_conv1d_update(
     new = x if x.dim() == 3 else x[..., None]
     M = conv_state.shape[2]
     W = weight.shape[-1]
-    check_slots(conv_state_indices, new[..., 0], conv_state, True, "conv_state_indices")
+    check_slots(conv_state_indices, new[:, 0], conv_state, True, "conv_state_indices")
     if M < W - 1:
         raise ValueError(f"conv_state keeps {M} inputs; filters of {W} taps need at least {W - 1}")
     if new.shape[2] == 1 and M == W - 1:
