@@ -36,9 +36,9 @@ from longhorn_kit.records import (
     commit_of_kit,
     environment,
     exclusive_lock,
-    in_one_line,
     progress,
     read_record,
+    tell,
     to_plain,
     write_record,
 )
@@ -574,10 +574,7 @@ def collect(job: Any, settings: dict, folder: Path) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[
             -1
         ]  # a cancelled job has no message
-        print(
-            f"a job failed, see {folder / f'{kind}-{number}.txt'}: {in_one_line(reason)}",
-            file=sys.stderr,
-        )
+        tell(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {reason}", sys.stderr)
 
 
 LOST = (
@@ -653,10 +650,10 @@ def keep_other_record(folder: Path, config: Any) -> None:
                 if before.get(name) != now[name]
             ]:
                 shutil.copy(path, copy)
-                print(
+                tell(
                     f"settings differ from the record in {folder}: {', '.join(other)}; that record is kept as "
                     f"{copy.name}, and finished jobs with the same settings are used again",
-                    file=sys.stderr,
+                    sys.stderr,
                 )
 
 # %% ../../nbs/machine/run.ipynb #run-026-3
