@@ -139,10 +139,12 @@ def trials(out: Path) -> list[tuple[Path, dict]]:  # -> folder, record
     for path in sorted(out.glob("*/*.trial/record.json")):
         name = path.parts[-3]
         scale = path.parts[-2].removesuffix(".trial")
-        with contextlib.suppress(ValueError):  # damaged, or of an experiment that is gone
+        try:
             record = load_record(path, name)
             if scale in find_experiment(find_claim(name)).presets:
                 found.append((path.parent, record))
+        except ValueError as error:  # damaged, or of an experiment that is gone
+            warn(f"a trial is left out: {error}")
     return found
 
 

@@ -8,9 +8,9 @@ __all__ = ['HERE', 'PATH_START', 'FULL_PATH', 'LONE_SURROGATES', 'CONTROL', 'bes
            'cannot_write', 'check_ranges', 'check_same_settings', 'to_plain', 'FullPath', 'without_machine_paths',
            'last_part', 'without_full_paths', 'is_path', 'write_json', 'JsonObject', 'read_json', 'atomic_folder',
            'contents', 'check_folder', 'read_whole', 'with_name', 'kept_open', 'stamps', 'readable', 'in_one_line',
-           'tell', 'warn', 'digest_of', 'write_record', 'read_record', 'json_line', 'append_jsonl', 'read_jsonl',
-           'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of', 'environment',
-           'command_line', 'quoted', 'progress', 'plural']
+           'tell', 'warn', 'digest_of', 'write_record', 'as_recorded', 'read_record', 'json_line', 'append_jsonl',
+           'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of',
+           'environment', 'command_line', 'quoted', 'progress', 'plural']
 
 # %% ../nbs/machine/records.ipynb #records-003
 import ctypes
@@ -216,9 +216,10 @@ def check_same_settings(
 ) -> None:
     "Raise ValueError for the first setting that differs from the run in a folder."
     for name in names:
-        if known[name] != ours[name]:
+        recorded = as_recorded(ours[name])
+        if known[name] != recorded:
             raise ValueError(
-                f"{folder} holds a run with {name}={known[name]}; this one has {name}={ours[name]}; "
+                f"{folder} holds a run with {name}={known[name]}; this one has {name}={recorded}; "
                 "use another folder or delete it"
             )
 
@@ -470,6 +471,11 @@ def write_record(path: str | Path, record: dict) -> Path:
     "Write a record with its SHA-256, and return the path."
     record = to_plain(record)
     return write_json(path, record | {"sha256": digest_of(record)})
+
+
+def as_recorded(value: Any) -> Any:
+    "Return a value as a record gives it back: plain, without full paths and control characters."
+    return readable(to_plain(value))
 
 
 def read_record(path: str | Path) -> dict:

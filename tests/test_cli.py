@@ -332,6 +332,15 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
             in capsys.readouterr().out
         )
     assert cli.main(["claims", "second"]) == 0 and "trial" not in capsys.readouterr().out
+    damaged = here / "runs" / "fake" / "gpu.trial" / "record.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{}")
+    assert cli.main(["claims", "fake"]) == 0
+    assert re.search(
+        r"warning: a trial is left out: .*gpu.trial.record.json; restore the file",
+        capsys.readouterr().err,
+    )
+    damaged.unlink()
     assert (
         cli.main(["reproduce", "fake", "--steps", "5"]) == 0
         and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5

@@ -27,6 +27,7 @@ from longhorn_kit.records import (
     atomic_folder,
     atomic_path,
     check_folder,
+    check_same_settings,
     commit_of_kit,
     environment,
     exclusive_lock,
@@ -134,6 +135,17 @@ def test_files_of_a_library_get_the_rights_of_other_files(tmp_path):
             os.umask(before)
         written = tmp_path / f"{inside}{umask}"
         assert (written if inside else written / "file").stat().st_mode & 0o777 == rights
+
+
+def test_settings_are_compared_as_a_record_gives_them_back(tmp_path):
+    "Labels of foreign data hold control characters, and some look like paths (/m/09x0r)."
+    settings = {"classes": ("a\x1b[31m", "/m/09x0r"), "rate": 0.1, "folder": tmp_path / "data"}
+    known = read_record(write_record(tmp_path / "config.json", settings))
+    check_same_settings(tmp_path, known, settings, settings)
+    with pytest.raises(
+        ValueError, match="holds a run with rate=0.1; this one has rate=0.2; use another"
+    ):
+        check_same_settings(tmp_path, known, settings | {"rate": 0.2}, settings)
 
 
 def test_a_message_is_one_line_without_control_characters(capsys):

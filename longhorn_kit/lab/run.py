@@ -32,6 +32,7 @@ from typing import Any
 
 from ..extras import need
 from longhorn_kit.records import (
+    as_recorded,
     command_line,
     commit_of_kit,
     environment,
@@ -631,7 +632,7 @@ def finished(experiment: Experiment, folder: Path, config: Any) -> dict | None:
         return None
     same = (record.get("experiment"), record.get("settings")) == (
         experiment.name,
-        to_plain(asdict(config)),
+        as_recorded(asdict(config)),
     )
     return record if same else None
 
@@ -641,7 +642,7 @@ def keep_other_record(folder: Path, config: Any) -> None:
     for path in filter(Path.exists, (folder / "record.json", folder / "partial.json")):
         with suppress(ValueError):  # damaged
             record = read_record(path)
-            now = to_plain(asdict(config))
+            now = as_recorded(asdict(config))
             before = record["settings"]
             copy = folder / f"record-{record['sha256'][:8]}.json"
             if other := [
