@@ -783,10 +783,10 @@ def parse(argv: list[str]) -> Any:
 
 # %% ../nbs/machine/cli.ipynb #cli-051
 def open_closed_streams() -> None:
-    "Replace a standard stream that is closed by one that goes nowhere."
-    for name in ("stdout", "stderr"):
+    "Replace a standard stream that is closed by an empty one."
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def fail(message: str, code: int) -> int:

@@ -815,6 +815,13 @@ def test_a_closed_output_is_no_failure(closed, words, code):
     assert done.returncode == code and "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_closed_streams_are_empty(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli.open_closed_streams()
+    assert sys.stdin.read() == "" and sys.stdout.write("x") == sys.stderr.write("x") == 1
+
+
 def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_with_code_2():
     out, err = (child := command("claims", env={"PYTHONIOENCODING": "ascii"})).communicate(
         timeout=60

@@ -517,8 +517,14 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
             ValueError, match="from run holds a run that started from other weights"
         ):
             trained("from run", 2, **changes)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "longhorn"}')
     for changes, match in (
         ({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+        (
+            {"init_from": str(tmp_path / "export")},
+            "export is a folder of transformers; name the run that it was exported from",
+        ),
         (
             {"options": {"d_state": 3}},
             "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}",

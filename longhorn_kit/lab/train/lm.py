@@ -174,6 +174,10 @@ def started_model(
     config: LMConfig, tokenizer: Any, init_from: str
 ) -> SequenceLM:  # init_from: its folder
     "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
+    if "model_type" in read_json(Path(init_from) / "config.json"):
+        raise ValueError(
+            f"--init-from {init_from} is a folder of transformers; name the run that it was exported from"
+        )
     model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
     known = to_plain(model.config.to_dict())
     ours = to_plain(config.to_dict())
