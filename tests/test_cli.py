@@ -332,6 +332,15 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
             in capsys.readouterr().out
         )
     assert cli.main(["claims", "second"]) == 0 and "trial" not in capsys.readouterr().out
+    damaged = here / "runs" / "fake" / "gpu.trial" / "record.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{}")
+    assert cli.main(["claims", "fake"]) == 0
+    assert re.search(
+        r"warning: a trial is left out: .*gpu.trial.record.json; restore the file",
+        capsys.readouterr().err,
+    )
+    damaged.unlink()
     assert (
         cli.main(["reproduce", "fake", "--steps", "5"]) == 0
         and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
@@ -804,6 +813,13 @@ def test_a_closed_output_is_no_failure(closed, words, code):
         text=True,
     )
     assert done.returncode == code and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_closed_streams_are_empty(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli.open_closed_streams()
+    assert sys.stdin.read() == "" and sys.stdout.write("x") == sys.stderr.write("x") == 1
 
 
 def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_with_code_2():

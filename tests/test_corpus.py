@@ -122,6 +122,16 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_file_may_have_any_name(tmp_path):
+    text, folder = b"a line of text\n" * 500, os.fsencode(tmp_path) + b"/b\xff\xfe"
+    os.mkdir(folder)
+    with open(folder + b"/\xff \x1b[31m.txt", "wb") as file:
+        file.write(text)
+    made = prepare(os.fsdecode(folder), cache=tmp_path / "cache")
+    assert sum(made.index[part]["bytes"] for part in ("train", "val")) > len(text)
+
+
 def test_limits_and_a_named_held_out_part(tmp_path):
     source = write(tmp_path / "a.txt", 300)
     other = write(tmp_path / "b.txt", 20)

@@ -436,14 +436,44 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
         "model-3-steps",
         "model-6-steps",
     }
+    assert (
+        files.run_facts(folder / "model-3-steps") == files.run_facts(folder / "model-6-steps") == {}
+    )
+    assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 6 to 8 steps"
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(re.sub(r"(val_loss\D+\d)", r"\g<1>1", metrics))
+    assert files.run_facts(folder / "model") == {}  # the losses are damaged
 
 
-def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path, trained, texts):
+def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
+    "The next start would read its metrics as texts."
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "a.txt").write_text("a text")
+    with pytest.raises(
+        ValueError, match="lies in the folder of texts .*plain; name a folder outside of it"
+    ):
+        language_training.check_outside(plain / "runs" / "a", str(plain))
+    for source in (
+        str(plain / "a.txt"),
+        str(texts),
+        "hf:plain",
+        "stdlib",
+        "",
+    ):  # those read files of certain names
+        language_training.check_outside(Path(source) / "run", source)
+    language_training.check_outside(tmp_path / "run", str(plain))
+
+
+def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(
+    tmp_path, trained, texts, capsys
+):
     trained("run", 4)
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=3"):
         trained("run", 3)
     with pytest.raises(ValueError, match="holds a run with lr="):
         trained("run", 6, lr=0.5)
+    assert "lengthened" not in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=6"):
         trained("run", 6)
@@ -487,8 +517,14 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
             ValueError, match="from run holds a run that started from other weights"
         ):
             trained("from run", 2, **changes)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "longhorn"}')
     for changes, match in (
         ({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+        (
+            {"init_from": str(tmp_path / "export")},
+            "export is a folder of transformers; name the run that it was exported from",
+        ),
         (
             {"options": {"d_state": 3}},
             "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}",

@@ -44,7 +44,7 @@ from longhorn_kit.lab.train.vision import (
     vision_config,
 )
 from longhorn_kit.models.vision import default_cfgs, timm
-from longhorn_kit.records import read_json, read_jsonl
+from longhorn_kit.records import as_recorded, read_json, read_jsonl
 from sweep import slow_case
 
 
@@ -940,6 +940,16 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
             path.write_bytes(b"")
         with pytest.raises(ValueError, match=message):
             small(tmp_path / "again", tmp_path, epochs=1, workers=1)
+
+
+def test_a_record_gives_back_classes_of_any_name():
+    "So a run on foreign labels, such as /m/09x0r, resumes."
+    images = {"train": 2, "val": 1, "classes": ["a\x1b[31m", "/m/09x0r"]}
+    assert (
+        lab.facts_of(images)
+        == lab.facts_of(as_recorded(images))
+        != lab.facts_of(images | {"classes": ["a", "b"]})
+    )
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):

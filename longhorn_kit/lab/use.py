@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from ..records import read_json, standing
+from ..records import read_json, standing, tell
 
 # %% ../../nbs/machine/use.ipynb #36_use-005
 class UsageError(ValueError):
@@ -167,7 +167,7 @@ def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     print(
         readable(evaluation.score_table(record)), flush=True
     )  # shown even if the file cannot be written
-    print(f"results: {write_json(path, record)}")
+    tell(f"results: {write_json(path, record)}")
 
 # %% ../../nbs/machine/use.ipynb #36_use-017
 @dataclass
@@ -224,6 +224,6 @@ class Export:
 
         writable_folder(out.absolute().parent)
         export_checkpoint(source, out, self.tokenizer, self.context)
-        print(
+        tell(
             f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)"
         )

@@ -48,6 +48,7 @@ from longhorn_kit.lab.data.text import (
     warn_once,
 )
 from longhorn_kit.records import (
+    LONE_SURROGATES,
     atomic_path,
     beside,
     cannot_write,
@@ -59,6 +60,7 @@ from longhorn_kit.records import (
     read_json,
     read_record,
     remove_leftovers,
+    tell,
     write_json,
     write_record,
 )
@@ -143,9 +145,12 @@ def write_piece(documents, path, size, seconds=30.0):  # documents: an iterator
     number = length = 0
     with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, columns) as rows:
         while length < size and time.monotonic() < end and (batch := batch_of(documents)):
-            rows.write_batch(pa.record_batch(list(map(list, zip(*batch))), schema=columns))
-            number = number + len(batch)
-            length = length + sum(len(text) for _, text in batch)
+            # names of files can be any bytes
+            names = [LONE_SURROGATES.sub("\ufffd", name) for name, _ in batch]
+            texts = [text for _, text in batch]
+            rows.write_batch(pa.record_batch([names, texts], schema=columns))
+            number += len(batch)
+            length += sum(map(len, texts))
     return number, length
 
 
@@ -358,7 +363,7 @@ def make_corpus(
     with exclusive_lock(partial_folder) as alone:
         try:
             if not alone and os.environ.get("RANK", "") not in ("", "0") and not index.exists():
-                print(f"the first process is preparing {folder}; waiting for it", file=sys.stderr)
+                tell(f"the first process is preparing {folder}; waiting for it", sys.stderr)
                 while not index.exists():
                     time.sleep(0.2)
             if not index.exists():
@@ -604,7 +609,7 @@ def open_bins(files, folder, tokenizer, about, fraction, verify=False):
     remedy = f"copy it again, and delete the folder {folder}"
     checked = check_tokens(folder, index, parts, files * 2, remedy, verify)
     if os.environ.get("RANK", "0") == "0":
-        print(f"{files[0]}: read as ids of the tokenizer {tokenizer.name}", file=sys.stderr)
+        tell(f"{files[0]}: read as ids of the tokenizer {tokenizer.name}", sys.stderr)
     return Corpus(folder, index, tokenizer, *parts, checked)
 
 # %% ../../../nbs/machine/corpus.ipynb #corpus-032

@@ -19,7 +19,13 @@ import numpy as np
 import torch
 
 # %% ../../../nbs/machine/language_training.ipynb #language_training-n05
-from ..data.corpus import Corpus, prepare, tokenizer_hash, warn_of_others
+from longhorn_kit.lab.data.corpus import (
+    Corpus,
+    held_out_files,
+    prepare,
+    tokenizer_hash,
+    warn_of_others,
+)
 from longhorn_kit.lab.data.text import (
     VAL_PART,
     CharTokenizer,
@@ -43,6 +49,7 @@ from longhorn_kit.records import (
     digest_of,
     read_json,
     read_record,
+    tell,
     to_plain,
 )
 
@@ -174,6 +181,10 @@ def started_model(
     config: LMConfig, tokenizer: Any, init_from: str
 ) -> SequenceLM:  # init_from: its folder
     "Return a model with the weights of another one; ValueError if it has another shape or tokenizer."
+    if "model_type" in read_json(Path(init_from) / "config.json"):
+        raise ValueError(
+            f"--init-from {init_from} is a folder of transformers; name the run that it was exported from"
+        )
     model = SequenceLM.from_pretrained(init_from, dtype=torch.float32)
     known = to_plain(model.config.to_dict())
     ours = to_plain(config.to_dict())
@@ -330,6 +341,22 @@ def first_steps(folder: str | Path) -> int | None:
     return [*record.get("lengthened", []), record["config"]["steps"]][0]
 
 
+def check_outside(
+    out: str | Path, source: str
+) -> None:  # out: folder of a run; source: as for `prepare`
+    "Raise ValueError if a run would lie among the texts of a folder: the next start would read its files."
+    folder = Path(source).expanduser()
+    read_whole = (
+        folder.is_dir()
+        and not (folder / "train.bin").exists()
+        and held_out_files(source, None)[0] == source
+    )
+    if source and read_whole and Path(out).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(
+            f"--out {out} lies in the folder of texts {source}; name a folder outside of it"
+        )
+
+
 def source_of(
     preset: LMPreset, data: str | None = None, own: bool = False, steps: int | None = None
 ) -> dict:
@@ -366,10 +393,11 @@ def train_lm(
         mixer_options(mixer)
         if not (data or chosen.data):
             raise ValueError(f"preset {preset} has no text; name one with --data")
+        check_outside(out, data or chosen.data)
         source = source_of(chosen, data, "fraction" in overrides, first_steps(out))
         corpus = prepare(**source, text_column=text_column, verify=verify)
         if is_main_process():
-            print(f"text: {corpus.described()}", flush=True)
+            tell(f"text: {corpus.described()}")
         make_accelerator(chosen.train.cpu, chosen.train.precision)
     _, result = fit(
         chosen, mixer, corpus, out, options=options, init_from=init_from, lengthens=True
@@ -385,7 +413,7 @@ def train_lm(
         if isinstance(corpus.tokenizer, CharTokenizer):  # its table may lack a T
             prompt = corpus.tokenizer.decode(corpus.val[:4])
         command = shlex.join(["longhorn", "generate", str(saved), "--prompt", prompt])
-        print(f"saved in {saved}; try: {command}")
+        tell(f"saved in {saved}; try: {command}")
     return result
 
 # %% ../../../nbs/machine/language_training.ipynb #34_language-083

@@ -63,6 +63,7 @@ from longhorn_kit.records import (
     environment,
     progress,
     read_record,
+    tell,
     to_plain,
     warn,
     write_jsonl,
@@ -471,10 +472,6 @@ def lengthen(run):
     if not (run.lengthens and finished and now > done):
         return frozenset()
     run.ends = [*run.ends, done]
-    print(
-        f"longhorn: the finished run of {done} steps in {run.folder} is lengthened to {now}",
-        file=sys.stderr,
-    )
     return frozenset({"steps", "warmup"})
 
 
@@ -486,8 +483,15 @@ def take_folder(run, stack, brief):  # stack, brief: ExitStacks of the run and o
         before = {
             name: to_plain(value) for name, value in vars(type(run.config)()).items()
         }  # for what old runs lack
-        fixed = sorted(set(ours) - run.config.may_change - lengthen(run))
+        more = lengthen(run)
+        fixed = sorted(set(ours) - run.config.may_change - more)
         check_same_settings(run.folder, before | run.known["config"], ours, fixed)
+        if more:
+            tell(
+                f"longhorn: the finished run of {run.ends[-1]} steps in {run.folder} is lengthened to "
+                f"{run.config.steps}",
+                sys.stderr,
+            )
     tidy(run.folder, run.config.save_total_limit)
     for left in run.folder.glob(".start-*"):  # from a killed start
         left.unlink()

@@ -41,6 +41,7 @@ from ..use import model_folder
 from ...models.vision import timm
 from longhorn_kit.records import (
     FullPath,
+    as_recorded,
     atomic_folder,
     check_folder,
     check_ranges,
@@ -343,8 +344,9 @@ def save_model(model: nn.Module, config: VisionConfig, classes: list, folder: Pa
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-024
 def facts_of(images: dict) -> dict:  # -> content of images.json
     "Return the facts by which the images of two runs are compared."
-    names = zlib.crc32(repr(list(images["classes"])).encode())
-    return {**images, "classes": f"{len(images['classes'])} with names of checksum {names:x}"}
+    classes = as_recorded(list(images["classes"]))
+    names = zlib.crc32(repr(classes).encode())
+    return {**images, "classes": f"{len(classes)} with names of checksum {names:x}"}
 
 
 def measure(batches: ImageBatches, val: Images, accelerator):
