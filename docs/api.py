@@ -1,6 +1,6 @@
-"""Read from its source what a notebook exports: names, signatures, the comments beside the parameters.
+"""Read from its source what a notebook exports: the names, and the comments beside the parameters.
 
-Nothing is imported, so the site can be built where PyTorch cannot run, and in seconds.
+Sphinx's autodoc gives the signatures, the types and the docstrings; it cannot see the comments.
 """
 
 import ast
@@ -18,12 +18,9 @@ class Entry:
     kind: str  # "function", "class", "method", "property" or "data"
     module: str  # "longhorn_kit.scan.op"
     name: str  # "longhorn_scan", "SequenceLM.generate"
-    signature: str = ""  # "(q, k, x, b, b_bias=None)"
     doc: str = ""  # docstring
-    rows: list = field(
-        default_factory=list
-    )  # (name, default, type, comment) of parameters or fields
-    returns: tuple = ("", "")  # (type, comment)
+    comments: dict = field(default_factory=dict)  # parameter or field -> comment
+    returns: str = ""  # comment
     members: list = field(default_factory=list)  # methods of a class
 
     @property
@@ -102,18 +99,20 @@ def share(text: str, types: dict) -> dict:
     return dict.fromkeys(meant if len(meant) == 1 else types, text)
 
 
-def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, first: int) -> tuple:
-    """Return one row per parameter, (name, default, type, comment), and what the comment of the line `first`, which has
-    the whole signature, says of the result: what follows an arrow, or a shape if no parameter is a tensor."""
+def comments_of_arguments(
+    arguments: ast.arguments, notes: dict, skip_first: bool, first: int
+) -> tuple:
+    """Return the comment of each parameter, and what the comment of the line `first`, which has the whole signature,
+    says of the result: what follows an arrow, or a shape if no parameter is a tensor."""
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
-    listed = [("", *pair) for pair in zip(plain, defaults)][skip_first:]
-    listed += [("*", arguments.vararg, None)] if arguments.vararg else []
-    listed += [("", *pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults)]
-    listed += [("**", arguments.kwarg, None)] if arguments.kwarg else []
+    listed = list(zip(plain, defaults))[skip_first:]
+    listed += [(arguments.vararg, None)] if arguments.vararg else []
+    listed += list(zip(arguments.kwonlyargs, arguments.kw_defaults))
+    listed += [(arguments.kwarg, None)] if arguments.kwarg else []
     lines = {}
     result = ""
-    for _, arg, default in listed:
+    for arg, default in listed:
         line = (default or arg).end_lineno
         lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(
             arg.annotation
@@ -131,26 +130,7 @@ def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, f
                 str.strip, ("-> " * (shape and "->" not in text) + text).partition("->")
             )
         shared |= share(text, types) if text else {}
-    return [
-        (stars + arg.arg, source_of(default), source_of(arg.annotation), shared.get(arg.arg, ""))
-        for stars, arg, default in listed
-    ], result
-
-
-def signature(arguments: ast.arguments, skip_first: bool) -> str:
-    "The parameters with their defaults and without their types, which the table has."
-    bare = ast.parse(f"def f({ast.unparse(arguments)}): pass").body[0].args
-    everything = [*bare.posonlyargs, *bare.args, *bare.kwonlyargs, bare.vararg, bare.kwarg]
-    for arg in filter(None, everything):
-        arg.annotation = None
-    if skip_first:
-        (bare.posonlyargs or bare.args).pop(0)
-        bare.defaults = (
-            bare.defaults[-len(bare.args + bare.posonlyargs) :]
-            if bare.args + bare.posonlyargs
-            else []
-        )
-    return f"({ast.unparse(bare)})"
+    return {arg.arg: shared.get(arg.arg, "") for arg, _ in listed}, result
 
 
 def decorators(node) -> set:
@@ -168,7 +148,7 @@ def function(node, module: str, notes: dict, owner: str = "") -> Entry:
     last = max(
         [node.lineno, *(a.end_lineno for a in ast.walk(node.args) if hasattr(a, "end_lineno"))]
     )
-    rows, result = rows_of_arguments(node.args, notes, skip_first, node.lineno)
+    comments, result = comments_of_arguments(node.args, notes, skip_first, node.lineno)
     closing = (
         [result]
         if result
@@ -179,15 +159,8 @@ def function(node, module: str, notes: dict, owner: str = "") -> Entry:
     kind = (
         "property" if marks & {"property", "cached_property"} else "method" if owner else "function"
     )
-    return Entry(
-        kind,
-        module,
-        f"{owner}.{node.name}" if owner else node.name,
-        "" if kind == "property" else signature(node.args, skip_first),
-        ast.get_docstring(node) or "",
-        rows,
-        (source_of(node.returns), " ".join(closing)),
-    )
+    name = f"{owner}.{node.name}" if owner else node.name
+    return Entry(kind, module, name, ast.get_docstring(node) or "", comments, " ".join(closing))
 
 
 def class_(node, module: str, notes: dict) -> Entry:
@@ -197,21 +170,12 @@ def class_(node, module: str, notes: dict) -> Entry:
     entry = Entry("class", module, node.name, doc=ast.get_docstring(node) or "")
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and has_fields:
-            entry.rows.append(
-                (
-                    item.target.id,
-                    source_of(item.value),
-                    source_of(item.annotation),
-                    notes.get(item.end_lineno, notes.get(item.lineno, "")),
-                )
-            )
+            entry.comments[item.target.id] = notes.get(item.end_lineno, notes.get(item.lineno, ""))
         elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            made = function(item, module, notes, node.name)
-            entry.signature = made.signature
-            entry.rows = made.rows
+            entry.comments = function(item, module, notes, node.name).comments
         elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
             method = function(item, module, notes, node.name)
-            if method.doc or any(row[3] for row in method.rows):
+            if method.doc or any(method.comments.values()):
                 entry.members.append(method)
     return entry
 
@@ -238,83 +202,25 @@ def exported(source: str, module: str) -> list:
     return [entry for entry in entries if not entry.name.startswith("_")]
 
 
-def lines_of(module_source: str) -> dict:
-    "Name -> line in the generated module, for functions, classes and their methods."
-    found = {}
-    for node in ast.parse(module_source).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found[node.name] = node.lineno
-            for item in getattr(node, "body", []):
-                if isinstance(node, ast.ClassDef) and isinstance(item, ast.FunctionDef):
-                    found[f"{node.name}.{item.name}"] = item.lineno
-    return found
-
-
-def markdown(text: str, cell: bool = False) -> str:
-    "A comment (`cell`: for a table) or docstring as MyST: what would be markup by accident is escaped."
+def restructured(text: str) -> str:
+    "A comment or docstring as reStructuredText: code and mathematics are marked, and nothing else is markup."
     pieces = re.split(r"(``.*?``|`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
-    special = r"([<$\[\]*_{}~])" if cell else r"([<$\[\]{}~])"  # outside of code and mathematics
-    pieces[::2] = [re.sub(special, r"\\\1", piece) for piece in pieces[::2]]
-    joined = "".join(pieces)
-    return " ".join(joined.replace("|", r"\|").split()) if cell else joined
-
-
-def code(text: str) -> str:
-    "Source text as inline code in a table."
-    return f"`{text}`".replace("|", r"\|").replace("\n", " ") if text else ""
-
-
-def table(entry: Entry) -> str:
-    "The parameters as a Markdown table; neighbours with one comment share a row, columns that are empty are left out."
-    rows = []
-    for name, default, kind, note in entry.rows:
-        last = rows[-1] if rows else None
-        if last and note and last[1] == note:
-            last[0] += ", " + code(name)
-            last[2:] = [seen | {code(text): 0} for seen, text in zip(last[2:], (kind, default))]
+    for i, piece in enumerate(pieces):
+        if piece.startswith("$"):
+            pieces[i] = f":math:`{piece[1:-1]}`"
+        elif piece.startswith("`"):
+            pieces[i] = f"``{piece.strip('`')}``"
         else:
-            rows.append([code(name), note, {code(kind): 0}, {code(default): 0}])
-    kind, note = entry.returns
-    if note or (kind and kind != "None"):
-        rows.append(["*returns*", note, {code(kind): 0}, {}])
-    cells = [
-        [name, markdown(note, cell=True), *(", ".join(filter(None, seen)) for seen in others)]
-        for name, note, *others in rows
-    ]
-    heads = [
-        "fields" if entry.kind == "class" and not entry.signature else "parameter",
-        "what it is",
-        "type",
-        "default",
-    ]
-    keep = [i for i in range(4) if i == 0 or any(row[i] for row in cells)]
-    lines = [
-        [heads[i] for i in keep],
-        ["---"] * len(keep),
-        *([row[i] for i in keep] for row in cells),
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            pieces[i] = re.sub(r"([\\*_|<>`])", r"\\\1", piece)
+    return "".join(pieces)
 
 
-def card(entry: Entry, unfold: bool = False, fence: int = 6) -> str:
-    "The entry as MyST: a Python object that can be linked to and searched for."
-    colons = ":" * fence
-    lines = [
-        f"{colons}{{py:{entry.kind}}} {entry.name}{entry.signature}",
-        f":module: {entry.module}",
-        "",
-        markdown(entry.doc),
-        "",
-    ]
-    if any(note for *_, note in entry.rows) or entry.returns[1]:
-        summary = "Fields" if entry.kind == "class" and not entry.signature else "Parameters"
-        lines += [
-            f'<details class="api"{" open" * unfold}><summary>{summary}</summary>',
-            "",
-            table(entry),
-            "",
-            "</details>",
-            "",
-        ]
-    lines += [card(member, fence=fence - 1) for member in entry.members]
-    return "\n".join([*lines, colons])
+def directive(full_name: str, kind: str) -> str:
+    "The lines that have autodoc describe a name."
+    options = {"class": "\n   :members:\n   :undoc-members:", "data": "\n   :no-value:"}
+    return f".. auto{kind}:: {full_name}{options.get(kind, '')}\n"
+
+
+def myst(*directives: str) -> str:
+    "Directives of reStructuredText for a page of MyST."
+    return "\n".join(["```{rst}", *directives, "```"])
