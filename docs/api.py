@@ -28,20 +28,30 @@ class Entry:
         return f"{self.module}.{self.name}"
 
 
+NAMED = re.compile(r"\**\w+\s*[:=,]")  # the start of a line with a parameter or a field
+
+
 def comments(source: str) -> dict:
-    "Line number -> text of its comment; a line that holds a comment alone continues the one above."
+    """Line number -> text of its comment. Lines that hold a comment alone belong to the parameter or field below, if
+    that has no other comment, and otherwise continue the comment above."""
     found = {}
-    alone = set()
+    alone = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            found[token.start[0]] = token.string.lstrip("# ").rstrip()
-            if not token.line[: token.start[1]].strip():
-                alone.add(token.start[0])
-    for line in sorted(alone, reverse=True):
-        if line - 1 in found:
-            found[line - 1] += " " + found.pop(line)
-        else:
-            found.pop(line)
+            is_alone = not token.line[: token.start[1]].strip()
+            (alone if is_alone else found)[token.start[0]] = token.string.lstrip("# ").rstrip()
+    lines = ["", *source.splitlines(), ""]
+    while alone:
+        first = last = min(alone)
+        texts = [alone.pop(first)]
+        while last + 1 in alone:
+            last += 1
+            texts.append(alone.pop(last))
+        text = " ".join(texts)
+        if NAMED.match(lines[last + 1].strip()) and last + 1 not in found:
+            found[last + 1] = text
+        elif first - 1 in found:
+            found[first - 1] += " " + text
     return found
 
 
@@ -99,11 +109,22 @@ def share(text: str, types: dict) -> dict:
     return dict.fromkeys(meant if len(meant) == 1 else types, text)
 
 
+def share_backwards(text: str, types: dict, own: int) -> dict:
+    """Give a comment to the last `own` parameters; or, if it is a list of shapes, one shape to each of the last ones: a
+    formatter puts the parameters of a line on lines of their own, and leaves the comment beside the last."""
+    names = list(types)
+    parts = pieces(text)
+    if own < len(parts) <= len(names) and all(part.startswith("(") for part in parts):
+        return dict(zip(names[len(names) - len(parts) :], parts))
+    return share(text, {name: types[name] for name in names[len(names) - own :]})
+
+
 def comments_of_arguments(
-    arguments: ast.arguments, notes: dict, skip_first: bool, first: int
+    arguments: ast.arguments, notes: dict, skip_first: bool, first: int, closing: str
 ) -> tuple:
-    """Return the comment of each parameter, and what the comment of the line `first`, which has the whole signature,
-    says of the result: what follows an arrow, or a shape if no parameter is a tensor."""
+    """Return the comment of each parameter, and that of the result. The comment of the line `first`, which has the whole
+    signature, says of the result what follows an arrow, or a shape if no parameter is a tensor. If the signature is
+    wrapped and has only the comment of its last line, `closing`, that is the comment of the whole signature too."""
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     listed = list(zip(plain, defaults))[skip_first:]
@@ -117,9 +138,15 @@ def comments_of_arguments(
         lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(
             arg.annotation
         )
+    if closing and lines and not lines.keys() & notes.keys():
+        lines = {first: {name: kind for types in lines.values() for name, kind in types.items()}}
+        notes = {first: closing}
+        closing = ""
     shared = {}
+    bare = {}  # parameters of the lines before that have no comment
     for line, types in lines.items():
         text = notes.get(line, "")
+        bare |= types
         if line == first and re.match(r"\(|->|(?:from |of |an? |\w+ \()[^;]*->", text):
             shape = (
                 text.startswith("(")
@@ -129,8 +156,10 @@ def comments_of_arguments(
             text, _, result = map(
                 str.strip, ("-> " * (shape and "->" not in text) + text).partition("->")
             )
-        shared |= share(text, types) if text else {}
-    return {arg.arg: shared.get(arg.arg, "") for arg, _ in listed}, result
+        if text:
+            shared |= share_backwards(text, bare, len(types))
+            bare = {}
+    return {arg.arg: shared.get(arg.arg, "") for arg, _ in listed}, result or closing
 
 
 def decorators(node) -> set:
@@ -148,19 +177,16 @@ def function(node, module: str, notes: dict, owner: str = "") -> Entry:
     last = max(
         [node.lineno, *(a.end_lineno for a in ast.walk(node.args) if hasattr(a, "end_lineno"))]
     )
-    comments, result = comments_of_arguments(node.args, notes, skip_first, node.lineno)
-    closing = (
-        [result]
-        if result
-        else [notes[line] for line in range(last + 1, node.body[0].lineno) if line in notes]
-    )
-    if not closing and node.lineno == node.body[0].lineno - 1 and not node.args.args:
-        closing = [notes.get(node.lineno, "")]
+    body = node.body[0].lineno
+    closing = " ".join(notes[line] for line in range(last + 1, body) if line in notes)
+    if not closing and node.lineno == body - 1 and not node.args.args:
+        closing = notes.get(node.lineno, "")
+    comments, returns = comments_of_arguments(node.args, notes, skip_first, node.lineno, closing)
     kind = (
         "property" if marks & {"property", "cached_property"} else "method" if owner else "function"
     )
     name = f"{owner}.{node.name}" if owner else node.name
-    return Entry(kind, module, name, ast.get_docstring(node) or "", comments, " ".join(closing))
+    return Entry(kind, module, name, ast.get_docstring(node) or "", comments, returns)
 
 
 def class_(node, module: str, notes: dict) -> Entry:

@@ -291,6 +291,18 @@ def test_parameters_and_their_comments_are_read_from_the_source():
     ]
 
 
+def test_comments_stay_with_their_parameters_when_a_formatter_moves_them():
+    wrapped = 'def f(\n    path, count\n) -> str:  # count: of rows -> text\n    "F."'
+    (entry,) = api.exported(wrapped, "m")
+    assert entry.comments == {"path": "", "count": "of rows -> text"} and entry.returns == ""
+    split = 'def f(\n    q: Tensor,\n    k: Tensor,  # (B,N) query, (B,N) key\n    n: int,  # rows\n):\n    "F."'
+    (entry,) = api.exported(split, "m")
+    assert entry.comments == {"q": "(B,N) query", "k": "(B,N) key", "n": "rows"}
+    fields = "@dataclass\nclass A:\n    n: int = 1  # rows\n    # of the text,\n    # in characters\n    size: int = 2"
+    (entry,) = api.exported(fields, "m")
+    assert entry.comments == {"n": "rows", "size": "of the text, in characters"}
+
+
 @pytest.mark.parametrize(
     "line, notes, result",
     [
