@@ -111,7 +111,7 @@ def share(text: str, types: dict) -> dict:
 
 def share_backwards(text: str, types: dict, own: int) -> dict:
     """Give a comment to the last `own` parameters; or, if it is a list of shapes, one shape to each of the last ones: a
-    formatter puts the parameters of a line on lines of their own, and leaves the comment beside the last."""
+    formatter splits a line of parameters, and leaves the comment beside the last."""
     names = list(types)
     parts = pieces(text)
     if own < len(parts) <= len(names) and all(part.startswith("(") for part in parts):
