@@ -4,13 +4,14 @@
 
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'unseen_settings',
-           'subcommand', 'value_of', 'count_of', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe',
-           'chosen_claims', 'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records',
-           'noted_failure', 'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known',
-           'TrainLM', 'TrainVision', 'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail',
-           'several_processes', 'agreed', 'main']
+           'subcommand', 'typed_value', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
+           'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
+           'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known', 'TrainLM',
+           'TrainVision', 'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes',
+           'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
+import argparse
 import atexit
 import contextlib
 import io
@@ -64,11 +65,7 @@ from .records import in_one_line, plural, readable, tell, to_plain, warn
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
-    "tyro could not read the command line; `box` is what it printed."
-
-    def __init__(self, box: str):
-        super().__init__(" ".join(re.sub("[╭╮╰╯│─]", " ", box).split()))
-        self.box = box
+    "tyro could not read the command line; the message is the box that it printed."
 
 # %% ../nbs/machine/cli.ipynb #cli-007
 def one_line(error: BaseException) -> str:
@@ -112,18 +109,11 @@ def subcommand(kind: type, argv: list[str]) -> tuple[type, dict]:
     )
 
 # %% ../nbs/machine/cli.ipynb #cli-012
-def value_of(flag: str, argv: list[str], default: str = "") -> str:
-    "Return the last value typed after a flag."
-    words = [word for typed in argv for word in typed.split("=", 1)]
-    return next(
-        (value for name, value in zip(words[-2::-1], words[:0:-1]) if name == flag), default
-    )
-
-
-def count_of(name: str, argv: list[str]) -> dict:
-    "Return the count typed after a flag as {name: count}; {} for any other text, which tyro refuses."
-    typed = value_of(f"--{name}", argv)
-    return {name: int(typed)} if typed.isdigit() and int(typed) else {}
+def typed_value(flag: str, argv: list[str], default: str = "") -> str:
+    "Return the last value typed after a flag, whatever the other words are."
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(flag, dest="value", nargs="?", default=default, const=default)
+    return parser.parse_known_args(argv)[0].value
 
 # %% ../nbs/machine/cli.ipynb #cli-014
 def changed(settings: Any, preset: Any) -> dict:
@@ -428,7 +418,7 @@ class Reproduce(Generic[S]):
     def settings_of(argv: list[str]) -> tuple[Any, str]:
         "Return the settings of the only claim that is named, if it is one, and no more text for the help."
         named = [claim for claim in all_claims() if claim.name in argv and claim.module]
-        scale = value_of("--scale", argv, "laptop")
+        scale = typed_value("--scale", argv, "laptop")
         if len(named) != 1 or scale not in named[0].minutes:
             return NoSettings(), ""
         try:
@@ -637,15 +627,17 @@ class TrainLM(Generic[S]):
 
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
-        "Return the settings of the preset that is named, or of any; and presets and mixers, for the help."
-        from longhorn_kit.lab.train.presets import LM_PRESETS, listed, of_any_preset, override
+        "Return the settings of the preset that is named, or of laptop; and presets and mixers, for the help."
+        from longhorn_kit.lab.train.presets import LM_PRESETS, listed, override
         from longhorn_kit.models import MIXERS
 
-        more = f"{listed(LM_PRESETS)}\n\nMixers: {', '.join(MIXERS)}"
-        if not (name := value_of("--preset", argv)):
-            return of_any_preset(LM_PRESETS["laptop"]), more
+        name = typed_value("--preset", argv, "laptop")
         known("preset", name, LM_PRESETS)
-        return override(LM_PRESETS[name], **count_of("steps", argv)), more
+        preset = LM_PRESETS[name]
+        steps = typed_value("--steps", argv)
+        if steps.isdecimal() and int(steps) > 0:  # tyro refuses any other text
+            preset = override(preset, steps=int(steps))
+        return preset, f"{listed(LM_PRESETS, name)}\n\nMixers: {', '.join(MIXERS)}"
 
     def __call__(self):
         train_from(self)
@@ -663,8 +655,8 @@ class TrainVision(Generic[S]):
 
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
-        "Return the settings of the preset that is named, or of any; and the presets, for the help."
-        from longhorn_kit.lab.train.presets import listed, of_any_preset
+        "Return the settings of the preset that is named, or of digits; and the presets, for the help."
+        from longhorn_kit.lab.train.presets import listed
 
         try:
             need("train-vision", "vision")
@@ -672,10 +664,9 @@ class TrainVision(Generic[S]):
             return unseen_settings(error, argv)
         from longhorn_kit.lab.train.vision import VISION_PRESETS
 
-        if not (name := value_of("--preset", argv)):
-            return of_any_preset(VISION_PRESETS["digits"].config), listed(VISION_PRESETS)
+        name = typed_value("--preset", argv, "digits")
         known("preset", name, VISION_PRESETS)
-        return VISION_PRESETS[name].config, listed(VISION_PRESETS)
+        return VISION_PRESETS[name].config, listed(VISION_PRESETS, name)
 
     def __call__(self):
         from longhorn_kit.lab.distributed import is_main_process
@@ -774,12 +765,7 @@ def parse(argv: list[str]) -> Any:
     except SystemExit as stop:
         if stop.code in (0, None):
             return None
-        text = re.sub(
-            r"Error parsing settings[.\w]*: ([^│\n]*)",
-            lambda m: m[1].ljust(len(m[0])),
-            box.getvalue(),
-        )
-        raise Misread(text) from None
+        raise Misread(box.getvalue()) from None
 
 # %% ../nbs/machine/cli.ipynb #cli-051
 def open_closed_streams() -> None:
@@ -843,9 +829,8 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Misread as error:
-        if several_processes():
-            return fail(str(error), 2)
-        sys.stderr.write(readable(error.box))
+        if not several_processes() or os.environ.get("RANK") == "0":  # one process prints the box
+            sys.stderr.write(readable(str(error)))
         return 2
     except Exception as error:
         if os.environ.get("LONGHORN_DEBUG") == "1":

@@ -106,13 +106,17 @@ def fails(capsys, argv, code=1):
 def test_mistake_in_the_command_line(here, capsys, argv, says):
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    assert (
-        says in err
-        and "Traceback" not in err
-        and "parsing settings" not in err
-        and list(here.iterdir()) == []
-    )
+    assert says in err and "Traceback" not in err and list(here.iterdir()) == []
     assert argv[:1] != ["train-lm"] or "longhorn train-lm --help" in err
+
+
+@pytest.mark.parametrize("rank, boxes", [("0", 1), ("1", 0)])
+def test_one_of_several_processes_prints_the_mistake(monkeypatch, capsys, rank, boxes):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(cli, "agreed", lambda function, argv: function(argv))
+    assert cli.main(["claims", "--oops"]) == 2
+    assert capsys.readouterr().err.count("Unrecognized options: --oops") == boxes
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], *([name, "--help"] for name in cli.COMMANDS)])
@@ -148,14 +152,19 @@ def test_help_lists_presets_mixers_and_what_a_preset_fills_in(
         "description",
         *("steps", "warmup", "eval_every") * (command == "train-vision"),
     }:
-        about, default = re.search(
-            rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words
-        ).groups()
-        assert len(about.split()) > 1 and default == "from the preset", name
+        about, _ = re.search(rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words).groups()
+        assert len(about.split()) > 1, name
     assert "default: None" not in out and "--description" not in out
-    name = list(presets)[0]
-    assert cli.main([command, "--preset", name, "--help"]) == 0
-    assert "from the preset" not in (out := capsys.readouterr().out) and f"  {name}: " in out
+    shown = {"train-lm": "laptop", "train-vision": "digits"}[command]
+    other = next(name for name in reversed(presets) if name != shown)
+    assert f"The settings below have the values of --preset {shown}.\n" in out
+    assert cli.main([command, "--preset", other, "--help"]) == 0
+    named = capsys.readouterr().out
+    assert f"The settings below have the values of --preset {other}.\n" in named
+    for name, text in ((shown, out), (other, named)):
+        learning_rate = re.search(r"highest learning rate.*?\(default: (.*?)\)", text)[1]
+        preset = presets[name]
+        assert float(learning_rate) == (preset.train if command == "train-lm" else preset.config).lr
 
 
 def test_version(capsys):

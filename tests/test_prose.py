@@ -32,7 +32,8 @@ from test_site import build
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
-    "nbs/index.ipynb",  # tests/test_bench.py checks kernels/README.md
+    "nbs/index.ipynb",
+    "nbs/stable.md",  # tests/test_bench.py checks kernels/README.md
     *sorted(
         str(path.relative_to(ROOT))
         for part in ("theory", "scan", "models", "lab", "machine")
