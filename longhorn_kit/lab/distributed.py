@@ -68,7 +68,7 @@ def is_main_process() -> bool:
 
 # %% ../../nbs/machine/processes.ipynb #processes-leave
 def leave() -> None:
-    "End the connections and their threads: one that waits for Python as it ends aborts the process."
+    "End the connections and their threads: a thread that outlives Python aborts the process."
     if distributed():
         torch.distributed.destroy_process_group()
         gc.collect()  # the trained model holds them in a cycle
