@@ -50,18 +50,18 @@ from longhorn_kit.lab.claims.registry import (
     find_claim,
     find_experiment,
     runnable,
-    suggest,
 )
-from longhorn_kit.lab.use import (
-    Eval,
-    Export,
-    Generate,
-    NoDefault,
-    UsageError,
+from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
+from longhorn_kit.records import (
+    in_one_line,
     model_folder,
-    writable_folder,
+    plural,
+    readable,
+    suggest,
+    tell,
+    to_plain,
+    warn,
 )
-from .records import in_one_line, plural, readable, tell, to_plain, warn
 
 # %% ../nbs/machine/cli.ipynb #cli-005
 class Misread(UsageError):
@@ -838,6 +838,7 @@ def main(
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
 # %% ../nbs/machine/cli.ipynb #cli-057
+#| eval: false
 #| eval: false
 if (
     __name__ == "__main__" and "ipykernel" not in sys.modules

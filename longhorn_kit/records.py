@@ -7,14 +7,15 @@ __all__ = ['HERE', 'PATH_START', 'FULL_PATH', 'LONE_SURROGATES', 'CONTROL', 'bes
            'exchange', 'put_in_place', 'standing', 'atomic_path', 'final_name', 'put_on_disk', 'atomic_file',
            'cannot_write', 'check_ranges', 'check_same_settings', 'to_plain', 'FullPath', 'without_machine_paths',
            'last_part', 'without_full_paths', 'is_path', 'write_json', 'JsonObject', 'read_json', 'atomic_folder',
-           'contents', 'check_folder', 'read_whole', 'with_name', 'kept_open', 'stamps', 'readable', 'in_one_line',
-           'tell', 'warn', 'digest_of', 'write_record', 'as_recorded', 'read_record', 'json_line', 'append_jsonl',
-           'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of',
-           'environment', 'command_line', 'quoted', 'progress', 'plural']
+           'contents', 'check_folder', 'read_whole', 'with_name', 'kept_open', 'stamps', 'model_folder', 'readable',
+           'in_one_line', 'tell', 'warn', 'digest_of', 'write_record', 'as_recorded', 'read_record', 'json_line',
+           'append_jsonl', 'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name',
+           'version_of', 'environment', 'command_line', 'quoted', 'progress', 'plural', 'suggest']
 
 # %% ../nbs/machine/records.ipynb #records-003
 import ctypes
 import dataclasses
+import difflib
 import errno
 import hashlib
 import json
@@ -426,6 +427,27 @@ def stamps(folder: Path, names: Iterable[str]) -> list:  # names: patterns
             found.append((path.name, about.st_ino, about.st_size, about.st_mtime_ns))
     return found
 
+# %% ../nbs/machine/records.ipynb #records-model-folder
+def model_folder(checkpoint: str | Path) -> Path:  # folder of a model, a run or an export
+    "Return the folder with the weights; FileNotFoundError names the missing part."
+    folder = standing(checkpoint)
+    if not folder.exists():
+        raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
+    for candidate in (folder, folder / "model"):
+        weights = [candidate / f"model.safetensors{end}" for end in ("", ".index.json")]
+        if (candidate / "config.json").is_file() and any(file.is_file() for file in weights):
+            return candidate
+    done = sorted(folder.glob("checkpoints/step-*"))
+    if done:
+        steps = read_json(folder / "config.json")["config"]["steps"]
+        raise FileNotFoundError(
+            f"checkpoint {checkpoint} holds no model: its run stopped at step "
+            f"{int(done[-1].name[5:])} of {steps}; the same training command finishes it"
+        )
+    raise FileNotFoundError(
+        f"checkpoint {checkpoint} holds no model; config.json and model.safetensors are expected"
+    )
+
 # %% ../nbs/machine/records.ipynb #records-028
 # Control characters except tab and newline, line separators, marks that reverse the order of letters, and
 # halves of characters.
@@ -731,3 +753,12 @@ def progress(
 def plural(count: int, noun: str) -> str:
     "Write a count with its noun, such as `1 job` and `1,200 jobs`; nouns take -s."
     return f"{count:,} {noun}" + "s" * (count != 1)
+
+# %% ../nbs/machine/records.ipynb #records-suggest
+def suggest(
+    word: str,  # as typed
+    names: list[str],  # that exist
+) -> str:  # "; did you mean 'recall'?", or the list
+    "Return the end of an error message about an unknown name."
+    near = difflib.get_close_matches(word, names, n=1)
+    return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(names)}"

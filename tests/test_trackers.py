@@ -31,7 +31,7 @@ def init(**options):
 
 
 def events(folder):
-    "What TensorBoard shows of a run, as lines of metrics."
+    "Numbers that TensorBoard shows of a run, as lines of metrics."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0}).Reload()

@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['SCALES', 'PLATFORM', 'BASES', 'CLAIMS', 'PAPER_KERNEL', 'Claim', 'outcomes', 'readers', 'with_verdicts',
            'higher_on_all', 'settled', 'longhorn_below', 'at_one_rate', 'second_plan', 'pools_of', 'about_both_plans',
-           'models_in', 'train_all', 'sizes_differ', 'elsewhere', 'suggest', 'claim_modules', 'all_claims',
-           'find_claim', 'find_experiment', 'runnable']
+           'models_in', 'train_all', 'sizes_differ', 'elsewhere', 'claim_modules', 'all_claims', 'find_claim',
+           'find_experiment', 'runnable']
 
 # %% ../../../nbs/machine/claims.ipynb #39_claims-003
-import difflib
 import importlib
 import math
 from collections.abc import Callable
@@ -68,7 +67,7 @@ from longhorn_kit.lab.claims.published import (
 )
 from .stats import LEVEL, MARGINS, Comparison, Contrast, Judgement, judge
 from ..run import Experiment
-from ...records import NAMES
+from ...records import NAMES, suggest
 
 # %% ../../../nbs/machine/claims.ipynb #39_claims-005
 @dataclass(frozen=True)
@@ -898,12 +897,6 @@ CLAIMS += [
 ]
 
 # %% ../../../nbs/machine/claims.ipynb #39_claims-023
-def suggest(word: str, known: list[str]) -> str:  # typed, known -> "; did you mean 'recall'?"
-    "Return the end of an error message about an unknown name."
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(known)}"
-
-
 @cache
 def claim_modules() -> list[ModuleType]:
     "Import the experiments that define claims: those with a line `CLAIMS = [...]`."

@@ -19,7 +19,6 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from ..claims.registry import suggest
 from longhorn_kit.lab.data.images import (
     LARGEST_CLASS,
     Augmented,
@@ -37,7 +36,6 @@ from .checkpoint import checkpoints
 from .loop import train
 from .recipe import LARGEST, LossOnly, Recipe
 from .trackers import check_tracker
-from ..use import model_folder
 from ...models.vision import timm
 from longhorn_kit.records import (
     FullPath,
@@ -46,9 +44,11 @@ from longhorn_kit.records import (
     check_folder,
     check_ranges,
     check_same_settings,
+    model_folder,
     read_json,
     read_record,
     read_whole,
+    suggest,
 )
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-004
