@@ -90,14 +90,14 @@ class NoSettings:
 
 
 def unseen_settings(error: ModuleNotFoundError, argv: list[str]) -> tuple[NoSettings, str]:
-    "Return no settings and, for the help, the extra that they need; other commands raise the error."
+    "Return no settings, and for the help the extra that they need; else raise the error."
     if not {"-h", "--help"} & set(argv):
         raise error
     return NoSettings(), f"\n\nIts settings are not shown: {error}"
 
 
 def subcommand(kind: type, argv: list[str]) -> tuple[type, dict]:
-    "Return the type that tyro parses for a command, and its options: the settings of the typed preset as defaults."
+    "Return the type that tyro parses, and its options: the typed preset gives the defaults."
     if not hasattr(kind, "settings_of"):
         return kind, {}
     settings, more = kind.settings_of(argv)
@@ -192,7 +192,7 @@ def recipe(
 
 # %% ../nbs/machine/cli.ipynb #cli-020
 def chosen_claims(names: tuple[str, ...], scale: str) -> list[Claim]:
-    "Return the claims to run; `UsageError` for an unknown name, ValueError if a claim has no such run."
+    "Return the claims to run; `UsageError` if unknown, ValueError if a claim has no such run."
     possible = runnable(scale)
 
     def listed(scale):
@@ -368,7 +368,7 @@ def noted_failure(name: str, failed: dict) -> Iterator[None]:
 # %% ../nbs/machine/cli.ipynb #cli-029-3
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    "Context manager that turns SIGTERM into a KeyboardInterrupt whose argument is its name; in the main thread only."
+    "Context manager that turns SIGTERM into KeyboardInterrupt('SIGTERM'), in the main thread."
     owner = os.getpid()
 
     def interrupt(number, frame):
@@ -416,7 +416,7 @@ class Reproduce(Generic[S]):
 
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
-        "Return the settings of the only claim that is named, if it is one, and no more text for the help."
+        "Return the settings of the only named claim, if it is one, and no text for the help."
         named = [claim for claim in all_claims() if claim.name in argv and claim.module]
         scale = typed_value("--scale", argv, "laptop")
         if len(named) != 1 or scale not in named[0].minutes:
@@ -470,7 +470,7 @@ class Reproduce(Generic[S]):
             raise RuntimeError(f"not done: {reasons}; what is finished is kept")
 
     def changes(self, claims: list[Claim]) -> dict:
-        "Return the settings that differ from the preset of the only claim with settings; {} without one."
+        "Return the settings that differ from the preset of the only claim with settings, or {}."
         if isinstance(self.settings, NoSettings):
             return {}
         claim = next(claim for claim in claims if claim.module)
@@ -627,7 +627,7 @@ class TrainLM(Generic[S]):
 
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
-        "Return the settings of the preset that is named, or of laptop; and presets and mixers, for the help."
+        "Return the settings of the named preset or laptop, and presets and mixers for the help."
         from longhorn_kit.lab.train.presets import LM_PRESETS, listed, override
         from longhorn_kit.models import MIXERS
 
@@ -655,7 +655,7 @@ class TrainVision(Generic[S]):
 
     @staticmethod
     def settings_of(argv: list[str]) -> tuple[Any, str]:
-        "Return the settings of the preset that is named, or of digits; and the presets, for the help."
+        "Return the settings of the named preset or digits, and the presets for the help."
         from longhorn_kit.lab.train.presets import listed
 
         try:
@@ -739,7 +739,7 @@ OPTIONS = (
 
 # %% ../nbs/machine/cli.ipynb #cli-049
 def parse(argv: list[str]) -> Any:
-    "Return the command, ready to be called; None after the help; `UsageError` or tyro's own message for a mistake."
+    "Return the command to call; None after the help; `UsageError` or `Misread` for a mistake."
     if named := bool(argv) and not argv[0].startswith("-"):
         known("command", argv[0], COMMANDS)
         kind, more = subcommand(COMMANDS[argv[0]], argv[1:])
@@ -789,7 +789,7 @@ def several_processes() -> bool:
 
 
 def agreed(function: Callable, *arguments: Any) -> Any:
-    "Call a function; if it fails in one of several processes it fails in all, so that none waits for another."
+    "Call a function; if it fails in one of several processes, it fails in all."
     if not several_processes():
         return function(*arguments)
     from longhorn_kit.lab.distributed import together
@@ -801,7 +801,7 @@ def agreed(function: Callable, *arguments: Any) -> Any:
 def main(
     argv: list[str] | None = None,  # the words after `longhorn`; by default the command line's
 ) -> int:  # exit code
-    "Run a command and return 0 (done), 1 (failed), 2 (a mistake in the command line) or 130 (interrupted)."
+    "Run a command; return 0 (done), 1 (failed), 2 (wrong command line) or 130 (interrupted)."
     argv = sys.argv[1:] if argv is None else argv
     open_closed_streams()
     os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files
@@ -838,6 +838,8 @@ def main(
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
 # %% ../nbs/machine/cli.ipynb #cli-057
+#| eval: false
+#| eval: false
 #| eval: false
 #| eval: false
 if (

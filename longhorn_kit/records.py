@@ -126,9 +126,9 @@ def standing(path: str | Path) -> Path:
 @contextmanager
 def atomic_path(
     path: str | Path,  # file or folder to write; its parent is made if missing
-    inside: bool = False,  # write in a temporary folder, for a library that writes files beside its target
+    inside: bool = False,  # use a temporary folder, for a library that writes further files
 ) -> Iterator[Path]:
-    "Context manager that yields a temporary path, which becomes `path` when the block ends; OSError names the path."
+    "Context manager that yields a temporary path, which becomes `path` at the end, or OSError."
     path = Path(path)
     partial = beside(path)
     new = partial / path.name if inside else partial
@@ -161,7 +161,7 @@ def final_name(
 
 
 def put_on_disk(path: Path) -> None:
-    "Wait until a file or a new folder is on the disk; whoever may read the folder may read its files."
+    "Wait until a file or a new folder is on the disk; files get the folder's permissions."
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             with open(
@@ -177,14 +177,14 @@ def atomic_file(
     path: str | Path,
     mode: str = "w",  # "w" for text (UTF-8, newlines as written) or "wb" for bytes
 ) -> Iterator[Any]:
-    "Context manager that yields an open file, which appears under `path` whole when the block ends, or not at all."
+    "Context manager that yields an open file, which appears under `path` whole or not at all."
     text = {} if "b" in mode else {"encoding": "utf-8", "newline": ""}
     with atomic_path(path) as partial, open(partial, mode, **text) as file:
         yield file
 
 # %% ../nbs/machine/records.ipynb #records-012-3
 def cannot_write(path: str | Path, error: Exception) -> OSError:
-    "Return an OSError that names the path and the reason, and reports that the old contents are unchanged."
+    "Return an OSError that names path and reason; the old contents are unchanged."
     reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     number = getattr(error, "errno", None)
     hidden = re.search(
@@ -226,7 +226,7 @@ def check_same_settings(
 
 # %% ../nbs/machine/records.ipynb #records-019
 def to_plain(value: Any) -> Any:
-    "Convert a result to dict, list, str, int, float, bool and None; NaN and infinities become None."
+    "Convert to dict, list, str, int, float, bool and None; NaN and infinities become None."
     if isinstance(value, dict):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set)):
@@ -311,7 +311,7 @@ class JsonObject(dict):
 
 
 def read_json(path: str | Path) -> Any:
-    "Return the value in a JSON file, with objects as `JsonObject`; ValueError if the file is not JSON."
+    "Return the value of a JSON file, with objects as `JsonObject`; ValueError if not JSON."
     try:
         return json.loads(
             Path(path).read_text(encoding="utf-8"), object_hook=partial(JsonObject, place=path)
@@ -324,7 +324,7 @@ def read_json(path: str | Path) -> Any:
 def atomic_folder(
     path: str | Path,  # folder to make; an existing one is replaced when the new one is complete
 ) -> Iterator[Path]:
-    "Context manager that yields a folder to write into; it gets a manifest and becomes `path` when the block ends."
+    "Context manager that yields a folder; at the end it gets a manifest and becomes `path`."
     with atomic_path(path) as partial:
         partial.mkdir()
         yield partial
@@ -371,7 +371,7 @@ def read_whole(
     read: Callable,  # gets a path to the folder
     attempts: int = 100,
 ) -> Any:
-    "Return read(path) of one version of a folder; raises the errors of `read`, with the folder's name."
+    "Return read(path) of one version of a folder; errors of `read` get the folder's name."
     for _ in range(attempts):
         with kept_open(standing(folder)) as path:
             before = stamps(path, names)
@@ -405,7 +405,7 @@ def with_name(error: OSError | ValueError, path: str, name: str) -> OSError | Va
 
 @contextmanager
 def kept_open(folder: Path) -> Iterator[Path]:
-    "Context manager that yields a path that stays with this folder if it is renamed (on Linux; else its name)."
+    "Context manager that yields a path that follows the folder if it is renamed (on Linux)."
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:  # missing, or Windows
@@ -543,7 +543,7 @@ def append_jsonl(
 
 # %% ../nbs/machine/records.ipynb #records-034
 def read_jsonl(path: str | Path) -> list:
-    "Return the objects in a file of JSON lines, without a torn last line; [] if the file is missing."
+    "Return the objects of a JSON lines file, without a torn last line; [] if missing."
     if not Path(path).exists():
         return []
     lines = Path(path).read_bytes().split(b"\n")
@@ -569,7 +569,7 @@ def exclusive_lock(
     folder: str | Path,  # made if missing
     wait: bool = True,  # False: raise BlockingIOError if another process has the folder
 ) -> Iterator[bool]:
-    "Context manager that keeps other processes out of a folder; yields False if the file system has no locks."
+    "Context manager that keeps other processes out of a folder; yields False without locks."
     folder = Path(folder)
     handle = None
     while fcntl:
@@ -600,7 +600,7 @@ NO_LOCKS = {
 
 
 def locked(folder: Path, wait: bool) -> int | None:
-    "Return a handle that holds the folder's lock; None, after a warning, on a file system without locks."
+    "Return a handle that holds the folder's lock; None, with a warning, without locks."
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -645,7 +645,7 @@ NAMES = {
 
 # %% ../nbs/machine/records.ipynb #records-root-2
 def records_root() -> Path:
-    "Return the folder above the kit's own records: the checkout, or the copy in an installed package."
+    "Return the folder above the kit's records: the checkout, or the copy in a package."
     package = Path(longhorn_kit.__file__).parent
     return package / "recorded" if (package / "recorded").is_dir() else package.parent
 

@@ -498,14 +498,14 @@ def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
 def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
     no_locks(monkeypatch, errno.ENOSYS)
     source = write(tmp_path / "a.txt")
-    place = corpus.place
+    publish = corpus.publish
     opened = []
     monkeypatch.setattr(
         corpus,
-        "place",
+        "publish",
         lambda folder, *more: (
             opened.append(open(folder / "train.bin", "r+b")),
-            place(folder, *more),
+            publish(folder, *more),
         ),
     )
     found = prepare(source, cache=tmp_path / "cache")

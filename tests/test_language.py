@@ -499,10 +499,10 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
     starts = []
     train = language_training.train
 
-    def noted(model, *arguments):
+    def noted(model, *arguments, **options):
         starts.append({name: weight.clone() for name, weight in model.state_dict().items()})
         assert model.training
-        return train(model, *arguments)
+        return train(model, *arguments, **options)
 
     monkeypatch.setattr(language_training, "train", noted)
     trained("from run", 2, init_from=str(tmp_path / "run" / "model"))

@@ -1223,6 +1223,7 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
     "train.py of timm's repository makes model, data, loader and checkpoints with these calls."
     from timm.data import create_dataset, create_loader, resolve_data_config
     from timm.models import resume_checkpoint, safe_model_name
+    from timm.optim import create_optimizer_v2
     from timm.utils import CheckpointSaver
 
     model = timm.create_model(
@@ -1257,7 +1258,7 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
             )
         )
     )
-    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
     torch.nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
     arguments = argparse.Namespace(model=safe_model_name("longhorn_vim_nano_patch2_8"))

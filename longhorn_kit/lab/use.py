@@ -27,7 +27,7 @@ class UsageError(ValueError):
 
 
 def writable_folder(path: str | Path) -> Path:
-    "Make a folder if it is missing and try to write in it; OSError names a folder that cannot be written."
+    "Make a folder if missing, and try to write in it; OSError if it cannot be written."
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -47,11 +47,14 @@ class Reader:
     "Images and labels by number, like timm's readers."
 
     def __init__(
-        self, items, classes, place
-    ):  # classes: name -> label; place: what messages call an image
+        self,
+        items,  # (image or file, label)
+        classes,  # name -> label
+        noun,  # what messages call an image
+    ):
         self.items = items
         self.classes = classes
-        self.place = place
+        self.noun = noun
 
     @property
     def labels(self):
@@ -64,7 +67,7 @@ class Reader:
         return self.items[i]
 
     def filename(self, i, absolute=True):
-        return f"{self.place} {i}"
+        return f"{self.noun} {i}"
 
 # %% ../../../nbs/machine/images.ipynb #images-digits
 class ImageSet(NamedTuple):
@@ -110,7 +113,7 @@ ONLY_NAMED = ("EPS", "WMF", "MPEG", "BUFR", "GRIB", "HDF5")
 
 
 def survey(folder, endings):
-    "Return (images, other files, folders at the bottom without an image) of a folder of class folders."
+    "Return (images, other files, lowest folders without an image) of a folder of classes."
     images = []
     others = []
     bare = []
@@ -199,6 +202,46 @@ def folder_images(folder: Path) -> FolderImages:
     return FolderImages(items, classes, str(folder))
 
 # %% ../../../nbs/machine/images.ipynb #images-009
+def first_of(
+    name,  # of the data set
+    expected,  # names, most likely first
+    existing,  # names
+    kind,  # of the names
+):
+    "Return the first expected name that exists; ValueError without one."
+    names = [word for word in expected if word in existing]
+    if not names:
+        raise ValueError(
+            f"{name} has the {kind} {', '.join(existing)}; expected one of {', '.join(expected)}"
+        )
+    return names[0]
+
+
+def check_labels(
+    column,  # as an error names it
+    values,  # labels of all images
+    names,  # of the classes, or None
+):
+    "Return the labels of the classes in order; ValueError if they cannot be classes."
+    wrong = [value for value in values if not isinstance(value, int | str | None)]
+    if wrong:
+        raise ValueError(f"{column} holds a {type(wrong[0]).__name__}, not a class")
+    labels = set(values)
+    if max(len(labels), len(names or ())) > LARGEST_CLASS:
+        raise ValueError(f"{column} has more than {LARGEST_CLASS:,} classes")
+    return range(len(names)) if names else sorted(labels - {None})
+
+
+def report_skipped(folder):  # of images, which `datasets` reads
+    "Name the files that `datasets` skips in a folder of images."
+    from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
+
+    images, others, bare = survey(folder, set(ImageFolder.EXTENSIONS))
+    others = [path for path in others if not path.name.startswith("metadata.")]
+    if images:  # else tables
+        report_others(folder, others, bare)
+
+
 class HubData(Reader):
     "Data set of the hub or local files, read by `datasets`."
 
@@ -207,47 +250,24 @@ class HubData(Reader):
 
         check_hub_folder(name)
 
-        def first(wanted, known, kind):
-            if not (names := [word for word in wanted if word in known]):
-                raise ValueError(
-                    f"{name} has the {kind} {', '.join(known)}; expected one of {', '.join(wanted)}"
-                )
-            return names[0]
-
-        split = first(splits, get_dataset_split_names(name), "splits")
+        split = first_of(name, splits, get_dataset_split_names(name), "splits")
         rows = load_dataset(name, split=split)
-        image = first(("image", "img", "jpg"), rows.column_names, "columns")
-        label = first(("label", "cls", "fine_label"), rows.column_names, "columns")
-        known = list(rows[label])
+        columns = rows.column_names
+        image = first_of(name, ("image", "img", "jpg"), columns, "columns")
+        label = first_of(name, ("label", "cls", "fine_label"), columns, "columns")
+        values = list(rows[label])
         names = getattr(rows.features[label], "names", None)
-        if odd := [value for value in known if not isinstance(value, int | str | None)][:1]:
-            kind = type(odd[0]).__name__
-            raise ValueError(f"{name}, {split}: the column {label!r} holds a {kind}, not a class")
-        labels = set(known)
-        if max(len(labels), len(names or ())) > LARGEST_CLASS:
-            raise ValueError(
-                f"{name}, {split}: the column {label!r} has more than {LARGEST_CLASS:,} classes"
-            )
-        values = range(len(names)) if names else sorted(labels - {None})
-        self.code = {value: i for i, value in enumerate(values)}  # label in the data -> class
-        if split == "train" and not labels <= set(values):
+        classes = check_labels(f"{name}, {split}: the column {label!r}", values, names)
+        self.code = {value: i for i, value in enumerate(classes)}  # label in the data -> class
+        if split == "train" and not set(values) <= set(classes):
             raise ValueError(f"{name}, {split}: some images have no label")
+        # -1: held-out labels are hidden
+        self.numbers = [self.code.get(value, -1) for value in values]
         reader = create_reader(f"hfds/{name}", split=split, input_key=image, target_key=label)
-        self.numbers = [
-            self.code.get(value, -1) for value in known
-        ]  # -1: held-out labels are hidden
-        super().__init__(
-            reader,
-            {name: i for i, name in enumerate(names or map(str, values))},
-            f"{name}, {split}, row",
-        )
+        by_name = {str(label): i for i, label in enumerate(names or classes)}
+        super().__init__(reader, by_name, f"{name}, {split}, row")
         if split == "train" and Path(name).is_dir():
-            from datasets.packaged_modules.imagefolder.imagefolder import ImageFolder
-
-            images, others, bare = survey(name, set(ImageFolder.EXTENSIONS))
-            others = [path for path in others if not path.name.startswith("metadata.")]
-            if images:  # else tables
-                report_others(name, others, bare)
+            report_skipped(name)
 
     @property
     def labels(self):
@@ -363,8 +383,9 @@ def shard_images(folder: str, names: tuple) -> Shards:  # as for `shard_files`
     for path in shard_files(folder, names):
         images, labels = read_shard(path)
         alone += [f"{path}, {key}" for key in images.keys() ^ labels.keys()]
-        for key in (key for key in images if key in labels):
-            items.append((f"{path}, {key}", path, *images[key], labels[key]))
+        for key in images:
+            if key in labels:
+                items.append((f"{path}, {key}", path, *images[key], labels[key]))
     if not items:
         raise FileNotFoundError(
             f"no shards match {folder}/*{names[0]}*.tar, or they have no pairs KEY.jpg and KEY.cls"
@@ -374,7 +395,8 @@ def shard_images(folder: str, names: tuple) -> Shards:  # as for `shard_files`
             f"{folder}: left out {plural(len(alone), 'key')} with an image or a label alone, "
             f"such as {min(alone)}"
         )
-    return Shards(items, {str(i): i for i in range(max(item[-1] for item in items) + 1)}, folder)
+    most = max(item[-1] for item in items)
+    return Shards(items, {str(i): i for i in range(most + 1)}, folder)
 
 # %% ../../../nbs/machine/images.ipynb #images-012
 def open_part(
@@ -396,10 +418,8 @@ def check_readable(data: str, reader: Any) -> None:
     for numbers in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
         if not any(can_decode(reader, int(i)) for i in numbers):
             first = int(numbers[0])
-            label = labels[numbers[0]]
-            name = next(
-                (name for name, i in reader.classes.items() if i == label), "without a label"
-            )
+            by_label = {i: name for name, i in reversed(reader.classes.items())}
+            name = by_label.get(labels[first], "without a label")
             file = without_machine_paths(str(reader.filename(first, absolute=True)))
             raise ValueError(
                 f"{data}: none of the {plural(len(numbers), 'image')} of class {name} can be read; "
@@ -408,7 +428,7 @@ def check_readable(data: str, reader: Any) -> None:
 
 
 def in_colours(image: Image.Image, mode: str) -> Image.Image:  # mode: of Pillow
-    "Return a decoded image in a mode with 8 bits; ValueError if the range of its numbers is not known."
+    "Return a decoded image in a mode with 8 bits; ValueError if its range is unknown."
     if image.mode == "I" and image.format in ("PPM", "PNG"):  # 16 bits, for which Pillow takes 32
         image = Image.fromarray(np.asarray(image).astype(np.uint16))
     if image.mode in ("I", "F"):  # Pillow would clip them at 0 and 255
@@ -441,13 +461,14 @@ def open_source(data: str, part: str) -> Any:  # as for `open_part`
         return HubData(data[3:], names)
     if data.startswith("wds:"):
         return shard_images(data[4:], names)
-    places = [Path(data) / name for name in names]
-    return folder_images(next(filter(Path.is_dir, places), places[0]))
+    folders = [Path(data) / name for name in names]
+    return folder_images(next(filter(Path.is_dir, folders), folders[0]))
 
 
 def open_data(data: str) -> tuple:  # -> readers of training and held-out images
     "Return both parts of a data set; ValueError if their classes differ."
-    train, val = (open_part(data, part) for part in ("train", "val"))
+    train = open_part(data, "train")
+    val = open_part(data, "val")
     if data.startswith("wds:"):  # one part may lack the last classes
         if both := {item[1] for item in train.items} & {item[1] for item in val.items}:
             raise ValueError(f"{min(both)} is a shard of both parts, by its name")
@@ -485,16 +506,20 @@ class Images(Dataset):
     def __getitem__(self, i):  # a number beyond the end fills a batch
         loaded = self.load(i) if i < len(self) else None
         image, label = loaded or (Image.new(self.mode, (64, 64)), -100)
-        return self.transform(image), label, [i] * (i < len(self) and loaded is None)
+        broken = [i] if i < len(self) and loaded is None else []
+        return self.transform(image), label, broken
 
-    def __getitems__(self, places):  # a batch, and its seconds
+    def __getitems__(self, numbers):  # a batch, and its seconds
         started = time.perf_counter()
-        return [self[i] for i in places], time.perf_counter() - started
+        return [self[i] for i in numbers], time.perf_counter() - started
 
 # %% ../../../nbs/machine/images.ipynb #images-017
-def count_broken(images: Images, mine) -> int:  # mine: numbers of broken images
+def count_broken(
+    images: Images,
+    local,  # numbers of the broken images of this process
+) -> int:
     "Combine the broken images of all processes, print new names, and return the number so far."
-    broken = images.broken.union(*gathered(set(mine)))
+    broken = images.broken.union(*gathered(set(local)))
     new = sorted(broken - images.broken) if is_main_process() else []
     for i in new[:5]:
         name = without_machine_paths(str(images.reader.filename(i, absolute=True)))
@@ -516,46 +541,44 @@ class Augmented(Images):
         self.epoch = None
         self.order = None
 
-    def number(self, place: int) -> int:
-        "Return the number of the image at a place."
-        epoch, at = divmod(place, self.each)
+    def number(self, position: int) -> int:  # in the run
+        "Return the number of the image at a position."
+        epoch, at = divmod(position, self.each)
         if epoch != self.epoch:
             order = np.random.default_rng((self.seed, epoch)).permutation(len(self))
             self.epoch = epoch
             self.order = order
         return int(self.order[at // self.repeats])
 
-    def __getitem__(self, place):
-        first = self.number(place)
+    def __getitem__(self, position):
+        first = self.number(position)
         broken = []
         for i in (*range(first, len(self)), *range(first)):
             if loaded := self.load(i):
-                seed_all(self.seed, place, 1)
+                seed_all(self.seed, position, 1)
                 return self.transform(loaded[0]), loaded[1], broken
             broken.append(i)
         return *super().__getitem__(len(self))[:2], broken  # the training process raises
 
 # %% ../../../nbs/machine/images.ipynb #images-022
 def posterize(
-    image: Image.Image, bits_to_keep: int, **options: Any
-) -> Image.Image:  # bits_to_keep: of 8
+    image: Image.Image,
+    bits_to_keep: int,  # of 8
+    **options: Any,  # of timm's function
+) -> Image.Image:
     "Return a posterized image; black for 0 bits, where Pillow 13 raises an error."
-    return (
-        auto_augment.posterize(image, bits_to_keep, **options)
-        if bits_to_keep
-        else image.point(lambda value: 0)
-    )
+    if bits_to_keep == 0:
+        return image.point(lambda value: 0)
+    return auto_augment.posterize(image, bits_to_keep, **options)
 
 
 def transforms(config: Any, cfg: dict) -> tuple:  # cfg: the model's `pretrained_cfg`
-    "Return the transforms of training and validation, and Pillow's colour mode of the model's images."
-    same = {name: cfg[name] for name in ("input_size", "mean", "std", "interpolation")} | {
-        "use_prefetcher": False
-    }
+    "Return the transforms of training and validation, and Pillow's mode of the images."
+    same = {name: cfg[name] for name in ("input_size", "mean", "std", "interpolation")}
+    same["use_prefetcher"] = False
     operations = auto_augment.NAME_TO_OP
-    with patch.dict(
-        operations, {name: posterize for name in operations if name.startswith("Posterize")}
-    ):
+    mended = {name: posterize for name in operations if name.startswith("Posterize")}
+    with patch.dict(operations, mended):
         augment = create_transform(
             **same,
             is_training=True,
@@ -566,41 +589,38 @@ def transforms(config: Any, cfg: dict) -> tuple:  # cfg: the model's `pretrained
             color_jitter=config.color_jitter or None,
             auto_augment=config.auto_augment or None,
         )
-    return (
-        augment,
-        create_transform(**same, crop_pct=config.crop_pct),
-        "L" if cfg["input_size"][0] == 1 else "RGB",
-    )
+    plain = create_transform(**same, crop_pct=config.crop_pct)
+    return augment, plain, "L" if cfg["input_size"][0] == 1 else "RGB"
 
 # %% ../../../nbs/machine/images.ipynb #images-025
 def collated(batch):  # from `__getitems__`
     "Return the images, labels, broken images and seconds of a batch."
     items, seconds = batch
-    return (
-        *default_collate([item[:2] for item in items]),
-        sum((item[2] for item in items), []),
-        seconds,
-    )
+    images, labels = default_collate([item[:2] for item in items])
+    broken = [i for item in items for i in item[2]]
+    return images, labels, broken, seconds
 
 
 def bound(worker):
     "Ignore signals to stop, and end with the training process."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(
-        signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    )  # ignore the first
+    # ignore the first SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG; otherwise it would keep the folder's lock
+        # 1: PR_SET_PDEATHSIG; otherwise it would keep the folder's lock
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def make_loader(images: Images, places, workers: int):  # places: lists, one per batch
+def make_loader(
+    images: Images,
+    batches,  # lists of numbers, or of positions for `Augmented`
+    workers: int,  # processes
+):
     "Yield batches, loaded ahead."
     try:
         yield from DataLoader(
             images,
-            batch_sampler=places,
+            batch_sampler=batches,
             num_workers=workers,
             collate_fn=collated,
             worker_init_fn=bound,
@@ -613,29 +633,34 @@ def make_loader(images: Images, places, workers: int):  # places: lists, one per
 class ImageBatches:
     "Sampler of one process: batches (images (b,C,H,W), labels (b,) int64)."
 
-    def __init__(self, images: Augmented, config: Any, rank: int = 0, world: int = 1):
+    def __init__(
+        self,
+        images: Augmented,
+        config: Any,  # `VisionConfig`
+        rank: int = 0,  # of this process
+        world: int = 1,  # processes
+    ):
         self.images = images
         self.config = config
         self.rank = rank
         self.world = world
-        self.rows = config.batch_size // (
-            world * config.gradient_accumulation_steps
-        )  # `train` refuses a remainder
+        # `train` refuses a remainder
+        self.rows = config.batch_size // (world * config.gradient_accumulation_steps)
         if self.rows % 2 and (config.mixup or config.cutmix):
             raise ValueError(
                 f"a micro-batch has {self.rows} images; mixup and cutmix pair them, "
                 "so the number must be even"
             )
         self.drawn = 0
-        self.mine = set()
+        self.broken = set()  # numbers of broken images of this process
         self.loader = None
         self.started = 0.0
-        self.loaded = 0
-        self.waited = 0.0
-        self.worked = 0.0  # images and seconds of this process
+        self.loaded = 0  # images of this process
+        self.waited = 0.0  # seconds of this process
+        self.worked = 0.0  # seconds of the workers
 
-    def places(self) -> Iterator[list[int]]:
-        "Yield the places of this process for each batch, starting at the next one."
+    def positions(self) -> Iterator[list[int]]:
+        "Yield the positions of this process for each batch, starting at the next one."
         size = self.rows * self.world
         for first in range(self.drawn, self.config.steps * self.config.batch_size, size):
             yield list(range(first + self.rank, first + size, self.world))
@@ -645,25 +670,24 @@ class ImageBatches:
         started = time.perf_counter()
         with fork_rng():  # without workers the images are augmented here
             if self.loader is None:
-                self.loader = make_loader(self.images, self.places(), self.config.workers)
+                self.loader = make_loader(self.images, self.positions(), self.config.workers)
                 self.started = started
             images, labels, broken, seconds = next(self.loader)
-        self.drawn, self.loaded = self.drawn + self.rows * self.world, self.loaded + self.rows
-        self.waited, self.worked = (
-            self.waited + time.perf_counter() - started,
-            self.worked + seconds,
-        )
-        self.mine.update(broken)
-        if len(self.mine) == len(self.images):
+        self.drawn += self.rows * self.world
+        self.loaded += self.rows
+        self.waited += time.perf_counter() - started
+        self.worked += seconds
+        self.broken.update(broken)
+        if len(self.broken) == len(self.images):
             name = self.images.reader.filename(0, absolute=True)
             raise ValueError(
-                f"none of {plural(len(self.mine), 'image')} can be read; the first is {name}"
+                f"none of {plural(len(self.broken), 'image')} can be read; the first is {name}"
             )
         return images, labels
 
     def state_dict(self) -> dict:
         "Return the state of all processes; all must call it together."
-        count_broken(self.images, self.mine)
+        count_broken(self.images, self.broken)
         return {"drawn": self.drawn, "broken": sorted(self.images.broken)}
 
     def load_state_dict(self, state: dict) -> None:
@@ -671,7 +695,7 @@ class ImageBatches:
         self.images.broken = set(state["broken"])
 
     def speed(self) -> dict:
-        "Return the images per second that all workers can load, and the percentage of time spent waiting."
+        "Return the images per second that the workers can load, and the per cent of time waiting."
         able = self.loaded / self.worked * max(1, self.config.workers) * self.world
         share = self.waited / (time.perf_counter() - self.started)
         return {"loader_images_per_second": round(able), "waiting_percent": round(100 * share)}

@@ -282,7 +282,7 @@ def bounded_lines(stream, place):  # place: name of the stream, for the message
 
 # %% ../../../nbs/machine/data.ipynb #data-027-2
 def marked_documents(path):
-    "Yield the documents of a text file as byte strings (text, end mark with its newlines); joined they are the file."
+    "Yield (text, end mark with its newlines) as bytes per document; joined they are the file."
     lines = []
     size = 0
     most = largest_document()
@@ -589,7 +589,7 @@ def hub_name(name):  # without "hf:"
 
 
 def check_hub_folder(path):
-    "Raise ValueError for a local folder whose name `datasets` would take for a pattern of other names."
+    "Raise ValueError for a local folder whose name `datasets` would take for a pattern."
     if Path(path).is_dir() and glob.has_magic(path):
         raise ValueError(
             f"dataset hf:{path}: `datasets` takes *, ? and [ in the name of a folder "
@@ -598,7 +598,7 @@ def check_hub_folder(path):
 
 # %% ../../../nbs/machine/data.ipynb #data-033
 class HubDocuments:
-    "Stream the documents of a Hugging Face dataset as (name, text), from a position that can be saved."
+    "Stream documents of the hub as (name, text), from a position that can be saved."
 
     def __init__(self, name: str, text_column: str = "text", position: dict | None = None):
         from datasets import load_dataset
@@ -665,7 +665,7 @@ class FileDocuments:
 def load_documents(
     source: str | Path, text_column: str = "text", position: Any = None
 ) -> Any:  # as for `prepare`
-    "Return the documents of a source, an iterable of (name, text) with `position()`; ValueError or OSError."
+    "Return an iterable of (name, text) with `position()`; ValueError or OSError."
     if source.startswith("hf:"):
         return HubDocuments(source[3:], text_column, position)
     files = ["stdlib"] if source == "stdlib" else matching_files(source)
@@ -802,7 +802,7 @@ def read_pickle(path, most=1 << 24):  # most: bytes
 
 
 def read_characters(path):
-    "Return (size of the vocabulary, characters or None) of a meta.pkl; ValueError if they do not fit."
+    "Return (vocabulary size, characters or None) of a meta.pkl; ValueError if they do not fit."
     about = read_pickle(path)
     if not isinstance(about, dict) or not isinstance(about.get("vocab_size"), int | None):
         raise ValueError(f"{path} is not nanoGPT's: it has no vocab_size")
@@ -830,7 +830,7 @@ def check_characters(characters, path):
 
 
 def characters_from_folder(folder):
-    "Return the `CharTokenizer` of nanoGPT's meta.pkl, or of the tokenizer.json of a model; OSError or ValueError."
+    "Return the `CharTokenizer` of nanoGPT's meta.pkl or a tokenizer.json; OSError or ValueError."
     meta, saved = (Path(folder).expanduser() / name for name in ("meta.pkl", "tokenizer.json"))
     if not meta.is_file():
         known = read_json(saved)
@@ -889,7 +889,7 @@ def pieces_of(
     by_name: bool = False,
     part: str | None = None,
 ) -> list[tuple[str, str]]:  # whole: from `holds_whole`
-    "Return a document as [(part, text)], where part is 'train' or 'val'; `part` sets it for all documents."
+    "Return a document as [(part, text)]: 'train' or 'val', or `part` for all documents."
     if part or whole:
         return [
             (part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)
@@ -900,7 +900,7 @@ def pieces_of(
 
 # %% ../../../nbs/machine/data.ipynb #data-long-2
 def long_documents(path, least):
-    "Return (hash, number, bytes) of every document of at least `least` bytes, in the order of the hashes."
+    "Return (hash, number, bytes) of documents of at least `least` bytes, sorted by hash."
     documents = []
     with file_trouble(path):
         for number, (text, _) in enumerate(marked_documents(path)):
@@ -910,7 +910,7 @@ def long_documents(path, least):
 
 
 def choose_long(known, count):  # known: file -> `long_documents` of it
-    "Return the chosen documents of every file: equal shares, or more from others if a file has too few."
+    "Choose documents of every file: equal shares, or more from others if one has too few."
     share = -(-count // len(known))
     chosen = {path: documents[:share] for path, documents in known.items()}
     missing = count - sum(map(len, chosen.values()))
@@ -938,7 +938,7 @@ def hold_out_long(
     count: int = 100,  # documents to hold out, in equal shares of the names
     least: int = 16 * 1024,  # bytes of a long document
 ) -> dict:  # NAME -> (documents, bytes) that were moved
-    "Copy a text, and move long documents from training files to NAME.long.txt.xz; ValueError or OSError."
+    "Copy a text; long training documents go to NAME.long.txt.xz; ValueError or OSError."
     folder = Path(folder).expanduser()
     out = Path(out).expanduser()
     files = sorted(folder.glob("*.train.txt*"))

@@ -102,7 +102,7 @@ PAD = "<|pad|>"
 def hf_tokenizer(
     tokenizer: Any, context: int = 8192
 ) -> Any:  # from `get_tokenizer`; tokens that a tool may pass
-    "Return the same tokenizer for transformers, with the same ids; padding is not the end mark if a token is free."
+    "Return the tokenizer for transformers, with the same ids, and padding on a free token."
     if tokenizer.end is None:
         raise ValueError(
             f"the tokenizer {tokenizer.name} has no end mark, which transformers needs: its models "
@@ -130,7 +130,7 @@ def hf_tokenizer(
 
 
 def free_word(words: dict) -> str | None:  # {word: id}, from `vocabulary`
-    "Return the word of a byte that no UTF-8 text and no longer word contains; None if all are used."
+    "Return the word of a byte that no UTF-8 text and no longer word contains, or None."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -240,7 +240,7 @@ def load_pair(
     tokenizer: str | None = None,  # bytes, gpt2 or gpt2:FOLDER; None: the one it was trained with
     context: int = 8192,  # tokens that a tool may pass to the model at once
 ) -> tuple:
-    "Return model and tokenizer of transformers, without running code from the folder; ValueError or OSError."
+    "Return model and tokenizer without running code from the folder; ValueError or OSError."
     from longhorn_kit.models.transformers import to_transformers, warn_of_other_version
 
     check_sizes(context=context)
@@ -265,7 +265,7 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 def read_export(
     folder: Path, own_tokenizer: bool
 ) -> tuple:  # own_tokenizer: read the folder's, if it has one
-    "Return model and tokenizer (or None) of a folder of transformers; (None, None) for a folder of the kit."
+    "Return model and tokenizer (or None) of transformers; (None, None) for the kit's folders."
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_model(folder)
@@ -297,7 +297,7 @@ def quiet() -> Iterator[None]:
 def harness_model(
     folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1
 ) -> Any:
-    "Return the model of `load_pair` for lm-eval, on a GPU if there is one; too long requests lose their start."
+    "Return the model of `load_pair` for lm-eval, on a GPU if present; long requests lose their start."
     check_sizes(batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
@@ -532,7 +532,7 @@ def evaluate_checkpoint(
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-046
 def mean_rows(rows: list[dict]) -> list[dict]:  # from `metric_rows`
-    "Return two means per reading: of the six recall sets, if all are there, and of several perplexities."
+    "Return two means per reading: of all six recall sets, and of several perplexities."
     groups = {}
     least = {"contains": len(RECALL), "perplexity": 2}  # numbers of values
     for row in rows:
@@ -578,7 +578,7 @@ def export_checkpoint(
     tokenizer: str | None = None,
     context: int = 8192,  # as for `load_pair`
 ) -> Path:
-    "Write a checkpoint and its tokenizer in the form that transformers and lm-eval's `--model hf` load."
+    "Write a checkpoint and its tokenizer as transformers and lm-eval's `--model hf` load it."
     from longhorn_kit.models.files import run_facts
 
     out = export_target(out)
@@ -600,7 +600,7 @@ def export_model(
     out: Path,  # from `export_target`
     facts: dict,  # rows of the model card, as from `run_facts`
 ) -> Path:
-    "Write a model and its tokenizer as a folder of transformers; an earlier export stays until it is complete."
+    "Write a model and its tokenizer for transformers; an earlier export stays until then."
     from longhorn_kit.models.transformers import export_folder
 
     try:

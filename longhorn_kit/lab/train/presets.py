@@ -166,29 +166,29 @@ LM_PRESETS |= {
 def find_preset(name: str) -> LMPreset:  # a key of `LM_PRESETS`
     "Return a preset; ValueError lists the known names."
     if name not in LM_PRESETS:
-        known = "; ".join(f"{key} ({preset.description})" for key, preset in LM_PRESETS.items())
-        raise ValueError(f"unknown preset {name!r}; there are: {known}")
+        presets = "; ".join(f"{key} ({preset.description})" for key, preset in LM_PRESETS.items())
+        raise ValueError(f"unknown preset {name!r}; there are: {presets}")
     return LM_PRESETS[name]
 
 # %% ../../../nbs/machine/presets.ipynb #204b5fb4
 def override(
     preset: LMPreset,
-    **changes: object,  # fields of `TrainConfig`, or d_model, n_layer, sizes, dropout, tokenizer, val
+    **changes: object,  # fields of `TrainConfig`, or of `LMPreset` except description and data
 ) -> LMPreset:
     "Return the preset with some fields changed; ValueError for an unknown name."
-    recipe, sizes = (
-        {f.name for f in fields(c)} - {"description", "train", "data"}
-        for c in (TrainConfig, LMPreset)
-    )
+    recipe = {f.name for f in fields(TrainConfig)}
+    sizes = {f.name for f in fields(LMPreset)} - {"description", "train", "data"}
+    allowed = recipe | sizes
     for name in changes:
-        if name not in recipe | sizes:
+        if name not in allowed:
             raise ValueError(
-                f"a preset has no field {name!r}; there are: {', '.join(sorted(recipe | sizes))}"
+                f"a preset has no field {name!r}; there are: {', '.join(sorted(allowed))}"
             )
-    ours = {name: changes.pop(name) for name in recipe & changes.keys()}
-    if "steps" in ours:  # a shorter run has a shorter warm-up
-        ours = {"warmup": min(preset.train.warmup, ours["steps"] // 10)} | ours
-    return replace(preset, train=replace(preset.train, **ours), **changes)
+    of_recipe = {name: changes.pop(name) for name in recipe & changes.keys()}
+    if "steps" in of_recipe:  # a shorter run has a shorter warm-up
+        shorter = min(preset.train.warmup, of_recipe["steps"] // 10)
+        of_recipe = {"warmup": shorter} | of_recipe
+    return replace(preset, train=replace(preset.train, **of_recipe), **changes)
 
 # %% ../../../nbs/machine/presets.ipynb #34_presets-027
 def listed(
