@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'unseen_settings',
            'subcommand', 'typed_value', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
-           'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'finished_records', 'noted_failure',
-           'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'known', 'TrainLM',
-           'TrainVision', 'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'fail', 'several_processes',
-           'agreed', 'main']
+           'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'cluster_options', 'print_verdicts',
+           'finished_records', 'noted_failure', 'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut',
+           'Retrain', 'check_name', 'TrainLM', 'TrainVision', 'accuracies', 'EvalVision', 'parse',
+           'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import argparse
@@ -74,7 +74,10 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return in_one_line(f"{error.strerror.lower()}: {error.filename}")
     if tried := re.search(r"[Tt]ried to allocate (\d[\d.]* \w+)", text):  # on the CPU, on a GPU
-        return f"not enough memory: PyTorch tried to allocate {tried[1]}; lower the sizes of model or batch"
+        return (
+            f"not enough memory: PyTorch tried to allocate {tried[1]}; lower the sizes of model "
+            "or batch"
+        )
     if isinstance(error, (ValueError, OSError, RuntimeError, ImportError)) and text:
         return text
     return f"{type(error).__name__}: {text} (LONGHORN_DEBUG=1 shows where)"
@@ -125,17 +128,17 @@ def changed(settings: Any, preset: Any) -> dict:
 # %% ../nbs/machine/cli.ipynb #cli-015-2
 def trials(out: Path) -> list[tuple[Path, dict]]:  # -> folder, record
     "Return the finished trials in a folder of runs: runs with other settings than their scale's."
-    found = []
+    records = []
     for path in sorted(out.glob("*/*.trial/record.json")):
         name = path.parts[-3]
         scale = path.parts[-2].removesuffix(".trial")
         try:
             record = load_record(path, name)
             if scale in find_experiment(find_claim(name)).presets:
-                found.append((path.parent, record))
+                records.append((path.parent, record))
         except ValueError as error:  # damaged, or of an experiment that is gone
             warn(f"a trial is left out: {error}")
-    return found
+    return records
 
 
 def trial_settings(record: dict) -> str:
@@ -161,7 +164,7 @@ class Claims:
 
     def __call__(self):
         for name in self.claims:
-            known("claim", name, [claim.name for claim in all_claims()])
+            check_name("claim", name, [claim.name for claim in all_claims()])
         if self.out != "runs" and not Path(self.out).is_dir():
             warn(f"there is no folder {self.out}; only recorded runs are shown")
         rows = [row for row in ledger(self.out) if not self.claims or row.claim.name in self.claims]
@@ -247,25 +250,25 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
     ]
     printed = []
 
-    def on_estimate(found):
-        if printed or not (found.jobs or waiting):
+    def on_estimate(estimate):
+        if printed or not (estimate.jobs or waiting):
             return
         from tqdm import tqdm
 
         from longhorn_kit.lab.run import roughly
 
         recorded = 60 * claim.minutes.get(options.scale, 0)
-        pace = found.whole / recorded if recorded else 0.0
-        left = found.left + rest_of_claims(waiting, pace, options.scale)
+        pace = estimate.whole / recorded if recorded else 0.0
+        left = estimate.left + rest_of_claims(waiting, pace, options.scale)
         printed.append(left)
-        where = f"on this machine ({plural(found.workers, 'job')} at a time)"
+        where = f"on this machine ({plural(estimate.workers, 'job')} at a time)"
         if options.launcher != "local":
-            where = f"after the wait in the queue (up to {plural(found.workers, 'job')} at a time)"
-        own = (
-            f", of which {claim.name} {roughly(found.left)}"
-            if roughly(found.left) != roughly(left)
-            else ""
-        )
+            where = (
+                f"after the wait in the queue (up to {plural(estimate.workers, 'job')} at a time)"
+            )
+        own = ""
+        if roughly(estimate.left) != roughly(left):
+            own = f", of which {claim.name} {roughly(estimate.left)}"
         above_bar = tqdm.external_write_mode() if sys.stderr.isatty() else contextlib.nullcontext()
         with above_bar:
             print(f"  {roughly(left)} left {where}{own}", flush=True)
@@ -280,7 +283,7 @@ def run_claim(
     later: tuple = (),  # claims to run next
 ) -> None:
     "Run one claim, or find that it is done, and print its verdict."
-    from longhorn_kit.lab.claims.report import duration, rows_of
+    from longhorn_kit.lab.claims.report import duration
     from longhorn_kit.lab.run import finished, run
 
     if command := recipe(claim, options.scale):
@@ -290,27 +293,25 @@ def run_claim(
         return
     experiment = find_experiment(claim)
     preset = experiment.config(options.scale)
-    overrides = (
-        {} if isinstance(options.settings, NoSettings) else changed(options.settings, preset)
-    )
+    overrides = {}
+    if not isinstance(options.settings, NoSettings):
+        overrides = changed(options.settings, preset)
     trial = any(not f.metadata.get("place") for f in fields(preset) if f.name in overrides)
-    folder = out / claim.name / (options.scale + ".trial" * trial)
+    folder = out / claim.name / (f"{options.scale}.trial" if trial else options.scale)
     if trial:
         print(
-            "  a trial, since its settings are not those of the scale; the ledger does not count it",
+            "  a trial, since its settings are not those of the scale; the ledger does not count "
+            "it",
             flush=True,
         )
     if options.fresh and set_aside(folder):
         tell(f"  the earlier run is now {folder}.previous")
-    if record := finished(experiment, folder, experiment.config(options.scale, **overrides)):
+    record = finished(experiment, folder, experiment.config(options.scale, **overrides))
+    if record:
         tell(f"  already finished in {folder}; --fresh runs it again")
     else:
         if folder.exists():
             tell(f"  resuming {folder}")
-        cluster = {
-            name: int(value) if value.isdigit() else value
-            for name, value in (option.split("=", 1) for option in options.slurm)
-        }
         record = run(
             experiment,
             options.scale,
@@ -318,37 +319,49 @@ def run_claim(
             options.launcher,
             options.workers,
             options.minutes,
-            cluster,
+            cluster_options(options.slurm),
             time_printer(claim, options, out, later),
             **overrides,
         )
-    rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
-    for row in [
-        row for row in rows if row.claim.name == claim.name
-    ] or rows:  # a part of a plan can be another claim's
-        label, paper, here, n, verdict = cells(replace(row, scale=""))
-        print(f"  {label}: {here}, n = {n}, {verdict}{reason(row)}")
+    print_verdicts(claim, record)
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
         notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]
         left = plural(record["missing"], "job")
         raise RuntimeError(f"{left} not done{''.join(notes)}; the same command continues")
 
+
+def cluster_options(words: tuple[str, ...]) -> dict:  # NAME=VALUE
+    "Return options of submitit by name; whole numbers become integers."
+    pairs = [word.split("=", 1) for word in words]
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+def print_verdicts(claim: Claim, record: dict) -> None:
+    "Print a line per judged comparison of a record."
+    from longhorn_kit.lab.claims.report import rows_of
+
+    rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
+    own = [row for row in rows if row.claim.name == claim.name]
+    for row in own or rows:  # a part of a plan can be another claim's
+        label, _, here, n, verdict = cells(replace(row, scale=""))
+        print(f"  {label}: {here}, n = {n}, {verdict}{reason(row)}")
+
 # %% ../nbs/machine/cli.ipynb #cli-027
 def finished_records(out: Path) -> list[dict]:
     "Return every record in the folder that can be read and judged, in the ledger's order."
-    found = []
+    records = []
     for scale in SCALES:
         for claim in runnable(scale):
             with contextlib.suppress(ValueError):
                 record = load_record(out / claim.name / scale / "record.json", claim.name)
                 read_outcomes(claim, record)
-                found.append(record)
+                records.append(record)
     for _, record in trials(out):
         with contextlib.suppress(ValueError):
             read_outcomes(find_claim(record["experiment"]), record)
-            found.append(record | {"trial": trial_settings(record)})
-    return found
+            records.append(record | {"trial": trial_settings(record)})
+    return records
 
 # %% ../nbs/machine/cli.ipynb #cli-029
 Scale = Literal["laptop", "gpu", "paper"]
@@ -431,12 +444,12 @@ class Reproduce(Generic[S]):
         for name in ("workers", "minutes"):
             if not (getattr(self, name) or 0) >= 0:  # also NaN
                 raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
-        if odd := [
-            option for option in self.slurm if "=" not in option or self.launcher != "slurm"
-        ]:
-            raise UsageError(
-                f"--slurm takes NAME=VALUE with --launcher slurm; got {odd[0]!r} with {self.launcher}"
-            )
+        for option in self.slurm:
+            if "=" not in option or self.launcher != "slurm":
+                raise UsageError(
+                    f"--slurm takes NAME=VALUE with --launcher slurm; got {option!r} with "
+                    f"{self.launcher}"
+                )
         claims = chosen_claims(self.claims, self.scale)
         out = writable_folder(self.out)
         minutes = [claim.minutes.get(self.scale) for claim in claims]
@@ -510,10 +523,10 @@ class Prepare:
 
         corpus = prepare(**vars(self))
         for part, name in (("train", "to train on"), ("val", "held out")):
-            about = corpus.index[part]
+            counts = corpus.index[part]
             print(
-                f"{name}: {plural(about['tokens'], 'token')} of "
-                f"{plural(about['documents'], 'document')}, {plural(about['bytes'], 'byte')}"
+                f"{name}: {plural(counts['tokens'], 'token')} of "
+                f"{plural(counts['documents'], 'document')}, {plural(counts['bytes'], 'byte')}"
             )
         tell(f"tokenizer: {corpus.tokenizer.name}; {corpus.checked}")
         tell(f"prepared: {corpus.folder}")
@@ -551,18 +564,18 @@ class Retrain:
     def __call__(self):
         from longhorn_kit.lab.experiments.retrain import retrain
 
-        found = retrain(**vars(self))
+        result = retrain(**vars(self))
         print(
-            f"{found.about}: {found.bits_per_byte:.4f} bits per byte, held out; "
-            f"the record has {found.recorded:.4f}"
+            f"{result.about}: {result.bits_per_byte:.4f} bits per byte, held out; "
+            f"the record has {result.recorded:.4f}"
         )
-        print(found.sentence)
+        print(result.sentence)
         tell(
             f"{self.out} loads with AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)"
         )
 
 # %% ../nbs/machine/cli.ipynb #cli-035
-def known(kind: str, name: str, names: Iterable[str]) -> None:
+def check_name(kind: str, name: str, names: Iterable[str]) -> None:
     "Raise `UsageError` with the nearest known name if a name is unknown."
     if name not in names:
         raise UsageError(f"unknown {kind} '{name}'{suggest(name, list(names))}")
@@ -574,7 +587,7 @@ def train_from(options) -> None:
     from longhorn_kit.lab.train.presets import LM_PRESETS
     from longhorn_kit.models import MIXERS
 
-    known("mixer", options.mixer, MIXERS)
+    check_name("mixer", options.mixer, MIXERS)
     preset = LM_PRESETS[options.preset]
     overrides = changed(options.settings, preset) | changed(options.settings.train, preset.train)
     overrides.pop("train", None)
@@ -632,7 +645,7 @@ class TrainLM(Generic[S]):
         from longhorn_kit.models import MIXERS
 
         name = typed_value("--preset", argv, "laptop")
-        known("preset", name, LM_PRESETS)
+        check_name("preset", name, LM_PRESETS)
         preset = LM_PRESETS[name]
         steps = typed_value("--steps", argv)
         if steps.isdecimal() and int(steps) > 0:  # tyro refuses any other text
@@ -665,33 +678,31 @@ class TrainVision(Generic[S]):
         from longhorn_kit.lab.train.vision import VISION_PRESETS
 
         name = typed_value("--preset", argv, "digits")
-        known("preset", name, VISION_PRESETS)
+        check_name("preset", name, VISION_PRESETS)
         return VISION_PRESETS[name].config, listed(VISION_PRESETS, name)
 
     def __call__(self):
         from longhorn_kit.lab.distributed import is_main_process
         from longhorn_kit.lab.train.vision import VISION_PRESETS, train_vision
 
-        found = train_vision(
-            self.preset, out=self.out, **changed(self.settings, VISION_PRESETS[self.preset].config)
-        )
+        settings = changed(self.settings, VISION_PRESETS[self.preset].config)
+        result = train_vision(self.preset, out=self.out, **settings)
         if is_main_process():
-            tell(
-                f"epoch {found['epoch']}: {accuracies(found)}; model in {Path(self.out) / 'model'}"
-            )
+            model = Path(self.out) / "model"
+            tell(f"epoch {result['epoch']}: {accuracies(result)}; model in {model}")
             print(
-                f"{found['images_per_second']:,.0f} images/s; the loader alone {found['loader_images_per_second']:,} "
-                f"images/s; {found['waiting_percent']} % of the time went to waiting for images"
+                f"{result['images_per_second']:,.0f} images/s; the loader alone "
+                f"{result['loader_images_per_second']:,} images/s; "
+                f"{result['waiting_percent']} % of the time went to waiting for images"
             )
 
 # %% ../nbs/machine/cli.ipynb #cli-043
-def accuracies(found: dict) -> str:
+def accuracies(result: dict) -> str:
     "Describe an evaluation of images."
-    return (
-        f"top 1 {100 * found.get('ema_top1', found['top1']):.2f} %, top 5 "
-        f"{100 * found.get('ema_top5', found['top5']):.2f} % of {plural(found['val_images'], 'image')}, "
-        f"{found['skipped']} skipped"
-    )
+    top1 = 100 * result.get("ema_top1", result["top1"])
+    top5 = 100 * result.get("ema_top5", result["top5"])
+    images = plural(result["val_images"], "image")
+    return f"top 1 {top1:.2f} %, top 5 {top5:.2f} % of {images}, {result['skipped']} skipped"
 
 # %% ../nbs/machine/cli.ipynb #cli-045
 @dataclass
@@ -709,11 +720,11 @@ class EvalVision:
         from longhorn_kit.lab.distributed import is_main_process
         from longhorn_kit.lab.train.vision import eval_vision
 
-        found = eval_vision(
+        result = eval_vision(
             self.model, self.data, self.img_size, self.batch_size, self.workers, self.cpu
         )
         if is_main_process():
-            print(accuracies(found))
+            print(accuracies(result))
 
 # %% ../nbs/machine/cli.ipynb #cli-047
 COMMANDS = {
@@ -741,7 +752,7 @@ OPTIONS = (
 def parse(argv: list[str]) -> Any:
     "Return the command to call; None after the help; `UsageError` or `Misread` for a mistake."
     if named := bool(argv) and not argv[0].startswith("-"):
-        known("command", argv[0], COMMANDS)
+        check_name("command", argv[0], COMMANDS)
         kind, more = subcommand(COMMANDS[argv[0]], argv[1:])
     else:
 
@@ -838,6 +849,10 @@ def main(
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
 # %% ../nbs/machine/cli.ipynb #cli-057
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
 #| eval: false
 #| eval: false
 #| eval: false

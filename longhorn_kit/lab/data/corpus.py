@@ -50,10 +50,10 @@ from longhorn_kit.lab.data.text import (
 from longhorn_kit.records import (
     LONE_SURROGATES,
     atomic_path,
-    beside,
     cannot_write,
     discard,
     exclusive_lock,
+    partial_path,
     plural,
     progress,
     put_in_place,
@@ -254,13 +254,13 @@ class CorpusBuilder:
         "Return the path of a new piece, in an empty folder of this process."
         piece = self.path.with_name("piece")
         remove_leftovers(piece)  # also of this process
-        folder = beside(piece)
+        folder = partial_path(piece)
         folder.mkdir()
         return folder / "text.arrow"
 
     def close(self):
         "Close both files and remove the piece."
-        discard(beside(self.path.with_name("piece")))
+        discard(partial_path(self.path.with_name("piece")))
         for file in self.files.values():
             with suppress(OSError):  # a full disk was already reported
                 file.close()

@@ -154,10 +154,10 @@ def check_folders(images):
     "Raise ValueError if two folders would be one class, or one class two."
     parents = {}
     for path in images:
-        known = parents.setdefault(path.parent.name, path.parent)
-        if known != path.parent:
+        first = parents.setdefault(path.parent.name, path.parent)
+        if first != path.parent:
             raise ValueError(
-                f"{known} and {path.parent} would both be the class {path.parent.name}; "
+                f"{first} and {path.parent} would both be the class {path.parent.name}; "
                 "rename one of them"
             )
     folders = set(parents.values())
@@ -292,15 +292,16 @@ class Shards(Reader):
 
 
 def shard_files(
-    folder: str, names: tuple
-) -> list[Path]:  # folder: or a pattern; names: of the part
+    folder: str,  # or a pattern
+    names: tuple,  # of the part, such as ("val", "validation", "test")
+) -> list[Path]:
     "Return the shards of a part, sorted; ValueError for a compressed one."
     folders = [Path(folder)] if Path(folder).is_dir() else map(Path, sorted(glob.glob(folder)))
     files = sorted(
         path
-        for place in folders
-        if place.is_dir()
-        for path in place.iterdir()
+        for parent in folders
+        if parent.is_dir()
+        for path in parent.iterdir()
         if re.search(r"\.(tar(\.\w+)?|t[gbx]z2?|tzst)$", path.name.lower())
     )
     unnamed = [path for path in files if not re.search("train|val|test", path.name.lower())]
@@ -310,23 +311,23 @@ def shard_files(
             f"in the name, such as {unnamed[0].name}"
         )
     for name in names:
-        ours = [path for path in files if name in path.name.lower()]
-        packed = [path for path in ours if path.suffix.lower() != ".tar"]
+        matching = [path for path in files if name in path.name.lower()]
+        packed = [path for path in matching if path.suffix.lower() != ".tar"]
         if packed:
             raise ValueError(
                 f"{packed[0]} is compressed, and images are read from the middle of a shard; "
                 "decompress it"
             )
-        if ours:
-            return ours
+        if matching:
+            return matching
     return []
 
 
-def class_of(text: bytes, place: str) -> int:
+def class_of(text: bytes, source: str) -> int:
     "Return the class in a file KEY.cls; ValueError if it is none."
     if not re.fullmatch(rb"\s*[0-9]{1,9}\s*", text) or int(text) > LARGEST_CLASS:
         raise ValueError(
-            f"{place}: the label {text[:20]!r} is not a class from 0 to {LARGEST_CLASS:,}"
+            f"{source}: the label {text[:20]!r} is not a class from 0 to {LARGEST_CLASS:,}"
         )
     return int(text)
 
@@ -344,14 +345,14 @@ def read_shard(path: Path) -> tuple[dict, dict]:  # -> key -> (first byte, bytes
                 kind = kind.lower()
                 if kind != "cls" and f".{kind}" not in image_endings():
                     continue
-                place = f"{path}, {member.name}"
+                source = f"{path}, {member.name}"
                 if not member.isfile() or member.issparse():
-                    raise ValueError(f"{place} is no plain file but a link, a folder or sparse")
-                what, known = ("label", labels) if kind == "cls" else ("image", images)
-                if key in known:
-                    raise ValueError(f"{place} is the second {what} of its key")
+                    raise ValueError(f"{source} is no plain file but a link, a folder or sparse")
+                what, members = ("label", labels) if kind == "cls" else ("image", images)
+                if key in members:
+                    raise ValueError(f"{source} is the second {what} of its key")
                 if kind == "cls":
-                    labels[key] = class_of(tar.extractfile(member).read(100), place)
+                    labels[key] = class_of(tar.extractfile(member).read(100), source)
                 else:
                     images[key] = member.offset_data, member.size
             check_end(path, tar.offset)

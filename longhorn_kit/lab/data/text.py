@@ -264,20 +264,20 @@ def largest_document():
     return min(limits) // 8
 
 
-def check_document(size, place):
+def check_document(size, source):
     "Raise ValueError if a document has too many bytes."
     if size > largest_document():
         most = f"{largest_document() / 1e9:.1f} GB, an eighth of the memory"
-        raise ValueError(f"{place} is longer than {most}; {SPLIT_IT}")
+        raise ValueError(f"{source} is longer than {most}; {SPLIT_IT}")
 
 
-def bounded_lines(stream, place):  # place: name of the stream, for the message
+def bounded_lines(stream, name):  # name: of the stream, for the message
     "Yield the lines of a stream; ValueError if one is larger than a document may be."
     most = largest_document()
     read = stream.readline
     while line := read(most + 1):
         if len(line) > most:
-            check_document(len(line), f"a line of {place}")
+            check_document(len(line), f"a line of {name}")
         yield line
 
 # %% ../../../nbs/machine/data.ipynb #data-027-2
@@ -312,33 +312,37 @@ def text_documents(path):
             number += 1
 
 # %% ../../../nbs/machine/data.ipynb #data-027b
-def found_column(columns, column, place):  # column: "text" also matches "content"
+def found_column(
+    columns,
+    column,  # "text" also matches "content"
+    source,  # of the record, for the message
+):
     "Return the column's name; ValueError lists the columns."
     names = ("text", "content") if column == "text" else (column,)
     for name in names:
         if name in columns:
             return name
-    wanted = " or ".join(map(repr, names))
-    known = ", ".join(columns) or "none"
-    raise ValueError(f"{place} has no column {wanted}; it has {known}")
+    expected = " or ".join(map(repr, names))
+    existing = ", ".join(columns) or "none"
+    raise ValueError(f"{source} has no column {expected}; it has {existing}")
 
 # %% ../../../nbs/machine/data.ipynb #data-027b-2
-def record_documents(records, text_column, source):  # records: (place, dict) pairs
-    "Yield records as (place, text) without NUL characters; blank ones are skipped and counted."
+def record_documents(records, text_column, source):  # records: (name, dict) pairs
+    "Yield records as (name, text) without NUL characters; blank ones are skipped and counted."
     total = 0
     skipped = 0
-    for total, (place, record) in enumerate(records, 1):
-        column = found_column(record, text_column, place)
+    for total, (name, record) in enumerate(records, 1):
+        column = found_column(record, text_column, name)
         text = record[column]
         if not isinstance(text, str | None):
             raise ValueError(
-                f"{place}: column {column!r} holds a value of type {type(text).__name__}, not text"
+                f"{name}: column {column!r} holds a value of type {type(text).__name__}, not text"
             )
         text = (text or "").replace("\0", "").lstrip("\ufeff")
         if text.strip():
             yield (
-                place,
-                normalise(text.encode(errors="surrogatepass"), f"{place}: column {column!r}"),
+                name,
+                normalise(text.encode(errors="surrogatepass"), f"{name}: column {column!r}"),
             )
         else:
             skipped += 1
@@ -352,30 +356,30 @@ def record_documents(records, text_column, source):  # records: (place, dict) pa
 
 # %% ../../../nbs/machine/data.ipynb #data-027c
 def json_records(path):
-    "Yield JSON lines as (place, dict); ValueError names the file and the line."
+    "Yield JSON lines as (name, dict); ValueError names the file and the line."
     with open_text(path) as stream:
         for number, line in enumerate(bounded_lines(stream, path), 1):
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
+            name = f"{path}, line {number}"
             if encoding := wide_encoding(line):
                 raise ValueError(f"{path} is {encoding}; save it as UTF-8")
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise ValueError(
-                    f"{place} is not a JSON record: {getattr(error, 'msg', error)}"
+                    f"{name} is not a JSON record: {getattr(error, 'msg', error)}"
                 ) from None
             if not isinstance(record, dict):
                 raise ValueError(
-                    f"{place} is not a record but a JSON value of type {type(record).__name__}; "
+                    f"{name} is not a record but a JSON value of type {type(record).__name__}; "
                     "expected one object per line"
                 )
-            yield place, record
+            yield name, record
 
 # %% ../../../nbs/machine/data.ipynb #data-027c-2
 def parquet_records(path, text_column):
-    "Yield parquet rows as (place, dict); ValueError names the file."
+    "Yield parquet rows as (name, dict); ValueError names the file."
     from pyarrow import ArrowException, parquet
 
     try:  # both settings read by pages, not by row groups, which may be large
@@ -516,12 +520,13 @@ def folder_files(folder):
 
 def with_twins_named(files, source):  # sorted files
     "Return the files, and warn if two hold one text: by a link, or compressed in another way."
-    first, twins = {}, []
+    first = {}
+    twins = []
     for path in files:
         with file_trouble(path):
-            about = path.stat()
+            status = path.stat()
         plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-        for key in (plain, (about.st_dev, about.st_ino)):
+        for key in (plain, (status.st_dev, status.st_ino)):
             other = first.setdefault(key, path)
             if other != path:
                 twins.append((path, other.name))
@@ -615,7 +620,7 @@ class HubDocuments:
                 self.rows.load_state_dict(self.start["stream"])
 
     def records(self) -> Iterator[tuple[str, dict]]:
-        "Yield the rows as (place, dict)."
+        "Yield the rows as (name, dict)."
         with hub_errors(self.name):
             for self.row, row in enumerate(self.rows, self.row + 1):
                 yield f"dataset {self.name!r}, row {self.row - 1}", row
@@ -715,8 +720,8 @@ class BPETokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         "Return the text; ids past the vocabulary, a model's padding, are left out."
-        known = [int(i) for i in ids if i < self.vocab_size]
-        return self.encoding.decode(known).replace("<|endoftext|>", SEPARATOR)
+        ids = [int(i) for i in ids if i < self.vocab_size]  # a padded vocabulary has more
+        return self.encoding.decode(ids).replace("<|endoftext|>", SEPARATOR)
 
 # %% ../../../nbs/machine/data.ipynb #data-042
 def gpt2_from_folder(folder):
@@ -803,18 +808,18 @@ def read_pickle(path, most=1 << 24):  # most: bytes
 
 def read_characters(path):
     "Return (vocabulary size, characters or None) of a meta.pkl; ValueError if they do not fit."
-    about = read_pickle(path)
-    if not isinstance(about, dict) or not isinstance(about.get("vocab_size"), int | None):
+    meta = read_pickle(path)
+    if not isinstance(meta, dict) or not isinstance(meta.get("vocab_size"), int | None):
         raise ValueError(f"{path} is not nanoGPT's: it has no vocab_size")
-    table = about.get("itos")
+    table = meta.get("itos")
     if table is None:
-        return about.get("vocab_size"), None
+        return meta.get("vocab_size"), None
     table = dict(enumerate(table)) if isinstance(table, list) else table
     characters = [table.get(i) for i in range(len(table))] if isinstance(table, dict) else []
     check_characters(characters, path)
-    if about.get("vocab_size", len(characters)) != len(characters):
+    if meta.get("vocab_size", len(characters)) != len(characters):
         raise ValueError(
-            f"{path} has a vocab_size of {about['vocab_size']}, but {len(characters)} characters"
+            f"{path} has a vocab_size of {meta['vocab_size']}, but {len(characters)} characters"
         )
     return len(characters), characters
 
@@ -833,8 +838,8 @@ def characters_from_folder(folder):
     "Return the `CharTokenizer` of nanoGPT's meta.pkl or a tokenizer.json; OSError or ValueError."
     meta, saved = (Path(folder).expanduser() / name for name in ("meta.pkl", "tokenizer.json"))
     if not meta.is_file():
-        known = read_json(saved)
-        characters = known.get("characters", []) if isinstance(known, dict) else []
+        record = read_json(saved)
+        characters = record.get("characters", []) if isinstance(record, dict) else []
         check_characters(characters, saved)
         return CharTokenizer(characters)
     _, characters = read_characters(meta)
@@ -909,13 +914,15 @@ def long_documents(path, least):
     return sorted(documents)
 
 
-def choose_long(known, count):  # known: file -> `long_documents` of it
+def choose_long(documents_of, count):  # documents_of: file -> `long_documents` of it
     "Choose documents of every file: equal shares, or more from others if one has too few."
-    share = -(-count // len(known))
-    chosen = {path: documents[:share] for path, documents in known.items()}
+    share = -(-count // len(documents_of))
+    chosen = {path: documents[:share] for path, documents in documents_of.items()}
     missing = count - sum(map(len, chosen.values()))
     rest = sorted(
-        (document, path) for path, documents in known.items() for document in documents[share:]
+        (document, path)
+        for path, documents in documents_of.items()
+        for document in documents[share:]
     )
     for document, path in rest[: max(0, missing)]:
         chosen[path].append(document)
@@ -975,10 +982,9 @@ def fingerprint(tokens):
     "Return a text's length and a hash of 64 samples; None without text."
     if not hasattr(tokens, "__len__"):
         return None
-    places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
-    digest = hashlib.sha256(
-        b"".join(np.asarray(tokens[at : at + 1024], np.int64).tobytes() for at in places)
-    )
+    digest = hashlib.sha256()
+    for start in np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int):
+        digest.update(np.asarray(tokens[start : start + 1024], np.int64).tobytes())
     return f"{len(tokens)} tokens {digest.hexdigest()[:12]}"
 
 # %% ../../../nbs/machine/data.ipynb #data-107
@@ -1011,15 +1017,13 @@ class Sampler:
 
     def start(self, number: int) -> int:
         "Return the first token of a window, counted over all epochs."
-        epoch, place = divmod(number, self.windows)
+        epoch, position = divmod(number, self.windows)
         if epoch != self.epoch:
             rng = np.random.default_rng([self.seed, epoch])
             self.epoch = epoch
-            self.order, self.shift = (
-                rng.permutation(self.windows),
-                int(rng.integers(self.spare + 1)),
-            )
-        return self.shift + self.context * int(self.order[place])
+            self.order = rng.permutation(self.windows)
+            self.shift = int(rng.integers(self.spare + 1))
+        return self.shift + self.context * int(self.order[position])
 
     def next_batch(self) -> tuple:
         "Return (inputs, targets), each (B,T) int64."
@@ -1042,9 +1046,10 @@ class Sampler:
 
     def load_state_dict(self, state: dict) -> None:
         "Resume at a position; ValueError if data, context or seed differ."
-        for name, ours in self.state_dict().items():
-            if name != "drawn" and ours != state.get(name, ours):  # older positions have no text
+        for name, own in self.state_dict().items():
+            if name != "drawn" and own != state.get(name, own):  # older positions have no text
                 raise ValueError(
-                    f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}"
+                    f"the saved position belongs to {name}={state[name]}; this sampler has "
+                    f"{name}={own}"
                 )
         self.drawn = state["drawn"]

@@ -43,7 +43,7 @@ from longhorn_kit.records import (
     environment,
     plural,
     read_whole,
-    standing,
+    recovered,
     to_plain,
     version_of,
 )
@@ -67,8 +67,8 @@ def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]:  # ranks: of by
     "Return the two parts that byte-pair encoding joins last to make this token."
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        found = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
-        i = found.index(min(found))
+        ranks_of_pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
+        i = ranks_of_pairs.index(min(ranks_of_pairs))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
 
@@ -154,7 +154,7 @@ REMEDY = "restore it from a copy, or save or export the model again"
 
 def check_model(folder: str | Path) -> Path:
     "Return the folder to read a model from; ValueError names the first incomplete file."
-    folder = standing(folder)
+    folder = recovered(folder)
     tensors = 0
     check_folder(
         folder, "export it again, or delete manifest.json if you changed the folder yourself"
@@ -214,7 +214,7 @@ def first_line(error: Exception) -> str:
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-016
 def is_export(folder: str | Path) -> bool:
     "Check whether a model's folder was written by transformers, not by the kit."
-    return "model_type" in read_settings(standing(folder) / "config.json")
+    return "model_type" in read_settings(recovered(folder) / "config.json")
 
 
 def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple:  # as for `load_pair`
@@ -230,7 +230,9 @@ def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple:  # as f
         return model
 
     model = read_whole(folder, ALL_FILES, read)
-    words = get_tokenizer(tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size))
+    words = get_tokenizer(
+        tokenizer or trained_tokenizer(recovered(folder), model.config.vocab_size)
+    )
     check_vocabulary(words.vocab_size, model.config.vocab_size)
     return model, words
 
@@ -250,10 +252,10 @@ def load_pair(
     if model is None:
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
-    warn_of_other_version(standing(folder), LOCAL)
+    warn_of_other_version(recovered(folder), LOCAL)
     model.config._name_or_path = str(folder)  # not the path that it was read by
     if words is None:
-        name = tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size)
+        name = tokenizer or trained_tokenizer(recovered(folder), model.config.vocab_size)
         words = hf_tokenizer(get_tokenizer(name), context)
     check_vocabulary(len(words), model.config.vocab_size)
     return model, words
@@ -400,7 +402,7 @@ def find_tasks(
 ) -> dict:  # names: from `expand_tasks`
     "Load tasks as lm-eval's `evaluate` takes them; ValueError or OSError in one sentence."
     manager = manager_for([name for name in names if name not in OWN_TASKS], include)
-    found = {"tasks": {}, "groups": {}, "group_map": {}}
+    tasks = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         try:
             with quiet():
@@ -410,8 +412,8 @@ def find_tasks(
                 f"task {name}: its data cannot be loaded ({first_line(error)}); "
                 "a data set on the hub is downloaded on first use, which needs a network"
             ) from error
-        found = {part: known | loaded[part] for part, known in found.items()}
-    return found
+        tasks = {part: earlier | loaded[part] for part, earlier in tasks.items()}
+    return tasks
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-035
 def doubled(request: Any) -> Any:
@@ -438,7 +440,7 @@ READINGS = {"once": ("once",), "twice": ("twice",), "both": ("once", "twice")}
 
 
 def metric_rows(
-    found: dict, reading: str
+    output: dict, reading: str
 ) -> list[dict]:  # from lm-eval's `evaluate`; "once" or "twice"
     "Return a row for each task and metric."
     rows = []
@@ -446,8 +448,8 @@ def metric_rows(
     def number(value):
         return isinstance(value, (int, float))
 
-    for task, scores in found["results"].items():
-        size = scores.get("sample_len") or found["n-samples"].get(task, {}).get("effective")
+    for task, scores in output["results"].items():
+        size = scores.get("sample_len") or output["n-samples"].get(task, {}).get("effective")
         for key, value in scores.items():
             metric, _, kind = key.partition(",")
             if kind and number(value) and not metric.endswith("_stderr"):
@@ -479,7 +481,7 @@ def run_tasks(
     with torch.random.fork_rng():
         torch.manual_seed(1234)
         try:
-            found = harness().evaluate(
+            output = harness().evaluate(
                 model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
             )
         except AssertionError as error:  # lm-eval cannot run a request on this model
@@ -489,7 +491,7 @@ def run_tasks(
                 or f"lm-eval cannot run these tasks on a model with a context of {lm.max_length}; "
                 "try a longer --context"
             ) from error
-    return metric_rows(found, reading)
+    return metric_rows(output, reading)
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-041
 def evaluate_checkpoint(
@@ -509,9 +511,9 @@ def evaluate_checkpoint(
     started = time.perf_counter()
     names = expand_tasks(tasks)
     lm = harness_model(folder, **options)
-    found = find_tasks(names, include)
+    tasks = find_tasks(names, include)
     rows = [
-        row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)
+        row for reading in READINGS[read] for row in run_tasks(lm, tasks, reading, shots, limit)
     ]
     return to_plain(
         {
