@@ -172,9 +172,11 @@ class Claims:
             from longhorn_kit.lab.claims.logbook import write_logbook
 
             folder = write_logbook(rows, self.logbook)
-            return tell(f"written: {folder}; trackio logbook serve {folder} shows it")
+            tell(f"written: {folder}; trackio logbook serve {folder} shows it")
+            return
         if self.json:
-            return print(ledger_json(rows))
+            print(ledger_json(rows))
+            return
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
         for folder, record in trials(Path(self.out)):
             if not self.claims or record["experiment"] in self.claims:
@@ -570,9 +572,8 @@ class Retrain:
             f"the record has {result.recorded:.4f}"
         )
         print(result.sentence)
-        tell(
-            f"{self.out} loads with AutoModelForCausalLM.from_pretrained({self.out!r}, trust_remote_code=True)"
-        )
+        call = f"from_pretrained({self.out!r}, trust_remote_code=True)"
+        tell(f"{self.out} loads with AutoModelForCausalLM.{call}")
 
 # %% ../nbs/machine/cli.ipynb #cli-035
 def check_name(kind: str, name: str, names: Iterable[str]) -> None:
@@ -849,6 +850,30 @@ def main(
         return fail(one_line(error), 2 if isinstance(error, UsageError) else 1)
 
 # %% ../nbs/machine/cli.ipynb #cli-057
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
+#| eval: false
 #| eval: false
 #| eval: false
 #| eval: false

@@ -93,9 +93,11 @@ def discard(path: Path) -> None:
 def exchange(one: Path, other: Path) -> bool:
     "Swap two paths in one step; False if the system cannot."
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    here = -100
-    both = 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(swap) and swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0
+    if not swap:
+        return False
+    here = -100  # AT_FDCWD
+    both = 2  # RENAME_EXCHANGE
+    return swap(here, os.fsencode(one), here, os.fsencode(other), both) == 0
 
 
 def put_in_place(
@@ -105,9 +107,11 @@ def put_in_place(
     "Rename a file or a folder, replacing what is there."
     old = path.with_name(f".{path.name}.old")
     if not (new.is_dir() and path.is_dir()):
-        return os.replace(new, path)
+        os.replace(new, path)
+        return
     if exchange(new, path):
-        return discard(new)
+        discard(new)
+        return
     os.replace(path, old)
     try:
         os.replace(new, path)
@@ -396,9 +400,8 @@ def read_whole(
 def with_name(error: OSError | ValueError, path: str, name: str) -> OSError | ValueError:
     "Return the error with another name of a path in its text."
     if isinstance(error, OSError) and error.strerror:
-        return OSError(
-            error.errno, error.strerror, str(error.filename).replace(path, name)
-        )  # of the same kind
+        # of the same class, by its number
+        return OSError(error.errno, error.strerror, str(error.filename).replace(path, name))
     kind = OSError if isinstance(error, OSError) else ValueError
     return kind(str(error).replace(path, name))
 
@@ -449,8 +452,8 @@ def model_folder(checkpoint: str | Path) -> Path:  # folder of a model, a run or
     )
 
 # %% ../nbs/machine/records.ipynb #records-028
-# Control characters except tab and newline, line separators, marks that reverse the order of letters, and
-# halves of characters.
+# Control characters except tab and newline, line separators, marks that reverse the order of
+# letters, and halves of characters.
 CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -576,11 +579,9 @@ def exclusive_lock(
         folder.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # removed before it was opened
             handle = locked(folder, wait)
-            if (
-                handle is None
-                or folder.exists()
-                and os.path.samestat(os.fstat(handle), folder.stat())
-            ):
+            if handle is None:
+                break
+            if folder.exists() and os.path.samestat(os.fstat(handle), folder.stat()):
                 break
             os.close(handle)  # while we waited the folder was renamed or removed
     folder.mkdir(parents=True, exist_ok=True)
@@ -591,12 +592,8 @@ def exclusive_lock(
             os.close(handle)
 
 # %% ../nbs/machine/records.ipynb #records-038
-NO_LOCKS = {
-    errno.ENOSYS,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.ENOLCK,
-}  # errors of a file system without locks
+# errors of a file system without locks
+NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def locked(folder: Path, wait: bool) -> int | None:
@@ -651,9 +648,7 @@ def records_root() -> Path:
 
 # %% ../nbs/machine/records.ipynb #records-041
 def commit_of_kit(
-    root: str
-    | Path
-    | None = None,  # root of the repository; by default the folder above the package
+    root: str | Path | None = None,  # of the repository; by default the folder above the package
 ) -> str | None:
     """Return the commit that the kit runs from, with `+` if its files have been changed.
 
@@ -664,9 +659,8 @@ def commit_of_kit(
 
     def git(*words):
         command = ["git", "-C", str(root), *words]
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
+        options = dict(capture_output=True, text=True, timeout=10, check=True)
+        return subprocess.run(command, **options).stdout.strip()
 
     try:
         dirty = git("status", "--porcelain", "--untracked-files=no", "--", "longhorn_kit")
@@ -723,7 +717,8 @@ def command_line() -> str:
     if module:  # python -m
         words = ["python", "-m", module.name.removesuffix(".__main__")]
     elif program == "-c" and "-c" in sys.orig_argv:
-        words = ["python", *sys.orig_argv[(at := sys.orig_argv.index("-c")) : at + 2]]
+        start = sys.orig_argv.index("-c")
+        words = ["python", *sys.orig_argv[start : start + 2]]
     else:
         words = ["python", program] if program.endswith(".py") else [program]
     return " ".join(quoted(without_full_paths(word)) for word in [*words, *sys.argv[1:]])

@@ -547,7 +547,7 @@ def test_a_kill_while_a_library_writes_leaves_nothing(here, trainer, monkeypatch
         patch.setattr("safetensors.torch.save_file", killed)
         patch.setattr("timm.models._hub.safetensors.torch.save_file", killed)
         assert child([*words, "--out", "killed"], here / "killed")[0] == -signal.SIGKILL
-    left = [path for path in (here / "killed").rglob(".tmpAbCdEf")]
+    left = list((here / "killed").rglob(".tmpAbCdEf"))
     assert len(left) == 1
     assert left[0].parent.name.endswith(".partial")
     assert child([*words, "--out", "killed"], here / "killed")[0] == 0

@@ -107,10 +107,9 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
         with atomic_folder(tmp_path / "run") as folder:
             (folder / "deep").mkdir()
             (folder / "deep" / "file").write_text(content)
-    with pytest.raises(KeyboardInterrupt):
-        with atomic_folder(tmp_path / "run") as folder:
-            (folder / "file").write_text("half")
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "run") as folder:
+        (folder / "file").write_text("half")
+        raise KeyboardInterrupt
     assert (tmp_path / "run" / "deep" / "file").read_text() == "new"
     assert os.listdir(tmp_path) == ["run"]
 
@@ -159,9 +158,9 @@ def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
             OSError, match="cannot write .*step/metrics.jsonl: File too large; what"
         ) as caught,
         files_end_at(100),
+        atomic_folder(tmp_path / "step") as new,
     ):
-        with atomic_folder(tmp_path / "step") as new:
-            write_jsonl(new / "metrics.jsonl", [{"loss": 1.5}] * 100)
+        write_jsonl(new / "metrics.jsonl", [{"loss": 1.5}] * 100)
     assert "partial" not in str(caught.value)
     assert os.listdir(tmp_path) == []
     problem = records.cannot_write(
@@ -176,9 +175,8 @@ def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
 
 
 def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
-    with pytest.raises(OSError, match="^the network is down$"):
-        with atomic_folder(tmp_path / "run"):
-            raise OSError("the network is down")
+    with pytest.raises(OSError, match="^the network is down$"), atomic_folder(tmp_path / "run"):
+        raise OSError("the network is down")
 
 
 json_values = st.recursive(

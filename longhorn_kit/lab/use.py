@@ -204,6 +204,5 @@ class Export:
 
         writable_folder(out.absolute().parent)
         export_checkpoint(source, out, self.tokenizer, self.context)
-        tell(
-            f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)"
-        )
+        call = f"from_pretrained({self.folder!r}, trust_remote_code=True)"
+        tell(f"{out} loads with AutoModelForCausalLM.{call}")

@@ -139,8 +139,8 @@ def report_others(folder, others, bare):
         held = Counter(path.suffix for path in others)
         example = without_machine_paths(str(others[0]))
         warn(
-            f"{folder}: left out {plural(len(others), 'file')} that are no images in a class folder "
-            f"({endings_of(held)}), such as {example}"
+            f"{folder}: left out {plural(len(others), 'file')} that are no images in a class "
+            f"folder ({endings_of(held)}), such as {example}"
         )
 
 

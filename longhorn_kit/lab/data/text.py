@@ -119,14 +119,16 @@ def normalise(data, name):
     return text
 
 # %% ../../../nbs/machine/data.ipynb #data-012
+def lines_of_topic(text):
+    "Return the lines of a text of at least 30 characters."
+    return {line for line in text.splitlines() if len(line) >= 30}
+
+
 def help_topics():
     "Return the help topics that are not part of a longer one: {name: text}."
     from pydoc_data.topics import topics
 
-    lines = {
-        name: {line for line in text.splitlines() if len(line) >= 30}
-        for name, text in topics.items()
-    }
+    lines = {name: lines_of_topic(text) for name, text in topics.items()}
     chosen = []
     for name in sorted(topics, key=lambda name: (-len(lines[name]), name)):
         if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in chosen):
@@ -552,8 +554,8 @@ def escaped_folder(path: Path) -> Path:
 
 
 def matching_files(
-    pattern: str | Path,
-) -> list[Path]:  # a file, a folder, or a glob such as "books/*.txt.xz"
+    pattern: str | Path,  # a file, a folder, or a glob such as "books/*.txt.xz"
+) -> list[Path]:
     "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -565,7 +567,8 @@ def matching_files(
     files = sorted(map(Path, set(names).difference(folders)))
     if files and folders and "**" not in path.parts:
         warn_once(
-            f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as {min(folders)}; "
+            f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as "
+            f"{min(folders)}; "
             "/**/ in a pattern finds files at any depth"
         )
     if not files:
@@ -668,8 +671,10 @@ class FileDocuments:
 
 # %% ../../../nbs/machine/data.ipynb #data-036
 def load_documents(
-    source: str | Path, text_column: str = "text", position: Any = None
-) -> Any:  # as for `prepare`
+    source: str | Path,  # this and the column as for `prepare`
+    text_column: str = "text",
+    position: Any = None,  # from `position()` of an earlier iterable
+) -> Any:
     "Return an iterable of (name, text) with `position()`; ValueError or OSError."
     if source.startswith("hf:"):
         return HubDocuments(source[3:], text_column, position)
@@ -875,8 +880,10 @@ def get_tokenizer(
 
 # %% ../../../nbs/machine/data.ipynb #data-056
 def holds_whole(
-    documents: Any, fraction: float = VAL_PART, by_name: bool = False
-) -> bool:  # by_name: hash the name
+    documents: Any,  # (name, text) pairs
+    fraction: float = VAL_PART,  # held-out share
+    by_name: bool = False,  # hash the name
+) -> bool:
     "Check whether whole documents, not ends, can be held out."
     chosen = [
         is_held_out(name if by_name else text, fraction)
@@ -889,11 +896,11 @@ def holds_whole(
 def pieces_of(
     name: str,
     text: str,
-    whole: bool,
-    fraction: float = VAL_PART,
-    by_name: bool = False,
-    part: str | None = None,
-) -> list[tuple[str, str]]:  # whole: from `holds_whole`
+    whole: bool,  # from `holds_whole`
+    fraction: float = VAL_PART,  # held-out share
+    by_name: bool = False,  # hash the name
+    part: str | None = None,  # of all documents
+) -> list[tuple[str, str]]:
     "Return a document as [(part, text)]: 'train' or 'val', or `part` for all documents."
     if part or whole:
         return [
@@ -972,10 +979,11 @@ def hold_out_long(
             name = path.name.split(".train.txt")[0]
             numbers = {number for _, number, _ in documents}
             write_apart(path, numbers, new / f"{name}.train.txt.xz", new / f"{name}.long.txt.xz")
-    return {
-        path.name.split(".train.txt")[0]: (len(documents), sum(size for *_, size in documents))
-        for path, documents in chosen.items()
-    }
+    moved = {}
+    for path, documents in chosen.items():
+        sizes = [size for *_, size in documents]
+        moved[path.name.split(".train.txt")[0]] = len(documents), sum(sizes)
+    return moved
 
 # %% ../../../nbs/machine/data.ipynb #data-106-hash
 def fingerprint(tokens):

@@ -77,9 +77,9 @@ END = "<|endoftext|>"
 
 
 def vocabulary(
-    tokenizer,
-) -> tuple[dict, list]:  # from `get_tokenizer` -> {word: id}, pairs of words to merge
-    "Return a kit tokenizer in the form that transformers expects."
+    tokenizer,  # from `get_tokenizer`
+) -> tuple[dict, list]:
+    "Return ({word: id}, pairs of words to merge) of a tokenizer, as transformers expects them."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -100,8 +100,9 @@ PAD = "<|pad|>"
 
 
 def hf_tokenizer(
-    tokenizer: Any, context: int = 8192
-) -> Any:  # from `get_tokenizer`; tokens that a tool may pass
+    tokenizer: Any,  # from `get_tokenizer`
+    context: int = 8192,  # tokens that a tool may pass at once
+) -> Any:
     "Return the tokenizer for transformers, with the same ids, and padding on a free token."
     if tokenizer.end is None:
         raise ValueError(
@@ -170,8 +171,9 @@ def check_model(folder: str | Path) -> Path:
 
 
 def check_blocks(
-    path: Path, tensors: int
-) -> None:  # path: of the settings; tensors: in the folder's weights
+    path: Path,  # of the settings
+    tensors: int,  # in the folder's weights
+) -> None:
     "Raise ValueError if a model has far more blocks than weights, before so many blocks are built."
     settings = read_settings(path) if path.exists() and tensors else {}
     for name in ("n_layer", "num_hidden_layers"):
@@ -265,8 +267,9 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def read_export(
-    folder: Path, own_tokenizer: bool
-) -> tuple:  # own_tokenizer: read the folder's, if it has one
+    folder: Path,
+    own_tokenizer: bool,  # read the folder's, if it has one
+) -> tuple:
     "Return model and tokenizer (or None) of transformers; (None, None) for the kit's folders."
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -297,9 +300,12 @@ def quiet() -> Iterator[None]:
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-017
 def harness_model(
-    folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1
+    folder: str | Path,  # this and the following arguments as for `load_pair`
+    tokenizer: str | None = None,
+    context: int = 8192,
+    batch_size: int = 1,  # requests at a time
 ) -> Any:
-    "Return the model of `load_pair` for lm-eval, on a GPU if present; long requests lose their start."
+    "Return a model for lm-eval, on a GPU if present; long requests lose their start."
     check_sizes(batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
@@ -312,8 +318,9 @@ class UnknownTask(ValueError):
 
 
 def manager_for(
-    names: list[str], include: str | Path | None
-) -> Any:  # include: folder with further tasks
+    names: list[str],  # of tasks
+    include: str | Path | None,  # folder with further tasks
+) -> Any:
     "Return lm-eval's TaskManager that knows all these names; UnknownTask if one does not exist."
     harness()
     from lm_eval import tasks
@@ -351,8 +358,8 @@ TASK_PRESETS = {"recall": tuple(RECALL.values()), "downstream": ("wikitext", "la
 
 
 def passage_prompt(
-    doc: dict,
-) -> str:  # with `context` and `question`, the start of the sentence to complete
+    doc: dict,  # with `context` and `question`, the start of the sentence to complete
+) -> str:
     "Return the passage, without markers and without a question at its end, then the question."
     passage = re.sub(r"\[(PAR|DOC|TLE)\]", "", doc["context"]).strip()
     question = doc["question"].strip()
@@ -388,8 +395,8 @@ OWN_TASKS = {
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-030
 def expand_tasks(
-    names: str | Iterable[str],
-) -> list[str]:  # names of tasks and presets, alone or joined by commas
+    names: str | Iterable[str],  # of tasks and presets, alone or joined by commas
+) -> list[str]:
     "Return the individual task names, without duplicates."
     words = [word.strip() for name in names for word in name.split(",") if word.strip()]
     if not words:
@@ -398,8 +405,9 @@ def expand_tasks(
 
 # %% ../../../nbs/machine/evaluation.ipynb #99276d78
 def find_tasks(
-    names: list[str], include: str | Path | None = None
-) -> dict:  # names: from `expand_tasks`
+    names: list[str],  # from `expand_tasks`
+    include: str | Path | None = None,  # folder with further tasks
+) -> dict:
     "Load tasks as lm-eval's `evaluate` takes them; ValueError or OSError in one sentence."
     manager = manager_for([name for name in names if name not in OWN_TASKS], include)
     tasks = {"tasks": {}, "groups": {}, "group_map": {}}
@@ -440,8 +448,9 @@ READINGS = {"once": ("once",), "twice": ("twice",), "both": ("once", "twice")}
 
 
 def metric_rows(
-    output: dict, reading: str
-) -> list[dict]:  # from lm-eval's `evaluate`; "once" or "twice"
+    output: dict,  # of lm-eval's `evaluate`
+    reading: str,  # "once" or "twice"
+) -> list[dict]:
     "Return a row for each task and metric."
     rows = []
 
