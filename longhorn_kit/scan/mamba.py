@@ -382,8 +382,7 @@ def selective_state_update(
     z: Tensor | None = None,  # gate, as x
     dt_bias: Tensor | None = None,  # as D
     dt_softplus: bool = False,  # Delta = softplus(dt + dt_bias)
-    state_batch_indices: Tensor
-    | None = None,  # (B,) rows of a pool; -1: padding, whose output is 0
+    state_batch_indices: Tensor | None = None,  # (B,) rows of a pool; -1: padding, output 0
 ) -> Tensor:
     """Run mamba-ssm's `selective_state_update`: return out, shaped as x, in x.dtype.
 

@@ -197,8 +197,7 @@ def longhorn_scan(
     output_final_state: bool = False,  # return `(out, final_state)`
     cu_seqlens: Tensor | None = None,  # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto",  # "auto", "triton", "chunked" or "reference"
-    checkpoint: str
-    | int = "fast",  # states that Triton keeps: "fast", "small", least steps between
+    checkpoint: str | int = "fast",  # what Triton keeps: "fast", "small" or steps between states
 ) -> Tensor | Any:
     """Run Longhorn with read-out, skip and gate: return out (B,T,D), or (out, final_state (B,D,N)).
 
@@ -324,8 +323,7 @@ def selective_scan(
     output_final_state: bool = False,  # return `(out, final_state)`
     cu_seqlens: Tensor | None = None,  # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto",  # "auto", "triton", "chunked" or "reference"
-    checkpoint: str
-    | int = "fast",  # states that Triton keeps: "fast", "small", least steps between
+    checkpoint: str | int = "fast",  # what Triton keeps: "fast", "small" or steps between states
     dt_softplus: bool = True,  # False: Delta = dt + dt_bias, and A is (D,N)
 ) -> Tensor | Any:
     "Run Mamba's selective scan (S6): return as `longhorn_scan` does."
