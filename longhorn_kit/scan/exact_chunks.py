@@ -9,7 +9,7 @@ __all__ = []
 import torch
 from torch import Tensor
 
-from .launch import unwatched
+from .launch import nothing_traces
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-012
 def rate_and_slope(
@@ -55,7 +55,7 @@ def causal_read(
     U: Tensor,  # (B,L,D) values that are written
 ) -> Tensor:  # (B,L,D)
     "Return `start + M U`; rows of U that are not finite reach no earlier row."
-    if U.is_cpu and unwatched() and U.sum().isfinite():  # on a GPU this check would stall
+    if U.is_cpu and nothing_traces() and U.sum().isfinite():  # on a GPU this check would stall
         return torch.baddbmm(start, M, U)
     finite = U.nan_to_num(0, 0, 0)
     poison = (0 * U.detach()).cumsum(1)  # NaN from the first row on that is not finite, else 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 # %% ../../nbs/machine/launch.ipynb #launch-005
-def unwatched() -> bool:
+def nothing_traces() -> bool:
     "Return whether nothing traces, compiles, transforms or intercepts PyTorch's operations now."
     return not (
         torch.compiler.is_compiling()
@@ -26,7 +26,7 @@ def unwatched() -> bool:
 
 def in_eager(*tensors: Tensor | None) -> bool:
     "Return whether a call on these may go straight to its kernels."
-    if not unwatched():
+    if not nothing_traces():
         return False
     for t in tensors:  # a loop costs half of a generator
         if t is not None and (type(t) is not Tensor and type(t) is not Parameter or t.is_neg()):

@@ -33,7 +33,7 @@ from longhorn_kit.scan.arguments import (
     remember,
     shown,
 )
-from .launch import resolved, unwatched
+from .launch import nothing_traces, resolved
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
 from .short_conv import causal_conv1d, causal_conv1d_step
@@ -45,7 +45,7 @@ def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)
         return None
     rows = t.mT
     time_is_contiguous = t.stride(-1) == 1 != t.stride(-2)
-    if rows.requires_grad and t.is_cuda and time_is_contiguous and HAS_TRITON and unwatched():
+    if rows.requires_grad and t.is_cuda and time_is_contiguous and HAS_TRITON and nothing_traces():
         from longhorn_kit.scan.triton_portable import _last_contiguous
 
         def in_layout_of_t(grad):
@@ -431,7 +431,8 @@ def recomputed(
 ) -> Iterator[Callable]:
     "Give `note(make, *tensors)`: the backward calls `make` a second time instead of keeping it."
     hooks = torch._C._autograd
-    on = on and unwatched() and torch.is_grad_enabled() and hooks._saved_tensors_hooks_is_enabled()
+    hooks_work = hooks._saved_tensors_hooks_is_enabled()
+    on = on and nothing_traces() and torch.is_grad_enabled() and hooks_work
     # The hooks of a checkpoint must see every tensor.
     on = on and not hooks._top_saved_tensors_default_hooks(False)
     makers = {}  # by address of a result: its size, `make`, and the tensors with their versions

@@ -22,7 +22,7 @@ from torch.library import custom_op, register_autograd
 from .. import __version__
 from .arguments import exporting, in_range, s6_form, traced
 from .chunked import BY_REFERENCE, once_only
-from .launch import differentiable, in_eager, resolved, unwatched
+from .launch import differentiable, in_eager, nothing_traces, resolved
 from .reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton_portable import (
     INTERPRETED,
@@ -578,7 +578,7 @@ def triton_scan(
         kernels = ""
         builder = _backward_builder(form, every, tensors) if first and learns else None
     else:  # by name: see `triton_conv`
-        if unwatched():
+        if nothing_traces():
             *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
         scan = torch.ops.longhorn_kit.scan.default
         save = learns and not exporting()

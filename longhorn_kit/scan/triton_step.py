@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import custom_op
 
-from .launch import changed, in_eager, launch, resolved, unwatched
+from .launch import changed, in_eager, launch, nothing_traces, resolved
 from .triton_conv import overlapped, updated
 from longhorn_kit.scan.triton_portable import (
     RULES,
@@ -247,7 +247,7 @@ def triton_step(
     tensors = (q, k, x, b, A, state, bias, skip, z)
     ops = torch.ops.longhorn_kit  # by name: see `triton_conv`
     direct = in_eager(*tensors, slots)
-    if not direct and unwatched():
+    if not direct and nothing_traces():
         *tensors, slots = resolved(*tensors, slots)
     if not inplace:
         step = _fresh_step if direct else ops.step.default
