@@ -164,7 +164,8 @@ def assert_close(found, dtype=torch.float32, factor=1.0):
 
 def assert_same_bits(got, want):
     "Output, final state and gradients, to the bit."
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
     assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
 
 

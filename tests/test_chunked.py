@@ -109,7 +109,8 @@ def test_sums_over_states_equal_a_sum_of_products(N, D, given_out):
 )
 def test_chunks_are_short_unless_checkpoints_would_outnumber_the_buffers(form, B, T, D, N):
     steps = chunked.chunk_length(form, B, T, D, N)
-    assert 1 <= steps <= 64 and steps <= max(1, T)
+    assert 1 <= steps <= 64
+    assert steps <= max(1, T)
     if form == "exact":
         assert steps == max(1, min(32, T))
     elif steps < T:
@@ -167,7 +168,8 @@ def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
     t["b"] = torch.full_like(t["b"], -1e4)
     found = everything(form, t, weights=(0, 1), chunk=16)
     assert torch.equal(found["state"], t["initial_state"])
-    assert found["x"].abs().max() < 1e-30 and found["initial_state"].abs().min() > 0
+    assert found["x"].abs().max() < 1e-30
+    assert found["initial_state"].abs().min() > 0
 
 
 def test_long_run_of_nearly_equal_keys_in_float32():
@@ -281,9 +283,9 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
-            assert (
-                part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
-            )
+            assert part[:, :3].eq(0).all()
+            assert part[:, 30:].eq(0).all()
+            assert part[:, 3:30].ne(0).any()
 
 
 @pytest.mark.parametrize("way", ["eager", slow_case("compiled"), "recomputed"])

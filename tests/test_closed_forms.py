@@ -100,13 +100,15 @@ def test_long_streams_stay_bounded_whatever_the_key_length(step, scale):
             scale * torch.randn(3).double(),
             torch.rand(3).double(),
         )
-    assert S.isfinite().all() and S.abs().max() < 1e3
+    assert S.isfinite().all()
+    assert S.abs().max() < 1e3
 
 
 def test_rate_lies_between_zero_and_beta_and_below_the_inverse_square_of_the_key():
     _, k, _, beta = problem(200, scale=10)
     rate = effective_rate(k, beta)
-    assert (rate > 0).all() and (rate <= beta).all()
+    assert (rate > 0).all()
+    assert (rate <= beta).all()
     assert (rate * k.square().sum(-1, keepdim=True) < 1).all()
 
 
@@ -117,7 +119,9 @@ def test_rate_from_logits_is_finite_and_right_for_any_logit_and_length(v, expone
     logit = torch.tensor([v]).requires_grad_()
     rate = effective_rate_from_logits(k, logit)
     rate.backward()
-    assert rate.isfinite() and k.grad.isfinite().all() and logit.grad.isfinite()
+    assert rate.isfinite()
+    assert k.grad.isfinite().all()
+    assert logit.grad.isfinite()
     expected = 1 / (1 + float(k[0].detach()) ** 2 + np.exp(-max(v, -80.0)))
     assert float(rate.detach()) == pytest.approx(expected, rel=1e-6, abs=1e-37)
 
@@ -142,4 +146,5 @@ def test_gates_in_float32_are_never_negative():
             - effective_rate_from_logits(k, torch.full((1,), v))[..., None]
             * k[..., None, :].square()
         )
-        assert gates.min() >= 0 and gates.max() <= 1
+        assert gates.min() >= 0
+        assert gates.max() <= 1

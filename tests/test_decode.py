@@ -74,11 +74,13 @@ def assert_steps(B, D, N, rule, T=3, **made):
     for t in range(T):
         kept = state.clone()
         out, after = triton_step(rule, **at(a, t), state=state, inplace=t % 2 == 1)
-        assert (after is state) == (t % 2 == 1) and (t % 2 == 1 or torch.equal(state, kept))
+        assert (after is state) == (t % 2 == 1)
+        assert t % 2 == 1 or torch.equal(state, kept)
         state = after
         outs.append(out)
     found = error(torch.stack(outs, 1), want), error(state, last)
-    assert out.dtype == a["x"].dtype and state.dtype == torch.float32
+    assert out.dtype == a["x"].dtype
+    assert state.dtype == torch.float32
     assert max(found) < TOLERANCE[out.dtype], found
 
 
@@ -111,7 +113,8 @@ def test_optional_arguments_left_out_and_strided_rows():
         out, after = triton_step(
             "diagonal", **given, state=state.transpose(1, 2).contiguous().transpose(1, 2)
         )
-        assert error(out, want[:, 0]) < 1e-6 and error(after, last) < 1e-6
+        assert error(out, want[:, 0]) < 1e-6
+        assert error(after, last) < 1e-6
 
 
 def a_pool(*size, dtype, apart):
@@ -177,7 +180,8 @@ def assert_pool_steps(
         )
 
     (y, windows), (out, states) = run(real, pool[slots[real].long()], past[slots[real].long()])
-    assert windows.dtype == states.dtype == state and y.dtype == out.dtype == dtype
+    assert windows.dtype == states.dtype == state
+    assert y.dtype == out.dtype == dtype
     every = slice(None)
 
     def step():
@@ -197,9 +201,11 @@ def assert_pool_steps(
         changed = kept.clone()
         want[real] = value
         changed[slots[real].long()] = after
-        assert same is given and torch.equal(given[others], kept[others])
+        assert same is given
+        assert torch.equal(given[others], kept[others])
         if backend == "triton":
-            assert torch.equal(got, want) and torch.equal(given, changed)
+            assert torch.equal(got, want)
+            assert torch.equal(given, changed)
         else:  # sums of 4 taps and N products, up to 8 functions of one number, and the result in its dtype
             assert error(got, want) < bound(torch.float32, 4 + N + 8) + bound(got.dtype, 1)
             assert error(given, changed) < bound(torch.float32, 4 + N + 8) + bound(given.dtype, 1)
@@ -251,7 +257,8 @@ def assert_conv_steps(
         y, after = causal_conv1d_step(
             x[:, t], state, weight, c, activation=activation, inplace=inplace(t), backend=backend
         )
-        assert (after is state) == inplace(t) and (inplace(t) or torch.equal(state, given))
+        assert (after is state) == inplace(t)
+        assert inplace(t) or torch.equal(state, given)
         torch.testing.assert_close(y, whole[:, t])
         state = after
     assert torch.equal(state, last)
@@ -334,7 +341,8 @@ def test_compiles_without_graph_breaks(slots):
 
     one, two = [(pool.clone(), pool.clone()) for _ in range(2)]
     out = torch.compile(two_steps, fullgraph=True, backend="aot_eager")(*one)
-    assert torch.equal(out, two_steps(*two)) and all(map(torch.equal, one, two))
+    assert torch.equal(out, two_steps(*two))
+    assert all(map(torch.equal, one, two))
     assert (
         torch.equal(one[0], pool)
         == torch.equal(one[1], pool)
@@ -370,7 +378,8 @@ def test_a_layer_steps_in_place(name, options):
         for t in range(7, 12):
             y, same = layer.step(h[:, t], cache, inplace=True)
             torch.testing.assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
-        assert same is cache and held == [t.data_ptr() for t in cache]
+        assert same is cache
+        assert held == [t.data_ptr() for t in cache]
 
 
 @pytest.mark.parametrize("state_dtype", (None, torch.bfloat16))
@@ -408,7 +417,8 @@ def test_a_layer_serves_from_a_pool(name, options, state_dtype):
             torch.testing.assert_close(
                 t[slot], kept[0], atol=1e-6, rtol=1e-2 if state_dtype else 1e-5
             )
-    assert not pool.S[1].any() and not pool.conv[1].any()
+    assert not pool.S[1].any()
+    assert not pool.conv[1].any()
 
 
 def test_wrong_slots_are_one_sentence():

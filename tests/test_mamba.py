@@ -212,12 +212,10 @@ def test_outputs_are_views_of_rows_and_gradients_have_the_layout_of_the_inputs()
             return_last_state=True,
         )
         y = causal_conv1d_fn(x, new(8, 4))
-        assert (
-            out.shape == y.shape == (2, 8, 11)
-            and last.shape == (2, 8, 4)
-            and out.mT.is_contiguous()
-            and y.mT.is_contiguous()
-        )
+        assert out.shape == y.shape == (2, 8, 11)
+        assert last.shape == (2, 8, 4)
+        assert out.mT.is_contiguous()
+        assert y.mT.is_contiguous()
         for grad in torch.autograd.grad(out.sum() + y.sum(), (x, z)):
             assert DEVICE == "cpu" or grad.is_contiguous() == (order == "time")
 
@@ -302,9 +300,8 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
     )
     place = torch.zeros_like(tensors[-1])
     out, final = causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True, place)
-    assert final is place and torch.equal(
-        place, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1]
-    )
+    assert final is place
+    assert torch.equal(place, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -317,7 +314,8 @@ def test_states_of_packed_sequences(state_len, dtype):
         states = causal_conv1d_varlen_states(
             tokens, torch.tensor(bounds, device=DEVICE, dtype=torch.int32), state_len
         )
-        assert states.shape == (len(bounds) - 1, 5, state_len) and states.dtype == dtype
+        assert states.shape == (len(bounds) - 1, 5, state_len)
+        assert states.dtype == dtype
         for state, lo, hi in zip(states, bounds, bounds[1:]):
             kept = tokens[max(lo, hi - state_len) : hi].T
             assert torch.equal(state, F.pad(kept, (state_len - kept.shape[1], 0)))
@@ -328,7 +326,8 @@ def test_final_states_are_written():
     x = new(2, 8, 7)
     place = torch.zeros(2, 8, 3, device=DEVICE)
     out, final = causal_conv1d_fn(x, new(8, 4), return_final_states=True, final_states_out=place)
-    assert final is place and torch.equal(place, x[..., -3:])
+    assert final is place
+    assert torch.equal(place, x[..., -3:])
 
 
 @pytest.mark.parametrize("indexed", (False, True))
@@ -365,7 +364,8 @@ def test_convolution_update(width, M, S, indexed):
         torch.tensor(rows, device=DEVICE) if indexed else None,
     )
     assert y.shape == (x[..., 0] if S is None else x).shape
-    assert error(y.reshape(expected.shape), expected) < 3e-6 and torch.equal(pool, want)
+    assert error(y.reshape(expected.shape), expected) < 3e-6
+    assert torch.equal(pool, want)
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -420,11 +420,13 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
     y = y if gate is None else y * gate.double() * torch.sigmoid(gate.double())
     out = selective_state_update(pool, x, dt, A, keys, queries, D, gate, bias, not given, rows)
     real = [i for i in range(B) if not indexed or i != 2]
-    assert out.dtype == dtype and error(out[real], y[real]) < TOLERANCE[dtype]
+    assert out.dtype == dtype
+    assert error(out[real], y[real]) < TOLERANCE[dtype]
     assert error(pool[[list(chosen)[i] for i in real]], h[real]) < TOLERANCE[dtype]
     if indexed:
         untouched = [i for i in range(11) if i not in (9, 0, 4)]
-        assert not out[2].any() and torch.equal(pool[untouched], state[untouched])
+        assert not out[2].any()
+        assert torch.equal(pool[untouched], state[untouched])
 
 
 def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B=None, C=None):
@@ -728,7 +730,8 @@ def mistakes():
 def test_mistakes_are_named(message):
     with pytest.raises(ValueError) as found:
         mistakes()[message]()
-    assert message.strip() in str(found.value) and "\n" not in str(found.value)
+    assert message.strip() in str(found.value)
+    assert "\n" not in str(found.value)
 
 
 JAMBA = dict(
@@ -777,5 +780,6 @@ def test_models_of_transformers_run_on_these_functions(kind, options, filter):
         assert {module.training for module in model.modules()} == {True}
     finally:
         vars(modeling).update(original)
-    assert torch.equal(before[0], after[0]) and error(after[1], before[1]) < 1e-5
+    assert torch.equal(before[0], after[0])
+    assert error(after[1], before[1]) < 1e-5
     assert max(error(after[2][n], g) for n, g in before[2].items()) < 1e-4

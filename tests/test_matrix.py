@@ -84,7 +84,8 @@ def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
     exact = with_gradients(t, "reference")
     rounded = with_gradients({name: tensor.float() for name, tensor in t.items()}, "chunked")
     for a, b in zip(rounded, exact):
-        assert a.isfinite().all() and (a - b).norm() <= 2e-5 * b.norm()
+        assert a.isfinite().all()
+        assert (a - b).norm() <= 2e-5 * b.norm()
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -183,7 +184,8 @@ def test_any_strides_and_no_tokens():
     }
     for backend in ("chunked", "reference"):
         y, S = matrix_scan(**empty, output_final_state=True, backend=backend)
-        assert y.shape == (2, 0, 3, 4) and torch.equal(S, t["initial_state"])
+        assert y.shape == (2, 0, 3, 4)
+        assert torch.equal(S, t["initial_state"])
         gradients = torch.autograd.grad(y.sum(), list(empty.values()))
         assert all(
             g.shape == tensor.shape and not g.any() for g, tensor in zip(gradients, empty.values())
@@ -195,7 +197,8 @@ def test_low_precision_keeps_a_float32_state_even_under_autocast():
     expected = matrix_scan(**{name: tensor.double() for name, tensor in t.items()})
     with torch.autocast("cpu", torch.bfloat16):
         y, S = matrix_scan(**t, output_final_state=True)
-    assert y.dtype is torch.bfloat16 and S.dtype is torch.float32
+    assert y.dtype is torch.bfloat16
+    assert S.dtype is torch.float32
     assert (y.double() - expected).norm() < 4e-3 * expected.norm()
 
 
@@ -259,11 +262,9 @@ def test_the_kernels_are_given_the_right_arguments(
     def kernel(name, order):
         def run(q, k, v, *rates, scale, initial_state, output_final_state):
             called.append(name)
-            assert (
-                all(t.is_contiguous() for t in (q, k, v, *rates, initial_state))
-                and scale == 1.0
-                and output_final_state
-            )
+            assert all(t.is_contiguous() for t in (q, k, v, *rates, initial_state))
+            assert scale == 1.0
+            assert output_final_state
             if name in ("chunk_gla", "chunk_kda", "chunk_rwkv6"):
                 assert rates[0].shape == k.shape
             words = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")
@@ -307,7 +308,8 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
     count = CompileCounter()
     try:
         asked = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
-        assert asked(torch.ones(2)).tolist() == [2, 2] and count.frame_count == 1
+        assert asked(torch.ones(2)).tolist() == [2, 2]
+        assert count.frame_count == 1
     finally:
         fla._fla_trouble.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:

@@ -151,7 +151,8 @@ def test_a_number_that_is_not_finite_reaches_no_earlier_token_and_no_other_row(f
         spoiled = dict(t, **{name: t[name].clone()})
         spoiled[name][0, 7] = bad
         out = scan(form, spoiled)[0]
-        assert torch.equal(out[0, :7], clean[0, :7]) and torch.equal(out[1], clean[1])
+        assert torch.equal(out[0, :7], clean[0, :7])
+        assert torch.equal(out[1], clean[1])
         assert name == "b" or not out[0, 7].isfinite().all()
 
 
@@ -174,6 +175,7 @@ def test_without_a_working_compiler_there_is_no_library(compiler, monkeypatch, t
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path))
     path = native.build('extern "C" int answer() { return 42; }')
-    assert path.parent == tmp_path and path.exists()
+    assert path.parent == tmp_path
+    assert path.exists()
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert native.build('extern "C" int answer() { return 42; }') == path

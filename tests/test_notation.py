@@ -56,13 +56,12 @@ def official_recurrence(u, q, k, dt, D, t_bias, z):
 def test_round_trip_is_the_identity_in_both_directions(B, T, D, N):
     ours = inputs(B, T, D, N)
     official = to_official(**ours)
-    assert (
-        official["u"].shape == (B, D, T)
-        and official["k"].shape == (B, N, T)
-        and official["dt"].shape == (B, D, T)
-    )
+    assert official["u"].shape == (B, D, T)
+    assert official["k"].shape == (B, N, T)
+    assert official["dt"].shape == (B, D, T)
     back = from_official(**official)
-    assert list(back) == list(NAMES) and all(torch.equal(back[n], ours[n]) for n in NAMES)
+    assert list(back) == list(NAMES)
+    assert all(torch.equal(back[n], ours[n]) for n in NAMES)
     again = to_official(**back)
     assert list(again) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
     assert all(torch.equal(again[n], official[n]) for n in official)
@@ -81,7 +80,8 @@ def test_strided_inputs_and_gradients_pass_through():
     ours = inputs()
     ours["x"] = torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
     u = to_official(**ours)["u"]
-    assert u.is_contiguous() and torch.equal(u, ours["x"].transpose(1, 2))
+    assert u.is_contiguous()
+    assert torch.equal(u, ours["x"].transpose(1, 2))
     weight = torch.randn(2, 3, 5, dtype=torch.float64)
     (grad,) = torch.autograd.grad((u * weight).sum(), ours["x"])
     assert torch.equal(grad, weight.transpose(1, 2))
@@ -91,17 +91,17 @@ def test_a_shared_rate_is_spread_over_the_channels():
     ours = inputs()
     ours["b"] = ours["b"][..., :1]
     dt = to_official(**ours)["dt"]
-    assert (
-        dt.shape == (2, 3, 5)
-        and torch.equal(dt[:, 0], dt[:, 2])
-        and torch.equal(dt[:, 1], ours["b"][..., 0])
-    )
+    assert dt.shape == (2, 3, 5)
+    assert torch.equal(dt[:, 0], dt[:, 2])
+    assert torch.equal(dt[:, 1], ours["b"][..., 0])
 
 
 def test_optional_arguments_stay_none():
     needed = {n: t for n, t in inputs().items() if n in ("q", "k", "x", "b")}
     official = to_official(**needed)
-    assert official["D"] is None and official["t_bias"] is None and official["z"] is None
+    assert official["D"] is None
+    assert official["t_bias"] is None
+    assert official["z"] is None
     assert from_official(**official)["z"] is None
 
 
@@ -140,9 +140,11 @@ def test_what_is_missing_is_named(call, message):
 
 def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes():
     table = symbol_table().splitlines()
-    assert len(table) == len(SYMBOLS) + 2 and len({row.count("|") for row in table}) == 1
+    assert len(table) == len(SYMBOLS) + 2
+    assert len({row.count("|") for row in table}) == 1
     for name, symbol in SYMBOLS.items():
-        assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
+        assert symbol.name == name
+        assert set(symbol.shape.replace(",", "")) <= set("BTDN")
         assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(
             symbol.shape
         )

@@ -183,8 +183,10 @@ def test_minimise_works_in_float64_without_grad_and_leaves_no_graph():
     with torch.no_grad():
         for method in ("solve", "descend"):
             solved = IMPLICIT.minimise(S, k, x, method=method, beta=beta)
-            assert solved.dtype == torch.float64 and not solved.requires_grad
-    assert S.grad is None and not EXPLICIT.gradient(S, S, k, x, beta=beta).requires_grad
+            assert solved.dtype == torch.float64
+            assert not solved.requires_grad
+    assert S.grad is None
+    assert not EXPLICIT.gradient(S, S, k, x, beta=beta).requires_grad
 
 
 QUARTIC = Objective(lambda S, S_prev: (S - S_prev).pow(4).sum((-2, -1)), recall_loss, "quartic")

@@ -168,7 +168,8 @@ def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, 
             output_final_state=True,
             backend=backend,
         )
-        assert torch.equal(out[:, a:e], alone) and torch.equal(ends[i : i + 1], end)
+        assert torch.equal(out[:, a:e], alone)
+        assert torch.equal(ends[i : i + 1], end)
         alone_grads = torch.autograd.grad(
             (alone * weight[:, a:e]).sum() + end.sum(),
             list(alone_leaves.values()),
@@ -217,7 +218,8 @@ def test_bounds_may_have_any_stride(form, backend):
     got, want = (
         everything(form, t, cu_seqlens=cu, backend=backend) for cu in (bounds, bounds.clone())
     )
-    assert not bounds.is_contiguous() and all(map(torch.equal, got, want))
+    assert not bounds.is_contiguous()
+    assert all(map(torch.equal, got, want))
 
 
 @pytest.mark.parametrize("backend", ("triton", "chunked"))
@@ -266,9 +268,8 @@ def test_dtypes(form, backend, dtype):
     double = {n: v.detach().double().requires_grad_() for n, v in t.items()}
     expected = run(form, double, rates(form, t).double(), backend="reference")
     expected.square().sum().backward()
-    assert out.dtype == dtype and state.dtype == (
-        torch.float64 if dtype == torch.float64 else torch.float32
-    )
+    assert out.dtype == dtype
+    assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # A half-precision output is rounded once; its gradients have seen that rounding.
     unit = max(4 * torch.finfo(dtype).eps, 1e-13 if dtype == torch.float64 else 2e-6)
     assert (out.double() - expected).abs().max() <= unit * expected.abs().max()
@@ -299,7 +300,8 @@ def test_mixed_dtypes_as_autocast_makes_them():
     half = {n: v.bfloat16() if n in ("q", "k", "x", "z") else v for n, v in t.items()}
     out, state = longhorn_scan(**half, output_final_state=True)
     expected = longhorn_scan(**{n: v.double() for n, v in half.items()})
-    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert out.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
     assert (out - expected).abs().max() < 1e-2 * expected.abs().max()
 
 
@@ -310,13 +312,11 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
     t = {n: v.requires_grad_() for n, v in make(batch, steps).items()}
     first = torch.randn(batch, D, N, requires_grad=True)
     out, state = run(form, t, initial_state=first, output_final_state=True, backend=backend)
-    assert out.shape == (batch, steps, D) and torch.equal(state, first)
+    assert out.shape == (batch, steps, D)
+    assert torch.equal(state, first)
     (out.sum() + 2 * state.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 2)) and t["x"].grad.shape == (
-        batch,
-        steps,
-        D,
-    )
+    assert torch.equal(first.grad, torch.full_like(first, 2))
+    assert t["x"].grad.shape == (batch, steps, D)
     assert [
         n for n, v in t.items() if v.grad is None or v.grad.shape != v.shape or v.grad.any()
     ] == []
@@ -358,7 +358,8 @@ def test_inputs_and_states_are_not_changed_and_no_grad_works(form):
     state = first.clone()
     with torch.no_grad():
         out = run(form, {n: v.requires_grad_() for n, v in t.items()}, initial_state=first)
-    assert not out.requires_grad and torch.equal(first, state)
+    assert not out.requires_grad
+    assert torch.equal(first, state)
     assert all(torch.equal(t[n], copies[n]) for n in t)
 
 
@@ -477,10 +478,12 @@ class Far:
 
 def test_bounds_are_read_once_and_again_when_they_change():
     far = Far()
-    assert read_bounds(far) == read_bounds(far) == [0, 4, 9] and far.reads == 1
+    assert read_bounds(far) == read_bounds(far) == [0, 4, 9]
+    assert far.reads == 1
     far.values = [0, 6, 9]
     far._version = 1
-    assert read_bounds(far) == [0, 6, 9] and far.reads == 2
+    assert read_bounds(far) == [0, 6, 9]
+    assert far.reads == 2
     t = {name: tensor.cpu() for name, tensor in make(1).items()}
     values = np.array([0, 4, 9])
     first = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values))

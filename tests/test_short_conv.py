@@ -91,7 +91,9 @@ def assert_right(
     want = oracle(a, dy, dfinal, activation, bounds)
     bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
     assert got.keys() == want.keys() and not bad, bad
-    assert got["y"].is_contiguous() and got["final"].is_contiguous()  # can be viewed in any shape
+    # can be viewed in any shape
+    assert got["y"].is_contiguous()
+    assert got["final"].is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
@@ -103,7 +105,8 @@ def test_sixteen_bits_are_rounded_once(activation, dtype):
     want = oracle(a, dy, dfinal, activation)
     for name in ("y", "x", "initial_state"):
         assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
-    assert error(got["weight"], want["weight"]) < 3e-6 and error(got["bias"], want["bias"]) < 3e-6
+    assert error(got["weight"], want["weight"]) < 3e-6
+    assert error(got["bias"], want["bias"]) < 3e-6
     assert got["final"].dtype is dtype
 
 
@@ -124,7 +127,8 @@ def test_steps_keep_wide_states_and_round_once(backend):
 def test_empty_inputs_give_gradients_of_zeros(B, T, backend):
     a = leaves(inputs(B, T, 3, 4)[0])
     y, final = causal_conv1d(**a, output_final_state=True, backend=backend)
-    assert y.shape == (B, T, 3) and final.shape == (B, 3, 3)
+    assert y.shape == (B, T, 3)
+    assert final.shape == (B, 3, 3)
     y.sum().backward()
     assert all(t.grad.shape == t.shape and not t.grad.any() for t in a.values())
 
@@ -233,7 +237,8 @@ def test_bounds_may_have_any_stride(backend, small):
     a, dy, dfinal = inputs(1, 12, 3, 4, 2)
     bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)[:, 0]
     got, want = (ours(a, dy, dfinal, backend, cu) for cu in (bounds, bounds.clone()))
-    assert not bounds.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+    assert not bounds.is_contiguous()
+    assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 def test_conv1d_weights_are_taken_as_they_are():
@@ -277,11 +282,9 @@ def test_one_output_without_the_other():
         y = causal_conv1d(**r, backend=backend)
         _, final = causal_conv1d(**r, output_final_state=True, backend=backend)
         g = torch.autograd.grad(final, (r["x"], r["initial_state"]), dfinal)
-        assert (
-            torch.equal(g[0][:, 2:], dfinal.transpose(1, 2))
-            and not g[0][:, :2].any()
-            and not g[1].any()
-        )
+        assert torch.equal(g[0][:, 2:], dfinal.transpose(1, 2))
+        assert not g[0][:, :2].any()
+        assert not g[1].any()
         assert y.shape == (1, 5, 3)
 
 
@@ -294,9 +297,8 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
     (y, again), last = causal_conv1d(
         **r, cu_seqlens=cu, output_final_state=True, backend=backend, twice=True
     )
-    assert y.data_ptr() == again.data_ptr() and torch.equal(
-        y, causal_conv1d(**r, cu_seqlens=cu, backend=backend)
-    )
+    assert y.data_ptr() == again.data_ptr()
+    assert torch.equal(y, causal_conv1d(**r, cu_seqlens=cu, backend=backend))
     for first, second, third in (
         (dy, dy.cos(), None),
         (dy, dy.cos(), dfinal),
@@ -371,7 +373,8 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
     )  # the second starts kernels that the first compiled
     monkeypatch.setattr(triton_conv, "in_eager", lambda *_: False)
     operation, want = run()
-    assert ran == ["forward", "backward"] * 3 and (twice or "longhorn_kit_short_conv" in operation)
+    assert ran == ["forward", "backward"] * 3
+    assert twice or "longhorn_kit_short_conv" in operation
     assert not any("longhorn_kit" in name for name in names)
     assert all(torch.equal(x, y) for result in results for x, y in zip(result, want, strict=True))
 

@@ -189,7 +189,8 @@ def test_the_table_is_complete():
     ]
     assert list(ZOO) == needed
     for name, layer in ZOO.items():
-        assert layer.name == name and layer.family in FAMILIES
+        assert layer.name == name
+        assert layer.family in FAMILIES
         assert layer.arxiv or layer.source == "this book"
         assert all(re.fullmatch(r"\d{4}\.\d{5}", number) for number in layer.arxiv)
     assert zoo_markdown().count("\n") == len(ZOO) + 1
