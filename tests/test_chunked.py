@@ -57,12 +57,12 @@ def everything(form, t, weights=(1, 1), **options):
     return dict(zip(("out", "state"), (v.detach() for v in results))) | gradients(*zip(*used), t)
 
 
-def agree(ours, theirs, tolerance):
-    for name, expected in theirs.items():
-        assert ours[name].shape == expected.shape, name
+def agree(results, references, tolerance):
+    for name, expected in references.items():
+        assert results[name].shape == expected.shape, name
         if expected.numel():
             error = (
-                (ours[name].double() - expected.double()).abs().max()
+                (results[name].double() - expected.double()).abs().max()
                 / expected.abs().max().clamp(min=1)
             ).item()
             assert error <= tolerance, (name, error)
@@ -166,19 +166,21 @@ def test_extreme_keys_and_rates(form, scale, logit):
 def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
     t = make(2, 40, 3, 4, form=form)
     t["b"] = torch.full_like(t["b"], -1e4)
-    found = everything(form, t, weights=(0, 1), chunk=16)
-    assert torch.equal(found["state"], t["initial_state"])
-    assert found["x"].abs().max() < 1e-30
-    assert found["initial_state"].abs().min() > 0
+    results = everything(form, t, weights=(0, 1), chunk=16)
+    assert torch.equal(results["state"], t["initial_state"])
+    assert results["x"].abs().max() < 1e-30
+    assert results["initial_state"].abs().min() > 0
 
 
 def test_long_run_of_nearly_equal_keys_in_float32():
     t = make(1, 700, 4, 16, form="exact", key_scale=0.02)
     t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
-    ours = everything("exact", leaves(t, torch.float32))
-    theirs = everything("exact", t, reference=True)
-    for name in theirs:
-        error = (ours[name].double() - theirs[name]).abs().max() / theirs[name].abs().max()
+    results = everything("exact", leaves(t, torch.float32))
+    references = everything("exact", t, reference=True)
+    for name in references:
+        error = (results[name].double() - references[name]).abs().max() / references[
+            name
+        ].abs().max()
         assert error < 1e-3, (name, error)
 
 
@@ -186,10 +188,10 @@ def test_long_run_of_nearly_equal_keys_in_float32():
 @pytest.mark.parametrize("N", [1, 16, 64])
 def test_float32_at_layer_like_sizes(form, N):
     t = make(2, 96, 40, N, form=form, key_scale=N**-0.5)
-    ours = everything(form, leaves(t, torch.float32))
-    theirs = everything(form, t, reference=True)
-    for name, expected in theirs.items():
-        assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+    results = everything(form, leaves(t, torch.float32))
+    references = everything(form, t, reference=True)
+    for name, expected in references.items():
+        assert (results[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -274,13 +276,13 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
 
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
     bounds = [0, 5, 20, 37] if packed else None
-    for ours, expected in zip(everything_of(compiled, bounds), everything_of(scan, bounds)):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    for result, expected in zip(everything_of(compiled, bounds), everything_of(scan, bounds)):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     if not packed:
         return
     right = everything_of(scan, [0, 20, 20, 37])
-    for ours, expected in zip(everything_of(compiled, [-3, 20, 7, 99]), right):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    for result, expected in zip(everything_of(compiled, [-3, 20, 7, 99]), right):
+        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
             assert part[:, :3].eq(0).all()
@@ -317,41 +319,41 @@ def test_finite_differences_confirm_the_operation(form, way):
     ways = dict(
         eager=scan, compiled=scan, recomputed=lambda *a: checkpoint(scan, *a, use_reentrant=False)
     )
-    asked = (
+    transformed = (
         ways[way]
         if way == "eager"
         else torch.compile(ways[way], fullgraph=True, backend="aot_eager")
     )
-    assert torch.autograd.gradcheck(asked, given, fast_mode=True)
+    assert torch.autograd.gradcheck(transformed, given, fast_mode=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
     machine = chunked.MACHINES[form]
-    seen = []
+    runs = []
     monkeypatch.setitem(
         chunked.MACHINES,
         form,
-        machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]),
+        machine._replace(run=lambda *a: runs.append(machine.run(*a)) or runs[-1]),
     )
     t = make(1, 20, 2, 3, form=form)
     run(form, t, chunk=4)
     with torch.no_grad():
         run(form, leaves(t), chunk=4)
-    assert [tape[-1].numel() for _, _, tape in seen] == [0, 0]
+    assert [tape[-1].numel() for _, _, tape in runs] == [0, 0]
     run(form, leaves(t), chunk=4)
-    assert seen[-1][2][-1].shape == (5, 1, 3, 2)
+    assert runs[-1][2][-1].shape == (5, 1, 3, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_some_inputs_need_gradients(form):
     t = make(1, 9, 2, 3, form=form)
     k = t["k"].requires_grad_()
-    ours, expected = (
+    result, expected = (
         torch.autograd.grad(run(form, t, reference, 4)[0].sum(), k)[0]
         for reference in (False, True)
     )
-    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(result, expected, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])

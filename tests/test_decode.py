@@ -78,10 +78,10 @@ def assert_steps(B, D, N, rule, T=3, **made):
         assert t % 2 == 1 or torch.equal(state, kept)
         state = after
         outs.append(out)
-    found = error(torch.stack(outs, 1), want), error(state, last)
+    errors = error(torch.stack(outs, 1), want), error(state, last)
     assert out.dtype == a["x"].dtype
     assert state.dtype == torch.float32
-    assert max(found) < TOLERANCE[out.dtype], found
+    assert max(errors) < TOLERANCE[out.dtype], errors
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_optional_arguments_left_out_and_strided_rows():
         assert error(after, last) < 1e-6
 
 
-def a_pool(*size, dtype, apart):
+def a_pool(*size, dtype, gaps):
     "Seven states, each contiguous, next to one another or one layer of two."
-    layers = torch.randn(
-        7, 2 if apart else 1, *size, generator=torch.Generator().manual_seed(1)
-    ).to(DEVICE, dtype)
+    layers = torch.randn(7, 2 if gaps else 1, *size, generator=torch.Generator().manual_seed(1)).to(
+        DEVICE, dtype
+    )
     return layers[:, -1]
 
 
@@ -133,19 +133,19 @@ def assert_pool_steps(
     dtype=torch.float32,
     state=torch.float32,
     slots=(4, -1, 0, 7, 6),
-    apart=True,
+    gaps=True,
     graph=False,
 ):
     """Steps of both kinds by slot are steps of the rows alone; nothing else is read or written.
 
     The kernels treat every row alike and give the same bits. PyTorch takes groups of numbers as wide as the
     processor's vectors and the last ones of a tensor one by one, and rounds sigmoid, silu and softplus in two ways."""
-    slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if apart else torch.int64)
+    slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if gaps else torch.int64)
     a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
     now = at(a, 0)
     weight, c = torch.randn(2, D, 4, device=DEVICE)
-    pool = a_pool(D, N, dtype=state, apart=apart)
-    past = a_pool(D, 3, dtype=state, apart=apart)
+    pool = a_pool(D, N, dtype=state, gaps=gaps)
+    past = a_pool(D, 3, dtype=state, gaps=gaps)
     real = [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7]
     before = (pool.clone(), past.clone())
     others = [slot for slot in range(7) if slot not in slots.tolist()]
@@ -188,14 +188,14 @@ def assert_pool_steps(
         return run(every, pool, past, inplace=True, state_indices=slots)
 
     if graph:
-        recorded, found = captured(step)
+        recorded, outputs = captured(step)
         for t, kept in zip((pool, past), before):
             t.copy_(kept)
         recorded.replay()
     else:
-        found = step()
+        outputs = step()
     for (got, same), given, kept, value, after in zip(
-        found, (past, pool), before[::-1], (y, out), (windows, states)
+        outputs, (past, pool), before[::-1], (y, out), (windows, states)
     ):
         want = torch.zeros_like(got)
         changed = kept.clone()
@@ -217,7 +217,7 @@ def assert_pool_steps(
     [
         *((rule, {}) for rule in RULES),
         ("diagonal", dict(state=torch.bfloat16, dtype=torch.bfloat16)),
-        ("exact", dict(state=torch.float16, apart=False)),
+        ("exact", dict(state=torch.float16, gaps=False)),
         ("s6", dict(slots=(-1, -5, 2**30))),
         ("diagonal", dict(slots=(3,), D=40, N=17)),
     ],

@@ -98,8 +98,8 @@ def conv_by_definition(x, weight, bias, seq_idx, past, activation):
     return y, whole[..., L:]
 
 
-def compare(ours, definition, tensors, tolerance, layout="rows"):
-    "All outputs and all gradients of `ours` against the definition in float64."
+def compare(function, definition, tensors, tolerance, layout="rows"):
+    "All outputs and all gradients of `function` against the definition in float64."
 
     def leaf(t, dtype):
         t = t.detach().to(dtype)
@@ -109,15 +109,15 @@ def compare(ours, definition, tensors, tolerance, layout="rows"):
 
     got = []
     want = []
-    for run, dtype, into in ((ours, None, got), (definition, FULL, want)):
+    for run, dtype, into in ((function, None, got), (definition, FULL, want)):
         leaves = [None if t is None else leaf(t, dtype or t.dtype) for t in tensors]
         outputs = run(*leaves)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         weights = drawer(9)
         loss = sum((o.double() * weights(*o.shape).double()).sum() for o in outputs)
         into += [*outputs, *torch.autograd.grad(loss, [t for t in leaves if t is not None])]
-    found = [error(g, w) for g, w in zip(got, want)]
-    assert max(found) < tolerance, found
+    errors = [error(g, w) for g, w in zip(got, want)]
+    assert max(errors) < tolerance, errors
 
 
 def scan_case(
@@ -298,10 +298,10 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
         tensors,
         3e-5,
     )
-    place = torch.zeros_like(tensors[-1])
-    out, final = causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True, place)
-    assert final is place
-    assert torch.equal(place, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1])
+    buffer = torch.zeros_like(tensors[-1])
+    out, final = causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True, buffer)
+    assert final is buffer
+    assert torch.equal(buffer, causal_conv1d_fn(*tensors[:3], seq_idx, tensors[-1], True)[1])
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
@@ -324,10 +324,10 @@ def test_states_of_packed_sequences(state_len, dtype):
 def test_final_states_are_written():
     new = drawer()
     x = new(2, 8, 7)
-    place = torch.zeros(2, 8, 3, device=DEVICE)
-    out, final = causal_conv1d_fn(x, new(8, 4), return_final_states=True, final_states_out=place)
-    assert final is place
-    assert torch.equal(place, x[..., -3:])
+    buffer = torch.zeros(2, 8, 3, device=DEVICE)
+    out, final = causal_conv1d_fn(x, new(8, 4), return_final_states=True, final_states_out=buffer)
+    assert final is buffer
+    assert torch.equal(buffer, x[..., -3:])
 
 
 @pytest.mark.parametrize("indexed", (False, True))
@@ -478,12 +478,12 @@ def test_inner_function(extras, level):
         new(D, N) if extras in ("constant C", "constant both") else None,
     ]
 
-    def ours(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B, C):
+    def by_kit(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, dw, B, C):
         return mamba_inner_fn(
             xz, cw, cb, xp, dp, ow, ob, A, B, C, D, bias, Bb, Cb, True, level, Bw, Cw, dw
         )
 
-    compare(ours, inner_by_definition, case, 1e-4)
+    compare(by_kit, inner_by_definition, case, 1e-4)
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="for float64 anywhere, one device is enough")
@@ -503,13 +503,13 @@ def test_inner_function_normalizes_in_float64():
             new(12),
         )
     )
-    ours = mamba_inner_fn(
+    result = mamba_inner_fn(
         xz, cw, None, xp, dp, ow, None, A, b_rms_weight=Bw, c_rms_weight=Cw, dt_rms_weight=dw
     )
-    wanted = inner_by_definition(
+    expected = inner_by_definition(
         xz, cw, None, xp, dp, ow, None, A, None, None, None, None, Bw, Cw, dw
     )
-    torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", (0, 1))
@@ -728,10 +728,10 @@ def mistakes():
 
 @pytest.mark.parametrize("message", mistakes())
 def test_mistakes_are_named(message):
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as raised:
         mistakes()[message]()
-    assert message.strip() in str(found.value)
-    assert "\n" not in str(found.value)
+    assert message.strip() in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 JAMBA = dict(

@@ -72,8 +72,8 @@ def with_gradients(t, backend, scan=matrix_scan, without=()):
 )
 def test_chunks_equal_the_loop(decay, delta, bonus, sizes, strongest):
     t = draw(decay, delta, bonus, *sizes, strongest)
-    for ours, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
-        torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
+    for result, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
+        torch.testing.assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -165,10 +165,10 @@ def test_a_state_can_be_wiped_out_at_once(decay, delta, bonus, strongest):
     t = draw(decay, delta, bonus, T=70)
     t["log_decay"][:, [0, 33]] = strongest
     t["log_decay"][:1, 50:52] = strongest
-    for ours, expected in zip(
+    for result, expected in zip(
         *(with_gradients(t, backend, without=["log_decay"]) for backend in ("chunked", "reference"))
     ):
-        torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
+        torch.testing.assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_any_strides_and_no_tokens():
@@ -287,10 +287,10 @@ def test_the_kernels_are_given_the_right_arguments(
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
     monkeypatch.setattr(matrix, "pick_matrix_backend", lambda backend, *tensors: backend)
     t = draw(decay, delta, bonus)
-    for ours, expected in zip(
+    for result, expected in zip(
         with_gradients(t, "fla"), with_gradients(t, "reference"), strict=True
     ):
-        torch.testing.assert_close(ours, expected)
+        torch.testing.assert_close(result, expected)
     assert called == ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
 
 
@@ -307,8 +307,8 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
     fla._fla_trouble.cache_clear()
     count = CompileCounter()
     try:
-        asked = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
-        assert asked(torch.ones(2)).tolist() == [2, 2]
+        compiled = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
         assert count.frame_count == 1
     finally:
         fla._fla_trouble.cache_clear()

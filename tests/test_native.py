@@ -49,15 +49,15 @@ def errors(form, t, chunk):
     "The largest error of every value and gradient, relative to the largest entry of the float64 reference."
     single = leaves(t)
     double = leaves(t, torch.float64)
-    ours = everything(scan(form, single, chunk), single)
+    results = everything(scan(form, single, chunk), single)
     exact = everything(call(double, form, oracle=True), double)
-    assert all(ours[name].shape == exact[name].shape for name in exact)
-    found = {}
+    assert all(results[name].shape == exact[name].shape for name in exact)
+    by_name = {}
     for name, expected in exact.items():
         if expected.numel():
-            error = (ours[name].double() - expected).abs().max()
-            found[name] = (error / expected.abs().max().clamp(min=1)).item()
-    return found
+            error = (results[name].double() - expected).abs().max()
+            by_name[name] = (error / expected.abs().max().clamp(min=1)).item()
+    return by_name
 
 
 def test_the_library_compiles_and_runs_float32_of_a_cpu():
@@ -88,14 +88,14 @@ def test_the_library_compiles_and_runs_float32_of_a_cpu():
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
-    found = errors(form, make(B, T, D, N, form=form, key_scale=N**-0.5), chunk)
-    assert max(found.values(), default=0) < 1e-5, found
+    measured = errors(form, make(B, T, D, N, form=form, key_scale=N**-0.5), chunk)
+    assert max(measured.values(), default=0) < 1e-5, measured
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact"])
 def test_one_rate_for_all_channels(form):
-    found = errors(form, make(2, 19, 20, 4, form=form, scalar=True), 8)
-    assert max(found.values()) < 1e-5, found
+    measured = errors(form, make(2, 19, 20, 4, form=form, scalar=True), 8)
+    assert max(measured.values()) < 1e-5, measured
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,14 +112,14 @@ def test_it_agrees_with_pytorch_in_float32(form, monkeypatch):
 def test_the_number_of_threads_changes_no_bit(form):
     t = leaves(make(5, 20, 20, 4, form=form))
     before = torch.get_num_threads()
-    found = []
+    runs = []
     try:
         for threads in (1, 3, 16):
             torch.set_num_threads(threads)
-            found.append(everything(scan(form, t), t))
+            runs.append(everything(scan(form, t), t))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+    assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in runs[0])
 
 
 def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():

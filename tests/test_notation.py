@@ -54,46 +54,48 @@ def official_recurrence(u, q, k, dt, D, t_bias, z):
 @settings(max_examples=30, deadline=None)
 @given(B=st.integers(0, 3), T=st.integers(0, 6), D=st.integers(1, 5), N=st.integers(1, 5))
 def test_round_trip_is_the_identity_in_both_directions(B, T, D, N):
-    ours = inputs(B, T, D, N)
-    official = to_official(**ours)
+    arguments = inputs(B, T, D, N)
+    official = to_official(**arguments)
     assert official["u"].shape == (B, D, T)
     assert official["k"].shape == (B, N, T)
     assert official["dt"].shape == (B, D, T)
     back = from_official(**official)
     assert list(back) == list(NAMES)
-    assert all(torch.equal(back[n], ours[n]) for n in NAMES)
-    again = to_official(**back)
-    assert list(again) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
-    assert all(torch.equal(again[n], official[n]) for n in official)
+    assert all(torch.equal(back[n], arguments[n]) for n in NAMES)
+    round_trip = to_official(**back)
+    assert list(round_trip) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
+    assert all(torch.equal(round_trip[n], official[n]) for n in official)
 
 
 @pytest.mark.parametrize("B,T,D,N", [(2, 5, 3, 4), (1, 1, 1, 1), (1, 7, 2, 7)])
 def test_the_kit_and_the_official_layout_compute_the_same_scan(B, T, D, N):
-    ours = inputs(B, T, D, N, seed=1)
-    out, state = reference_scan(**ours)
-    official_out, official_state = official_recurrence(**to_official(**ours))
+    arguments = inputs(B, T, D, N, seed=1)
+    out, state = reference_scan(**arguments)
+    official_out, official_state = official_recurrence(**to_official(**arguments))
     torch.testing.assert_close(swap_layout(official_out), out)
     torch.testing.assert_close(official_state, state.to(official_state.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_strided_inputs_and_gradients_pass_through():
-    ours = inputs()
-    ours["x"] = torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
-    u = to_official(**ours)["u"]
+    arguments = inputs()
+    arguments["x"] = (
+        torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
+    )
+    u = to_official(**arguments)["u"]
     assert u.is_contiguous()
-    assert torch.equal(u, ours["x"].transpose(1, 2))
+    assert torch.equal(u, arguments["x"].transpose(1, 2))
     weight = torch.randn(2, 3, 5, dtype=torch.float64)
-    (grad,) = torch.autograd.grad((u * weight).sum(), ours["x"])
+    (grad,) = torch.autograd.grad((u * weight).sum(), arguments["x"])
     assert torch.equal(grad, weight.transpose(1, 2))
 
 
 def test_a_shared_rate_is_spread_over_the_channels():
-    ours = inputs()
-    ours["b"] = ours["b"][..., :1]
-    dt = to_official(**ours)["dt"]
+    arguments = inputs()
+    arguments["b"] = arguments["b"][..., :1]
+    dt = to_official(**arguments)["dt"]
     assert dt.shape == (2, 3, 5)
     assert torch.equal(dt[:, 0], dt[:, 2])
-    assert torch.equal(dt[:, 1], ours["b"][..., 0])
+    assert torch.equal(dt[:, 1], arguments["b"][..., 0])
 
 
 def test_optional_arguments_stay_none():
@@ -195,17 +197,17 @@ def introduced(text):
     )
 
 
-def strangers(text, known):
+def strangers(text, allowed):
     for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
         near = text[: match.end()] + "\n" + text[match.end() :].lstrip("\n").split("\n\n")[0]
         yield from (
-            (match[2], letter) for letter in sorted(letters(match[1]) - known - introduced(near))
+            (match[2], letter) for letter in sorted(letters(match[1]) - allowed - introduced(near))
         )
 
 
 def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_its_page():
     rows = " ".join(re.findall(r"^\| (\$.*?) \|", text_of("theory/00_notation.ipynb"), re.M))
-    known = letters(
+    allowed = letters(
         " ".join(
             [*(symbol.formula for symbol in SYMBOLS.values()), *re.findall(r"\$(.*?)\$", rows)]
         )
@@ -213,14 +215,16 @@ def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_it
     for page in (
         page for part in ("theory", "scan") for page in sorted((BOOK / part).glob("*.ipynb"))
     ):
-        assert not (found := list(strangers(text_of(page), known))), (
-            f"{page.name}: (equation, letter) {found}: introduce them, or extend the table"
+        assert not (unknown := list(strangers(text_of(page), allowed))), (
+            f"{page.name}: (equation, letter) {unknown}: introduce them, or extend the table"
         )
-    for text, found in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
+    for text, expected in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
         assert [
             letter
-            for _, letter in strangers(text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", known)
-        ] == found
+            for _, letter in strangers(
+                text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", allowed
+            )
+        ] == expected
 
 
 def test_every_entry_of_the_glossary_is_used_on_the_pages_that_it_names():

@@ -162,9 +162,9 @@ def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
         k = torch.randn(16).double()
         for offset in (0, 1e-6):
             beta = torch.tensor(0.5).double()
-            found = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
+            descended = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
             torch.testing.assert_close(
-                found, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9
+                descended, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9
             )
 
 

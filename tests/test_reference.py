@@ -45,14 +45,14 @@ def finish(y, t):
     return (y + t["D_skip"] * t["x"]) * t["z"] * torch.sigmoid(t["z"])
 
 
-def same(ours, theirs, tensors):
+def same(results, expected, tensors):
     "Values, and gradients of every tensor under one random projection."
-    weights = [torch.randn_like(o) for o in ours]
-    for a, b in zip(ours, theirs):
+    weights = [torch.randn_like(o) for o in results]
+    for a, b in zip(results, expected):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
     grads = [
         torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, out)), tensors)
-        for out in (ours, theirs)
+        for out in (results, expected)
     ]
     for a, b in zip(*grads):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
@@ -92,7 +92,7 @@ def test_s6_is_a_sum_over_products_of_gates(timed, tensors):
     y, S = from_gates(
         gate, delta * t["x"][..., None] * t["k"][:, :, None], t["q"], t["initial_state"]
     )
-    ours = reference_selective_scan(
+    result = reference_selective_scan(
         t["q"],
         t["k"],
         t["x"],
@@ -103,7 +103,7 @@ def test_s6_is_a_sum_over_products_of_gates(timed, tensors):
         t["z"],
         initial_state=t["initial_state"],
     )
-    same(ours, (finish(y, t), S), [*t.values(), A])
+    same(result, (finish(y, t), S), [*t.values(), A])
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])

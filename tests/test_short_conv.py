@@ -68,7 +68,7 @@ def oracle(a, dy, dfinal, activation="silu", bounds=None):
     return results(run, leaves(a, torch.float64), dy.double(), dfinal.double())
 
 
-def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
+def by_kit(a, dy, dfinal, backend="triton", bounds=None, **options):
     cu = (
         torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
         if isinstance(bounds, list)
@@ -87,7 +87,7 @@ def assert_right(
     B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made
 ):
     a, dy, dfinal = inputs(B, T, D, W, None if bounds is None else len(bounds) - 1, dtype, **made)
-    got = ours(a, dy, dfinal, backend, bounds, activation=activation)
+    got = by_kit(a, dy, dfinal, backend, bounds, activation=activation)
     want = oracle(a, dy, dfinal, activation, bounds)
     bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
     assert got.keys() == want.keys() and not bad, bad
@@ -101,7 +101,7 @@ def assert_right(
 def test_sixteen_bits_are_rounded_once(activation, dtype):
     "Outputs are as far from float64 as one rounding; gradients of float32 taps have no 16-bit rounding at all."
     a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
-    got = ours(a, dy, dfinal, "torch", activation=activation)
+    got = by_kit(a, dy, dfinal, "torch", activation=activation)
     want = oracle(a, dy, dfinal, activation)
     for name in ("y", "x", "initial_state"):
         assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
@@ -181,10 +181,10 @@ def test_plans_for_real_shapes(shape):
 
 def assert_packed_as_alone(backend, bounds, D, dtype=torch.float32, names=("y", "x", "final")):
     a, dy, dfinal = inputs(1, bounds[-1], D, 4, len(bounds) - 1, dtype)
-    packed = ours(a, dy, dfinal, backend, bounds)
+    packed = by_kit(a, dy, dfinal, backend, bounds)
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
         cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
-        alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1], backend)
+        alone = by_kit(cut, dy[:, lo:hi], dfinal[i : i + 1], backend)
         for name in names:
             assert torch.equal(
                 alone[name], packed[name][:, lo:hi] if name in "xy" else packed[name][i : i + 1]
@@ -226,9 +226,9 @@ def test_strides_do_not_matter(small):
         "weight": a["weight"].t().contiguous().t(),
     }
     last = {**a, "x": a["x"].transpose(1, 2).contiguous().transpose(1, 2)}
-    plain = ours(a, dy, dfinal)
+    plain = by_kit(a, dy, dfinal)
     for variant in (wide, last):
-        got = ours(variant, dy.transpose(0, 1).contiguous().transpose(0, 1), dfinal)
+        got = by_kit(variant, dy.transpose(0, 1).contiguous().transpose(0, 1), dfinal)
         assert all(torch.equal(got[n], plain[n]) for n in plain)
 
 
@@ -236,7 +236,7 @@ def test_strides_do_not_matter(small):
 def test_bounds_may_have_any_stride(backend, small):
     a, dy, dfinal = inputs(1, 12, 3, 4, 2)
     bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)[:, 0]
-    got, want = (ours(a, dy, dfinal, backend, cu) for cu in (bounds, bounds.clone()))
+    got, want = (by_kit(a, dy, dfinal, backend, cu) for cu in (bounds, bounds.clone()))
     assert not bounds.is_contiguous()
     assert all(torch.equal(got[n], want[n]) for n in want)
 
@@ -262,9 +262,9 @@ def test_bits_do_not_depend_on_the_plan():
 def test_memory_around_and_before_is_not_read(monkeypatch, small):
     "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
     a, dy, dfinal = inputs(1, 5, 3, 4)
-    want = ours(a, dy, dfinal)
+    want = by_kit(a, dy, dfinal)
     poisoned(monkeypatch)
-    got = ours({n: within(t) for n, t in a.items()}, dy, dfinal)
+    got = by_kit({n: within(t) for n, t in a.items()}, dy, dfinal)
     assert all(error(got[n], want[n]) < 1e-6 for n in want)
 
 
@@ -272,7 +272,7 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
 def test_extremes_stay_finite(small):
     a, dy, dfinal = inputs(1, 8, 3, 4)
     a["x"][0, 1:4] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
-    assert all(torch.isfinite(t).all() for t in ours(a, dy, dfinal).values())
+    assert all(torch.isfinite(t).all() for t in by_kit(a, dy, dfinal).values())
 
 
 def test_one_output_without_the_other():
@@ -294,10 +294,10 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
     r = leaves(a)
     names = [n for n, t in r.items() if t is not None]
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
-    (y, again), last = causal_conv1d(
+    (y, copy), last = causal_conv1d(
         **r, cu_seqlens=cu, output_final_state=True, backend=backend, twice=True
     )
-    assert y.data_ptr() == again.data_ptr()
+    assert y.data_ptr() == copy.data_ptr()
     assert torch.equal(y, causal_conv1d(**r, cu_seqlens=cu, backend=backend))
     for first, second, third in (
         (dy, dy.cos(), None),
@@ -305,7 +305,7 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
         (None, dy, None),
         (dy, None, None),
     ):
-        read = [(t, g) for t, g in ((y, first), (again, second), (last, third)) if g is not None]
+        read = [(t, g) for t, g in ((y, first), (copy, second), (last, third)) if g is not None]
         got = torch.autograd.grad(
             [t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True
         )
@@ -361,8 +361,8 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
         y, last = causal_conv1d(
             **r, cu_seqlens=cu, output_final_state=True, backend="triton", twice=twice
         )
-        y, *again = y if twice else (y,)
-        outputs = [y, *again, last]
+        y, *copy = y if twice else (y,)
+        outputs = [y, *copy, last]
         return y.grad_fn.name(), [
             *outputs,
             *torch.autograd.grad(outputs, list(r.values()), [t.cos() for t in outputs]),
@@ -387,8 +387,8 @@ def test_compiles_without_graph_breaks(small):
         return causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
 
     def twice(x, w, c, h):
-        y, again = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
-        return y.sin().sum() + again.cos().sum()
+        y, copy = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
+        return y.sin().sum() + copy.cos().sum()
 
     args = list(r.values())
     for run in (once, twice):
@@ -436,12 +436,12 @@ def test_forward_mode_takes_pytorch():
     def through(x):
         return causal_conv1d(x, a["weight"], a["bias"])
 
-    _, ours = torch.func.jvp(through, (a["x"],), (a["x"],))
+    _, tangent = torch.func.jvp(through, (a["x"],), (a["x"],))
     _, expected = torch.func.jvp(
         lambda x: causal_conv1d(x, a["weight"], a["bias"], backend="torch"), (a["x"],), (a["x"],)
     )
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(tangent, expected)
 
 
 X = torch.zeros(2, 5, 3, device=DEVICE)
@@ -545,7 +545,7 @@ def test_gpu_packed(dtype):
 @pytest.mark.cuda
 def test_gpu_gradients_repeat_bit_for_bit():
     a, dy, dfinal = inputs(4, 1000, 300, 4, dtype=torch.bfloat16)
-    first, second = (ours(a, dy, dfinal) for _ in range(2))
+    first, second = (by_kit(a, dy, dfinal) for _ in range(2))
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
@@ -566,7 +566,7 @@ def test_gpu_offsets_beyond_two_to_the_31():
 @pytest.mark.cuda
 def test_gpu_cuda_graph_and_inductor():
     a, dy, dfinal = inputs(2, 300, 64, 4, dtype=torch.bfloat16)
-    want = ours(a, dy, dfinal)
+    want = by_kit(a, dy, dfinal)
     compiled = torch.compile(causal_conv1d, fullgraph=True)
 
     def run(**t):

@@ -91,9 +91,11 @@ def test_mypy_checks_a_users_script_against_the_installed_package(tmp_path):
         capture_output=True,
         env={name: value for name, value in os.environ.items() if "PYTHONPATH" not in name},
     )
-    found = re.findall(r"script\.py:(\d+): error: (.*)", done.stdout)
+    errors = re.findall(r"script\.py:(\d+): error: (.*)", done.stdout)
     first = script.count("\n") - len(WRONG)
-    assert {int(line) - first - 1 for line, _ in found} == set(range(len(WRONG))), (
+    assert {int(line) - first - 1 for line, _ in errors} == set(range(len(WRONG))), (
         done.stdout + done.stderr
     )
-    assert all(any(said in message for _, message in found) for said in WRONG.values()), done.stdout
+    assert all(any(said in message for _, message in errors) for said in WRONG.values()), (
+        done.stdout
+    )

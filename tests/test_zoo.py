@@ -138,7 +138,7 @@ def test_rwkv7_is_that_of_flash_linear_attention():
     def wide(t):
         return t[None, None].float()
 
-    _, theirs = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
+    _, states = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
         wide(keys),
         wide(keys),
         wide(values),
@@ -147,7 +147,7 @@ def test_rwkv7_is_that_of_flash_linear_attention():
         wide(log_w),
         wide(S.T),
     )
-    assert torch.allclose(theirs[0, 0].T.double(), state, atol=1e-5)
+    assert torch.allclose(states[0, 0].T.double(), state, atol=1e-5)
 
 
 def test_rglru_keeps_unit_variance():

@@ -431,8 +431,8 @@ def recomputed(
 ) -> Iterator[Callable]:
     "Give `note(make, *tensors)`: the backward calls `make` a second time instead of keeping it."
     hooks = torch._C._autograd
-    hooks_work = hooks._saved_tensors_hooks_is_enabled()
-    on = on and nothing_traces() and torch.is_grad_enabled() and hooks_work
+    on = on and nothing_traces() and torch.is_grad_enabled()  # first: compilers refuse the rest
+    on = on and hooks._saved_tensors_hooks_is_enabled()
     # The hooks of a checkpoint must see every tensor.
     on = on and not hooks._top_saved_tensors_default_hooks(False)
     makers = {}  # by address of a result: its size, `make`, and the tensors with their versions
