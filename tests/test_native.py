@@ -1,4 +1,4 @@
-"""The scans in C++: values, every gradient, odd sizes, hard numbers; and the way back to PyTorch without a compiler."""
+"""The scans in C++: values, every gradient, odd sizes, hard numbers; PyTorch without a compiler."""
 
 import shutil
 
@@ -30,23 +30,22 @@ def scan(form, t, chunk=None):
 def everything(results, t):
     "Values and gradients of all inputs, under one random projection of output and final state."
     generator = torch.Generator().manual_seed(9)
-    weights = [
-        torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.dtype)
-        for part in results
-    ]
-    return dict(zip(("out", "state"), (part.detach() for part in results))) | gradients(
-        results, weights, t
-    )
+    weights = []
+    for result in results:
+        weight = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+        weights.append(weight.to(result.dtype))
+    out, state = results
+    values = dict(out=out.detach(), state=state.detach())
+    return values | gradients(results, weights, t)
 
 
 def make(*sizes, form, **options):
-    return {
-        name: t if t is None else t.cpu() for name, t in inputs(*sizes, form, **options)[0].items()
-    }
+    a, _, _ = inputs(*sizes, form, **options)
+    return {name: t if t is None else t.cpu() for name, t in a.items()}
 
 
 def errors(form, t, chunk):
-    "The largest error of every value and gradient, relative to the largest entry of the float64 reference."
+    "The largest error of every value and gradient, relative to the largest entry in float64."
     single = leaves(t)
     double = leaves(t, torch.float64)
     results = everything(scan(form, single, chunk), single)
@@ -62,16 +61,16 @@ def errors(form, t, chunk):
 
 def test_the_library_compiles_and_runs_float32_of_a_cpu():
     assert native.library() is not None
+    double = torch.zeros(1, dtype=torch.float64)
+    meta = torch.zeros(1, device="meta")
     for form in FORMS:
         assert chunked.machine_of(form, torch.zeros(1)) is chunked.IN_CPP[form]
-        assert (
-            chunked.machine_of(form, torch.zeros(1, dtype=torch.float64)) is chunked.MACHINES[form]
-        )
-        assert chunked.machine_of(form, torch.zeros(1, device="meta")) is chunked.MACHINES[form]
+        assert chunked.machine_of(form, double) is chunked.MACHINES[form]
+        assert chunked.machine_of(form, meta) is chunked.MACHINES[form]
     assert chunked.machine_of("decoupled", torch.zeros(1)) is chunked.MACHINES["decoupled"]
 
 
-# channels: fewer than a block, one block, blocks and a rest; lengths: fewer than a chunk, whole chunks, a rest
+# Channels: fewer than a block, one block, blocks and a rest. Lengths: the same of a chunk.
 @pytest.mark.parametrize(
     "B, T, D, N, chunk",
     [
@@ -119,7 +118,10 @@ def test_the_number_of_threads_changes_no_bit(form):
             runs.append(everything(scan(form, t), t))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(runs[0][name], other[name]) for other in runs[1:] for name in runs[0])
+    first, *others = runs
+    for other in others:
+        for name, expected in first.items():
+            assert torch.equal(other[name], expected), name
 
 
 def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
@@ -127,19 +129,12 @@ def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
     q = torch.ones(1, 1, 1)
     k = torch.zeros(1, 1, 1)
     zero = torch.zeros(1, 1, len(x))
-    _, state, _ = native.forward(
-        "s6",
-        1,
-        False,
-        q,
-        k,
-        zero,
-        x.view(1, 1, -1),
-        torch.ones(1, len(x)),
-        torch.ones(1, 1, len(x)),
-    )
+    rates = torch.ones(1, len(x))
+    first = torch.ones(1, 1, len(x))
+    _, state, _ = native.forward("s6", 1, False, q, k, zero, x.view(1, 1, -1), rates, first)
     exact = x.double().exp()
-    assert ((state.flatten().double() - exact).abs() / exact).max() < 4 * 2**-23
+    error = (state.flatten().double() - exact).abs() / exact
+    assert error.max() < 4 * 2**-23
 
 
 @pytest.mark.parametrize("form", FORMS)
