@@ -43,9 +43,9 @@ def inputs(
     a["k"] = (new(B, T, N) * key_scale).to(dtype)
     a["x"] = new(B, T, D).to(dtype)
     a["b"] = new(B, T, 1 if scalar else D).to(dtype)
-    # All are drawn for every form, so that the numbers after them do not depend on it.
-    all_rates = dict(s6=rates(D, N), s6_given=rates(D, N), s6_time_varying=rates(B, T, N).to(dtype))
-    a["A"] = all_rates.get(form)
+    # All are drawn for every form: the numbers after them do not depend on it.
+    shared = dict(s6=rates(D, N), s6_given=rates(D, N))
+    a["A"] = (shared | dict(s6_time_varying=rates(B, T, N).to(dtype))).get(form)
     a["b_bias"] = new(D) if bias else None
     a["D_skip"] = new(D) if skip else None
     a["z"] = new(B, T, D).to(dtype) if z else None

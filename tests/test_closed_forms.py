@@ -22,20 +22,20 @@ STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
 def row_by_row(S, k, x, beta, form):
     """The same updates from dense linear systems in numpy, one row at a time."""
     S, k, x, beta = (t.double().numpy() for t in (S, k, x, beta))
-    N = len(k)
+    identity = np.eye(len(k))
+    outer = np.outer(k, k)
+    diagonal = np.diag(k * k)
     out = np.empty(S.shape)
-    for d in range(len(S)):
+    for d, (s, value, rate) in enumerate(zip(S, x, beta)):
         if form == "exact":
-            out[d] = np.linalg.solve(
-                np.eye(N) + beta[d] * np.outer(k, k), S[d] + beta[d] * x[d] * k
-            )
+            out[d] = np.linalg.solve(identity + rate * outer, s + rate * value * k)
         elif form == "decoupled":
-            out[d] = np.linalg.solve(np.eye(N) + beta[d] * np.diag(k**2), S[d] + beta[d] * x[d] * k)
+            out[d] = np.linalg.solve(identity + rate * diagonal, s + rate * value * k)
         elif form == "diagonal":
-            rate = 1 / (1 / beta[d] + k @ k)
-            out[d] = (np.eye(N) - rate * np.diag(k * k)) @ S[d] + rate * x[d] * k
+            rate = 1 / (1 / rate + k @ k)
+            out[d] = (identity - rate * diagonal) @ s + rate * value * k
         else:
-            out[d] = (np.eye(N) - beta[d] * np.outer(k, k)) @ S[d] + beta[d] * x[d] * k
+            out[d] = (identity - rate * outer) @ s + rate * value * k
     return torch.from_numpy(out)
 
 
@@ -58,7 +58,8 @@ def test_batch_dimensions_and_a_shared_beta_or_a_number_broadcast(step):
     S, k, x, beta = problem(2, 5)
     batched = step(S, k, x, beta)
     assert batched.shape == S.shape
-    torch.testing.assert_close(batched[1, 3], step(S[1, 3], k[1, 3], x[1, 3], beta[1, 3]))
+    alone = step(*(t[1, 3] for t in (S, k, x, beta)))
+    torch.testing.assert_close(batched[1, 3], alone)
     shared = beta[..., :1]
     torch.testing.assert_close(step(S, k, x, shared), step(S, k, x, shared.expand_as(beta)))
     assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full_like(beta, 0.5)))

@@ -1,4 +1,4 @@
-"""Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
+"""Limits, fixed points and symmetries of the updates, against formulas that use none of them."""
 
 import base64
 import json
@@ -153,7 +153,7 @@ def test_learners_that_want_unit_keys_do_not_see_the_length_of_keys():
         assert same == (name in ("deltanet", "linear_attention"))
 
 
-# --- the notebook's film and sliders ------------------------------------------------------------------------------
+# --- the film and the sliders of the notebook
 
 NOTEBOOK = Path(__file__).parent.parent / "nbs" / "theory" / "03_exact_vs_diagonal.ipynb"
 

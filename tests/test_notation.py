@@ -152,8 +152,9 @@ def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes()
         )
 
 
-# Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the letter is a formula by itself, or stands
-# alone (with others, between commas) to the left of =, ∈, ≤, ( or ←, before the equation, in it or in the paragraph behind it.
+# Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the
+# letter is a formula by itself, or stands alone (with others, between commas) to the left of =, ∈,
+# ≤, ( or ←, before the equation, in it or in the paragraph behind it.
 BOOK = Path(__file__).parents[1] / "nbs"
 INDEX = re.compile(r"_(?:\{[^{}]*\}|\\?\w)|\^(?:\\top|\{[^{}]*\\top\}|[2']|\{-1\})|'")
 GREEK = re.compile(
@@ -163,68 +164,55 @@ FORMULA = re.compile(r"\$\$(.*?)\$\$|(?<!\$)\$([^$]+)\$", re.S)
 
 
 def text_of(page, kinds=("markdown",)):
-    return "\n\n".join(
-        "".join(cell["source"])
-        for cell in json.loads((BOOK / page).read_text())["cells"]
-        if cell["cell_type"] in kinds
-    )
+    cells = json.loads((BOOK / page).read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] in kinds)
 
 
 def letters(formula):
-    formula = INDEX.sub(
-        " ",
-        re.sub(r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}", " ", formula),
-    )
-    return {*GREEK.findall(formula), *re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula))}
+    "Greek and Latin letters of a formula, without words, indices and commands."
+    words = r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}"
+    formula = INDEX.sub(" ", re.sub(words, " ", formula))
+    greek = GREEK.findall(formula)
+    latin = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula))
+    return {*greek, *latin}
 
 
 def introduced(text):
-    parts = [
-        part
-        for pair in FORMULA.findall(text)
-        for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair))
-    ]
-    parts = [
-        re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part) for part in parts
-    ]
-    left = [re.split(r"=|\(|\\(?:in|le|leftarrow)\b", part)[0] for part in parts]
-    return set().union(
-        *(
-            letters(part)
-            for part in left
-            if not re.sub(r"[\w\s,{}.]", "", GREEK.sub("", INDEX.sub("", part)))
-        )
-    )
+    "Letters that some formula of a text has alone on its left."
+    result = set()
+    for pair in FORMULA.findall(text):
+        for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair)):
+            part = re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part)
+            left, *_ = re.split(r"=|\(|\\(?:in|le|leftarrow)\b", part)
+            rest = GREEK.sub("", INDEX.sub("", left))
+            if not re.sub(r"[\w\s,{}.]", "", rest):
+                result |= letters(left)
+    return result
 
 
 def strangers(text, allowed):
+    "Yield (equation, letter) for letters that are neither allowed nor introduced near by."
     for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
-        near = text[: match.end()] + "\n" + text[match.end() :].lstrip("\n").split("\n\n")[0]
-        yield from (
-            (match[2], letter) for letter in sorted(letters(match[1]) - allowed - introduced(near))
-        )
+        before = text[: match.end()]
+        after, *_ = text[match.end() :].lstrip("\n").split("\n\n")
+        known_here = allowed | introduced(before + "\n" + after)
+        for letter in sorted(letters(match[1]) - known_here):
+            yield match[2], letter
 
 
 def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_its_page():
     rows = " ".join(re.findall(r"^\| (\$.*?) \|", text_of("theory/00_notation.ipynb"), re.M))
-    allowed = letters(
-        " ".join(
-            [*(symbol.formula for symbol in SYMBOLS.values()), *re.findall(r"\$(.*?)\$", rows)]
-        )
-    )
-    for page in (
-        page for part in ("theory", "scan") for page in sorted((BOOK / part).glob("*.ipynb"))
-    ):
-        assert not (unknown := list(strangers(text_of(page), allowed))), (
+    formulas = [symbol.formula for symbol in SYMBOLS.values()]
+    allowed = letters(" ".join([*formulas, *re.findall(r"\$(.*?)\$", rows)]))
+    pages = [*sorted((BOOK / "theory").glob("*.ipynb")), *sorted((BOOK / "scan").glob("*.ipynb"))]
+    for page in pages:
+        unknown = list(strangers(text_of(page), allowed))
+        assert not unknown, (
             f"{page.name}: (equation, letter) {unknown}: introduce them, or extend the table"
         )
+    equation = r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$."
     for text, expected in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
-        assert [
-            letter
-            for _, letter in strangers(
-                text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", allowed
-            )
-        ] == expected
+        assert [letter for _, letter in strangers(text + equation, allowed)] == expected
 
 
 def test_every_entry_of_the_glossary_is_used_on_the_pages_that_it_names():

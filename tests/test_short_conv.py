@@ -1,4 +1,4 @@
-"""The short convolution: both backends against a sum in float64, in the interpreter and on a GPU."""
+"""The short convolution: both backends against a sum in float64, interpreted and on a GPU."""
 
 from itertools import cycle
 
@@ -100,7 +100,7 @@ def assert_right(
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("activation", ("silu", None))
 def test_sixteen_bits_are_rounded_once(activation, dtype):
-    "Outputs differ from float64 by one rounding; gradients of float32 taps are not rounded to 16 bits."
+    "Outputs differ from float64 by one rounding; gradients of float32 taps by none of 16 bits."
     a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
     got = by_kit(a, dy, dfinal, "torch", activation=activation)
     want = oracle(a, dy, dfinal, activation)
