@@ -1,4 +1,4 @@
-"""What pyproject.toml cannot say: the wheel has the records that `longhorn claims` and `--plan` read, but not nbdev's
+"""What pyproject.toml cannot say: the wheel has the records that `longhorn claims` reads, but not nbdev's
 index; and once settings.ini says `published = True`, the links of the package page lead to the repository."""
 
 import configparser
@@ -15,7 +15,6 @@ RECORDS = (
     "nbs/lab/results/**/*.jsonl",
     "kernels/results/h200.json",
     "kernels/results/h200_training_step.json",
-    "kernels/results/machine_h200.json",
 )
 
 

@@ -293,8 +293,8 @@ def inputs(
 
 def portable_launches(form, checkpoint_every=None, packed=None, **shape):
     "Return what the portable forward and backward launch."
-    from longhorn_kit.scan.triton_portable import portable_forward, portable_plan
-    from longhorn_kit.scan.triton_portable_backward import portable_backward
+    from longhorn_kit.scan.triton.portable import portable_forward, portable_plan
+    from longhorn_kit.scan.triton.portable_backward import portable_backward
 
     a = inputs(form=form, packed=packed, **shape)
     B, T, D = a["x"].shape
@@ -316,7 +316,7 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
 def fast_launches(form, packed=None, backward=True, **shape):
     "Return what a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
-    from longhorn_kit.scan.triton_selective import selective_plan
+    from longhorn_kit.scan.triton.selective import selective_plan
 
     name = "diagonal" if form in SELECTIVE else form
     pages = [
@@ -351,7 +351,7 @@ def fast_launches(form, packed=None, backward=True, **shape):
 
 def pointwise_launches():
     "Return what the loss of 8192 positions launches, the norm of a stream of width 768, and keys of 16; with backwards."
-    from longhorn_kit.scan import triton_pointwise as pointwise
+    from longhorn_kit.scan.triton import pointwise
 
     def new(*s, like=torch.bfloat16):
         return torch.empty(s, dtype=like, device="meta")

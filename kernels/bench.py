@@ -241,9 +241,9 @@ def draw_record(
 ):
     "The roofline at the first shape that was timed, and times against T, B and N, as far as there are any."
     import matplotlib.pyplot as plt
+    from floors import OF_FORM, draw_against, draw_roofline, plain_rows
 
     from longhorn_kit.plots import COLORS
-    from longhorn_kit.scan.speed import OF_FORM, draw_against, draw_roofline, plain_rows
 
     fig, axes = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
     rows = [

@@ -19,12 +19,13 @@ from dataclasses import asdict, dataclass, replace
 import decode_times
 import torch
 import triton
+from floors import row_floors
 from peers import PEERS
 from rates import measure_rates
 
-from longhorn_kit.scan import longhorn_scan, selective_scan, triton_op
+from longhorn_kit.scan import longhorn_scan, selective_scan
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
-from longhorn_kit.scan.speed import row_floors
+from longhorn_kit.scan.triton import op as triton_op
 
 SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))  # B, T, D
 TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)  # Euclidean norm, relative

@@ -120,7 +120,7 @@ def step(rule, a, A, rest, state, **options):
             *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], **options
         )
     except TypeError:  # a selective_step without these options: the kernel itself
-        from longhorn_kit.scan.triton_step import triton_step
+        from longhorn_kit.scan.triton.step import triton_step
 
         return triton_step(
             "s6", *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], options["inplace"]
@@ -164,8 +164,8 @@ def checks():
 
 def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
     "(name, launches) of the convolution in both directions and of the decode steps; `record` is kernels/aot.py's."
-    from longhorn_kit.scan.triton_conv import conv_backward, conv_forward, conv_step
-    from longhorn_kit.scan.triton_step import launch_step
+    from longhorn_kit.scan.triton.conv import conv_backward, conv_forward, conv_step
+    from longhorn_kit.scan.triton.step import launch_step
 
     def new(*s, like=dtype):
         return torch.empty(s, dtype=like, device="meta")
@@ -217,7 +217,7 @@ def copy_bandwidth():
 
 def conv_candidates(x, w, c, dy):
     "name -> (forward, backward), each a function without arguments; what cannot be imported is left out."
-    from longhorn_kit.scan.triton_conv import conv_backward, conv_forward
+    from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
 
     def with_autograd(run):
         args = [t.detach().requires_grad_() for t in (x, w, c)]
@@ -377,7 +377,7 @@ def time_decode(rule, sizes, bandwidth):
 
 def sweep(bandwidth):
     "Times of other block sizes, to choose the plan by."
-    from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
+    from longhorn_kit.scan.triton.conv import ConvPlan, conv_backward, conv_forward
 
     for name in ("S1", "S3"):
         B, T, D = SHAPES[name]

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Measure what a machine does to a training step beside its kernels: the host's time for one operation, and collectives
-between GPUs. The planner (longhorn_kit.lab.planner) reads the record.
+between GPUs. The page nbs/machine/planner.ipynb reads the record.
 
     python kernels/machine_rates.py                      # all GPUs there are: 1, 2, 4, ... of them; about a minute
     python kernels/machine_rates.py --gpus 1             # no collectives

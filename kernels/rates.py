@@ -1,6 +1,6 @@
 """Measure what this GPU can do: bytes moved, fp32 operations, special functions and bfloat16 products per second.
 
-The floors of `longhorn_kit.scan.speed` divide work by these. Plain Triton, so the interpreter runs them too.
+The floors of `floors.py` divide work by these. Plain Triton, so the interpreter runs them too.
 """
 
 import torch

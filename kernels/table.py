@@ -11,8 +11,8 @@ import pathlib
 import sys
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-sys.path.insert(0, str(FOLDER.parent))
-from longhorn_kit.scan.speed import row_floors
+sys.path[:0] = [str(FOLDER.parent), str(FOLDER)]
+from floors import row_floors
 
 SCANS = (  # form, kernels in the record, name, notebook, module, runs on
     ("exact", "exact", "exact, Gluon", "14_triton_exact", "triton_exact", "NVIDIA, sm_80 on"),

@@ -8,9 +8,9 @@ __all__ = ['HERE', 'PATH_START', 'FULL_PATH', 'LONE_SURROGATES', 'CONTROL', 'bes
            'cannot_write', 'check_ranges', 'check_same_settings', 'to_plain', 'FullPath', 'without_machine_paths',
            'last_part', 'without_full_paths', 'is_path', 'write_json', 'JsonObject', 'read_json', 'atomic_folder',
            'contents', 'check_folder', 'read_whole', 'with_name', 'kept_open', 'stamps', 'readable', 'in_one_line',
-           'warn', 'digest_of', 'write_record', 'read_record', 'json_line', 'append_jsonl', 'read_jsonl', 'write_jsonl',
-           'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of', 'environment', 'command_line',
-           'quoted', 'progress', 'plural']
+           'tell', 'warn', 'digest_of', 'write_record', 'as_recorded', 'read_record', 'json_line', 'append_jsonl',
+           'read_jsonl', 'write_jsonl', 'exclusive_lock', 'records_root', 'commit_of_kit', 'cpu_name', 'version_of',
+           'environment', 'command_line', 'quoted', 'progress', 'plural']
 
 # %% ../nbs/machine/records.ipynb #records-003
 import ctypes
@@ -138,7 +138,7 @@ def atomic_path(
             if inside:
                 partial.mkdir()
             yield new
-            put_on_disk(new)
+            put_on_disk(partial)
             put_in_place(new, path)
     finally:
         discard(partial)
@@ -160,13 +160,15 @@ def final_name(
 
 
 def put_on_disk(path: Path) -> None:
-    "Wait until a file or folder is on the disk."
+    "Wait until a file or a new folder is on the disk; whoever may read the folder may read its files."
     for file in [path] if path.is_file() else path.rglob("*"):
         if file.is_file():
             with open(
                 file, "rb+" if os.name == "nt" else "rb"
             ) as handle:  # Windows refuses a handle for reading
                 os.fsync(handle.fileno())
+            with suppress(OSError):  # safetensors writes files that only their owner can read
+                file.chmod(file.stat().st_mode | path.stat().st_mode & 0o444)
 
 # %% ../nbs/machine/records.ipynb #records-012
 @contextmanager
@@ -214,9 +216,10 @@ def check_same_settings(
 ) -> None:
     "Raise ValueError for the first setting that differs from the run in a folder."
     for name in names:
-        if known[name] != ours[name]:
+        recorded = as_recorded(ours[name])
+        if known[name] != recorded:
             raise ValueError(
-                f"{folder} holds a run with {name}={known[name]}; this one has {name}={ours[name]}; "
+                f"{folder} holds a run with {name}={known[name]}; this one has {name}={recorded}; "
                 "use another folder or delete it"
             )
 
@@ -446,9 +449,14 @@ def in_one_line(text: Any) -> str:
     return readable(re.sub(r"\s*[\r\n]+\s*", " ", str(text)).replace("\t", " "))
 
 
+def tell(message: str, stream: Any = None) -> None:  # stream: by default the standard output
+    "Print a message as one line; control characters, such as those in names of files, are escaped."
+    print(in_one_line(message), file=stream, flush=True)
+
+
 def warn(message: str) -> None:
     "Print a warning as one line; words from foreign data are escaped."
-    print(f"longhorn: warning: {in_one_line(message)}", file=sys.stderr)
+    tell(f"longhorn: warning: {message}", sys.stderr)
 
 
 def digest_of(record: dict) -> str:
@@ -463,6 +471,11 @@ def write_record(path: str | Path, record: dict) -> Path:
     "Write a record with its SHA-256, and return the path."
     record = to_plain(record)
     return write_json(path, record | {"sha256": digest_of(record)})
+
+
+def as_recorded(value: Any) -> Any:
+    "Return a value as a record gives it back: plain, without full paths and control characters."
+    return readable(to_plain(value))
 
 
 def read_record(path: str | Path) -> dict:
@@ -573,16 +586,15 @@ def locked(folder: Path, wait: bool) -> int | None:
         except BlockingIOError:
             if not wait:
                 raise
-            print(f"another process is using {folder}; waiting", file=sys.stderr)
+            tell(f"another process is using {folder}; waiting", sys.stderr)
             fcntl.flock(handle, fcntl.LOCK_EX)
     except OSError as error:
         os.close(handle)
         if error.errno not in NO_LOCKS:
             error.filename = str(folder)
             raise
-        print(
-            f"the file system of {folder} has no locks; do not start a second run there",
-            file=sys.stderr,
+        tell(
+            f"the file system of {folder} has no locks; do not start a second run there", sys.stderr
         )
         return None
     return handle

@@ -5,9 +5,9 @@ import sys
 import types
 from dataclasses import dataclass
 
-from longhorn_kit.lab.claims import Claim
+from longhorn_kit.lab.claims.registry import Claim
+from longhorn_kit.lab.claims.stats import Comparison
 from longhorn_kit.lab.run import Experiment
-from longhorn_kit.lab.stats import Comparison
 
 calls = []
 errors = {}  # names of the experiments that ran; name -> what its job raises

@@ -200,9 +200,9 @@ def launches(aot):
     "(case, launches, number of sequences, rows of a sequence): far more elements than 2^31, blocks x rows too."
     import torch
 
-    from longhorn_kit.scan.triton_conv import conv_backward, conv_forward
-    from longhorn_kit.scan.triton_portable import clear_outside
-    from longhorn_kit.scan.triton_step import launch_step
+    from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
+    from longhorn_kit.scan.triton.portable import clear_outside
+    from longhorn_kit.scan.triton.step import launch_step
 
     wide = dict(B=2048, T=8192, D=8192)
     long = dict(B=1, T=2**26, D=2048)

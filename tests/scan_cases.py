@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
-from longhorn_kit.scan.triton_op import triton_scan
+from longhorn_kit.scan.triton.op import triton_scan
 from rounding import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

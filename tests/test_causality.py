@@ -10,9 +10,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from longhorn_kit.models.mixer import build_mixer
-from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.matrix import matrix_scan
 from longhorn_kit.scan.op import FORMS, longhorn_scan
+from longhorn_kit.scan.triton import op as triton_op
 from scan_cases import DEVICE
 from sweep import slow_case
 from test_matrix import CASES, draw

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from longhorn_kit.lab import claims, compare, published
-from longhorn_kit.lab.ledger import results_folder
+from longhorn_kit.lab.claims import compare, published
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import results_folder
 
 RECORDED = results_folder()
 
@@ -365,7 +366,7 @@ def test_needles_are_compared_at_the_longest_text_after_lessons():
 def test_state_numbers_of_the_records_are_those_of_the_models():
     import torch
 
-    from longhorn_kit.lab.language import state_numbers
+    from longhorn_kit.lab.experiments.language import state_numbers
     from longhorn_kit.models.lm import LMConfig, SequenceLM
 
     for name in ("gpu", "gpu_160m", "laptop"):

@@ -156,7 +156,7 @@ def test_nodes_train_in_a_shared_folder_on_texts_of_their_own(nodes, sharding):
 SLOW = """
 import os, signal, sys, time
 from longhorn_kit import cli
-from longhorn_kit.lab.recipe import LossOnly
+from longhorn_kit.lab.train.recipe import LossOnly
 forward, calls = LossOnly.forward, []
 def slow(self, tokens, targets):
     calls.append(1)
@@ -283,7 +283,7 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
 
 LEAVES = """
 import glob, torch
-from longhorn_kit.lab.processes import leave
+from longhorn_kit.lab.distributed import leave
 torch.distributed.init_process_group("gloo")
 cycle = [torch.distributed.group.WORLD] # as a trained model holds it
 cycle.append(cycle)

@@ -18,9 +18,10 @@ import pytest
 import zstandard
 
 from longhorn_kit import cli, records
-from longhorn_kit.lab import corpus, data
-from longhorn_kit.lab.corpus import prepare
-from longhorn_kit.lab.data import SEPARATOR, load_documents
+from longhorn_kit.lab.data import corpus
+from longhorn_kit.lab.data import text as data
+from longhorn_kit.lab.data.corpus import prepare
+from longhorn_kit.lab.data.text import SEPARATOR, load_documents
 from longhorn_kit.records import exclusive_lock, read_json
 from sweep import slow_case
 from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, write_records  # noqa: F401
@@ -119,6 +120,16 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
         prepare("stdlib", cache=tmp_path / "cache").index["text_sha256"]
         == data.embedded_corpus_hash()
     )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_file_may_have_any_name(tmp_path):
+    text, folder = b"a line of text\n" * 500, os.fsencode(tmp_path) + b"/b\xff\xfe"
+    os.mkdir(folder)
+    with open(folder + b"/\xff \x1b[31m.txt", "wb") as file:
+        file.write(text)
+    made = prepare(os.fsdecode(folder), cache=tmp_path / "cache")
+    assert sum(made.index[part]["bytes"] for part in ("train", "val")) > len(text)
 
 
 def test_limits_and_a_named_held_out_part(tmp_path):
@@ -770,6 +781,24 @@ def test_integers_of_another_width_are_refused(tmp_path, dtype, alone):
         prepare(str(tmp_path), cache=tmp_path / "cache")
 
 
+def test_bytes_are_not_read_as_ids_of_16_bits(tmp_path):
+    text = np.frombuffer(b"to be or not to be, that is the question. " * 300, np.uint8)
+    text.tofile(tmp_path / "train.bin")
+    with pytest.raises(
+        ValueError,
+        match="the tokenizer bytes has 256; name the tokenizer that it was made with, and write the ids as np.uint16",
+    ):
+        prepare(str(tmp_path), cache=tmp_path / "cache")
+    large = corpus.CharTokenizer([chr(i) for i in range(1 << 15)])
+    with pytest.raises(
+        ValueError, match="train.bin holds no token below 256: its integers have 1 byte"
+    ):
+        corpus.counted(tmp_path / "train.bin", text.view("<u2"), large, 0)
+    assert corpus.counted(tmp_path / "train.bin", text.astype("<u2"), large, 0)["tokens"] == len(
+        text
+    )
+
+
 def characters(folder, text="to be or not to be, that is the question\n" * 40, **about):
     "Write a text as nanoGPT's shakespeare_char does, and return its table."
     table = sorted(set(text))
@@ -840,6 +869,13 @@ class Runs:
     [
         (pickle.dumps(Runs()), "posix.system; expected strings, numbers, dicts and lists"),
         (pickle.dumps({"vocab_size": np.int64(3)}), "numpy.*; expected strings"),
+        *(
+            (code, "posix.system; expected strings")
+            for code in (b"cposix\nsystem\n(S'touch ran'\ntR.", b"(S'touch ran'\niposix\nsystem\n.")
+        ),
+        (b"c" + b"m" * 10**5 + b"\nx\n.", "it holds m{80}; expected"),
+        (b"Pkey\n.", "it refers to other objects"),
+        (b"\x80\x02\x82\x01.", "cannot be read"),
         (b"", "cannot be read"),
         (b"\x80\x04\x95" + b"\xff" * 20, "cannot be read"),
         (b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\xff\x7f.", "cannot be read"),

@@ -4,6 +4,7 @@ import json
 import lzma
 import os
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhorn_kit import cli
-from longhorn_kit.lab import data
-from longhorn_kit.lab.corpus import prepare
-from longhorn_kit.lab.data import (
+from longhorn_kit.lab.data import text as data
+from longhorn_kit.lab.data.corpus import prepare
+from longhorn_kit.lab.data.text import (
     SEPARATOR,
     Sampler,
     embedded_corpus_hash,
@@ -30,7 +31,7 @@ from longhorn_kit.lab.data import (
     load_documents,
     pieces_of,
 )
-from longhorn_kit.lab.language_training import open_texts
+from longhorn_kit.lab.train.lm import open_texts
 
 
 def documents(n, words=30):
@@ -777,3 +778,66 @@ def test_texts_named_as_held_out_are_never_trained_on(tmp_path):
     corpus = prepare(str(tmp_path), cache=tmp_path / "cache")
     decoded = [corpus.tokenizer.decode(part) for part in (corpus.train, corpus.val)]
     assert "train this" in decoded[0] and "out" not in decoded[0] and "hold this out" in decoded[1]
+
+
+def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(tmp_path, capsys):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir(), outside.mkdir()
+    (outside / "far.ndjson").write_text('{"text": "far"}\n')
+    (inside / "a.txt").write_text("near")
+    (inside / "link").symlink_to(outside)
+    (inside / "circle").symlink_to(inside)
+    assert [text for _, text in load_documents(str(inside))] == [
+        "near",
+        "far",
+    ] and capsys.readouterr().err == ""
+    (inside / "a.txt.gz").write_bytes(gzip.compress(b"near"))
+    (inside / "a.txt.xz").write_bytes(lzma.compress(b"near"))
+    (inside / "a.txt").unlink()
+    for source in (inside, inside / "*.[gx]z"):  # both are compressed
+        assert len(list(load_documents(str(source)))) >= 2
+        assert (
+            "a.txt.xz is read, and so is a.txt.gz, maybe the same text" in capsys.readouterr().err
+        )
+    (inside / "b.txt").symlink_to(inside / "c.txt")
+    for source in (inside, inside / "b*"):
+        with pytest.raises(OSError, match="b.txt cannot be read: No such file"):
+            load_documents(str(source))
+    (inside / "c.txt").write_text("third")
+    list(load_documents(str(inside / "[bc].txt")))
+    assert "c.txt is read, and so is b.txt, maybe the same text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "names, says",
+    [
+        (("train.txt", "val.txt"), ""),
+        (("train.txt.gz", "val.txt"), ""),
+        (("a.train.jsonl", "a.val.jsonl"), ""),
+        (("train.jsonl", "val.jsonl"), ""),
+        (
+            ("a.train.txt", "a.val.txt", "b.txt", "a.long.txt"),
+            "left out 1 other text, such as b.txt",
+        ),
+        (("A.TRAIN.TXT", "A.VAL.TXT"), "A.VAL.TXT is trained on like the others"),
+        (("a.txt", "test.txt"), "test.txt is trained on like the others"),
+        (
+            ("a-00000.parquet", "validation-00000-of-1.parquet"),
+            "validation-00000-of-1.parquet is trained on like the others",
+        ),
+        (("a.txt", "interval.txt", "testing.txt"), ""),
+    ],
+)
+def test_names_of_held_out_texts_are_obeyed_or_named(tmp_path, capsys, names, says):
+    from longhorn_kit.lab.data.corpus import held_out_files
+
+    for name in names:
+        (tmp_path / name).write_bytes(b"x")
+    trained, held = held_out_files(str(tmp_path), None)
+    apart = held is not None
+    assert apart == ("train" in names[0]) and (
+        not apart
+        or [Path(held).parent.name, len(list(tmp_path.glob(Path(held).name)))] == [tmp_path.name, 1]
+    )
+    err = capsys.readouterr().err
+    assert (says in err and err.count("\n") == 1) if says else err == ""

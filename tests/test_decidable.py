@@ -11,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 
 from longhorn_kit import cli
-from longhorn_kit.lab import claims, extrapolation, language, one_pass, published
-from longhorn_kit.lab.claims import all_claims, find_claim, find_experiment, outcomes
-from longhorn_kit.lab.looks import QUESTIONS
-from longhorn_kit.lab.plan import GROUPS
+from longhorn_kit.lab.claims import published
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.looks import QUESTIONS
+from longhorn_kit.lab.claims.one_pass_plan import GROUPS
+from longhorn_kit.lab.claims.registry import all_claims, find_claim, find_experiment, outcomes
+from longhorn_kit.lab.experiments import extrapolation, language, one_pass
 from longhorn_kit.records import read_record, to_plain
 from sweep import slow_case
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from longhorn_kit.models.mixer import build_mixer
-from longhorn_kit.scan import triton_conv
-from longhorn_kit.scan import triton_step as step_module
 from longhorn_kit.scan.op import FORMS, longhorn_step, selective_step
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
-from longhorn_kit.scan.triton_step import triton_step
+from longhorn_kit.scan.triton import conv as triton_conv
+from longhorn_kit.scan.triton import step as step_module
+from longhorn_kit.scan.triton.step import triton_step
 from rounding import bound
 from scan_cases import DEVICE, captured, error
 
@@ -418,11 +418,16 @@ def test_wrong_slots_are_one_sentence():
             ),
             (
                 lambda: step(slots, state=pool[:1].expand(7, -1, -1)),
-                "its rows share memory and cannot be updated in place",
+                "its elements share memory and cannot be updated in place",
             ),
             (
                 lambda: step(slots, state=pool.as_strided((7, 5, 3), (14, 3, 1))),
-                "its rows share memory",
+                "its elements share memory",
+            ),
+            (lambda: step(slots, state=pool[:, :1].expand(-1, 5, -1)), "its elements share memory"),
+            (
+                lambda: step(slots, state=pool[..., :1].expand(-1, -1, 3)),
+                "its elements share memory",
             ),
             (
                 lambda: step(slots, state=pool[0]),

@@ -14,8 +14,9 @@ from safetensors import SafetensorError
 import test_cli
 from longhorn_kit import cli, records
 from longhorn_kit.extras import pip_command
-from longhorn_kit.lab import evaluation, published
-from longhorn_kit.lab.data import get_tokenizer
+from longhorn_kit.lab.claims import published
+from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.experiments import evaluation
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.records import write_json
 from sweep import slow_case

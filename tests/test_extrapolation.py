@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longhorn_kit.lab import extrapolation as ex
-from longhorn_kit.lab.compare import about_length, compare_length, compare_needles
-from longhorn_kit.lab.data import get_tokenizer
-from longhorn_kit.lab.language import cache_numbers
-from longhorn_kit.lab.language_training import new_model, save_lm
-from longhorn_kit.lab.presets import override
+from longhorn_kit.lab.claims.compare import about_length, compare_length, compare_needles
+from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.experiments import extrapolation as ex
+from longhorn_kit.lab.experiments.language import cache_numbers
 from longhorn_kit.lab.run import run
+from longhorn_kit.lab.train.lm import new_model, save_lm
+from longhorn_kit.lab.train.presets import override
 from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record, write_record
 from mixers import every_mixer

@@ -16,10 +16,12 @@ import torch
 
 import fakes
 from longhorn_kit import cli, records
-from longhorn_kit.lab import claims, corpus, run
-from longhorn_kit.lab.checkpoint import checkpoints, read_checkpoint
-from longhorn_kit.lab.language_training import save_lm
-from longhorn_kit.lab.ledger import ledger, ledger_html, ledger_text
+from longhorn_kit.lab import run
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import ledger, ledger_html, ledger_text
+from longhorn_kit.lab.data import corpus
+from longhorn_kit.lab.train.checkpoint import checkpoints, read_checkpoint
+from longhorn_kit.lab.train.lm import save_lm
 from longhorn_kit.models import LMConfig, SequenceLM
 from test_corpus import sources
 from test_vision_training import filled
@@ -31,7 +33,7 @@ RESULTS = Path(__file__).parents[1] / "nbs" / "lab" / "results"
 @pytest.fixture(autouse=True)
 def here(monkeypatch, tmp_path):
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), fakes.claim("second")])
-    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: None)
+    monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: None)
     monkeypatch.setattr(run, "engine_for", lambda *_: run.Here())
     monkeypatch.setattr(records, "commit_of_kit", lambda: None)
     fakes.errors.clear()

@@ -14,9 +14,9 @@ import pytest
 
 from browser import CHROMIUM, Browser
 from colours import contrast
-from longhorn_kit.lab import claims
-from longhorn_kit.lab.forest import both, forest, image, inline, legend, svg
-from longhorn_kit.lab.front import (
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.forest import both, forest, image, inline, legend, svg
+from longhorn_kit.lab.claims.front import (
     FRONT,
     Finding,
     Shown,
@@ -31,8 +31,8 @@ from longhorn_kit.lab.front import (
     reproduced,
     statement,
 )
-from longhorn_kit.lab.ledger import Row, ledger
-from longhorn_kit.lab.stats import Comparison, judge, judge_ratios
+from longhorn_kit.lab.claims.ledger import Row, ledger
+from longhorn_kit.lab.claims.stats import Comparison, judge, judge_ratios
 
 ROOT = Path(__file__).parents[1]
 LEADS = (0.021, 0.019, 0.020, 0.022)  # bits per byte, for the first side
@@ -134,7 +134,7 @@ def test_planned_rows_replace_the_earlier_ones_as_soon_as_they_are_judged(monkey
         return {found.shown.claim for found in findings() if "rewritten" in found.shown.topic}
 
     for extra, expected in ((planned, {"recall-rewritten"}), (waiting, {"recall"})):
-        monkeypatch.setattr("longhorn_kit.lab.front.ledger", lambda *_: [*others, extra])
+        monkeypatch.setattr("longhorn_kit.lab.claims.front.ledger", lambda *_: [*others, extra])
         assert names() == expected
 
 
@@ -172,7 +172,7 @@ def test_a_picture_in_an_image_comes_back_unchanged_and_the_narrow_one_is_hidden
 
 
 def test_words_and_marks_of_the_pictures_have_enough_contrast_in_both_themes():
-    style = (ROOT / "longhorn_kit/lab/forest.css").read_text()
+    style = (ROOT / "longhorn_kit/lab/claims/forest.css").read_text()
     themes = [
         dict(re.findall(r"--(\w+): (#\w+)", block))
         for block in re.findall(r"\{ (--ink[^}]*)", style)

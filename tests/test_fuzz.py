@@ -118,7 +118,7 @@ def place(tmp_path_factory):
     (folder / "text.txt").write_text("The cat sat on the mat. A dog sees a bird.\n\n" * 400)
     (folder / "text.jsonl").write_text('{"text": "one two three"}\n' * 300)
     torch.manual_seed(0)
-    from longhorn_kit.lab.language_training import save_lm
+    from longhorn_kit.lab.train.lm import save_lm
 
     save_lm(SequenceLM(LMConfig(256, 16, 1, "longhorn")), "bytes", folder / "model")
     return folder
@@ -164,14 +164,13 @@ def base_commands(folder):
             "--batch-size",
             "600",
         ],
-        ["train-lm", "--preset", "owt-120m", "--plan"],
         ["claims", "--out", "{out}"],
     ]
 
 
 FLAGS = {
     "train-lm": "steps batch-size context d-model n-layer gradient-accumulation-steps lr min-lr-ratio warmup weight-decay beta1 beta2 clip ema precision seed "
-    "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer gpus gpu network sharding decay out",
+    "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer sharding decay out",
     "prepare": "tokenizer val fraction text-column workers limit tokens cache",
     "generate": "prompt tokens temperature top-k top-p seed tokenizer",
     "export": "tokenizer context",

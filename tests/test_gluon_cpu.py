@@ -8,14 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from longhorn_kit.scan import (
-    triton_diagonal,
-    triton_exact,
-    triton_exact_backward,
-    triton_portable_backward,
-)
-from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
-from longhorn_kit.scan.triton_selective import selective_plan
+from longhorn_kit.scan.triton import diagonal as triton_diagonal
+from longhorn_kit.scan.triton import exact as triton_exact
+from longhorn_kit.scan.triton import exact_backward as triton_exact_backward
+from longhorn_kit.scan.triton import portable_backward as triton_portable_backward
+from longhorn_kit.scan.triton.gluon_cpu import gluon_on_cpu
+from longhorn_kit.scan.triton.selective import selective_plan
 from scan_cases import inputs, off, oracle
 from sweep import slow_case
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from longhorn_kit.lab.hours import gpu_parts, hours_text, totals
+from longhorn_kit.lab.claims.hours import gpu_parts, hours_text, totals
 from longhorn_kit.records import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]

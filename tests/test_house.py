@@ -42,7 +42,7 @@ def guide_examples():
     examples = {}
     for heading, name in (
         ("Add a mixer", "models/decay"),
-        ("Add an experiment with its claim", "lab/parity"),
+        ("Add an experiment with its claim", "lab/experiments/parity"),
     ):
         section = guide.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
         blocks = re.findall(r"```python\n(.*?)```", section, re.S)
@@ -137,6 +137,11 @@ def test_imports_go_one_way_and_in_no_circle():
     assert left == {}
 
 
+def test_only_pages_use_the_module_of_their_figures():
+    assert "plots" in imports()
+    assert [name for name, found in imports().items() if "plots" in found] == []
+
+
 @pytest.mark.parametrize("mechanism", ONE_PLACE)
 def test_a_mechanism_stands_in_one_place(mechanism):
     assert (
@@ -159,7 +164,7 @@ def without_types(function, bound):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in modules() if name != "scan/gluon_cpu"]
+    "name", [name for name in modules() if name != "scan/triton/gluon_cpu"]
 )  # it has the signatures of Gluon
 def test_public_functions_are_annotated(name):
     body = ast.parse(modules()[name]).body
@@ -217,7 +222,7 @@ def test_no_output_holds_an_svg_element_that_an_untrusted_notebook_loses(path):
         for output in cell.get("outputs", []):
             html = "".join(output.get("data", {}).get("text/html", ""))
             assert "<svg" not in html and "<style" not in html, (
-                f"show it as an <img>, see `lab.forest.image`:\n{''.join(cell['source'])[:200]}"
+                f"show it as an <img>, see `lab.claims.forest.image`:\n{''.join(cell['source'])[:200]}"
             )
 
 

@@ -23,10 +23,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longhorn_kit import cli
-from longhorn_kit.lab import evaluation, language, language_training, presets, training
-from longhorn_kit.lab.claims import outcomes
-from longhorn_kit.lab.data import VAL_PART, ByteTokenizer
-from longhorn_kit.lab.language import (
+from longhorn_kit.lab.claims.registry import outcomes
+from longhorn_kit.lab.data.text import VAL_PART, ByteTokenizer
+from longhorn_kit.lab.distributed import TrainingDiverged
+from longhorn_kit.lab.experiments import evaluation, language
+from longhorn_kit.lab.experiments.language import (
     EXPERIMENT,
     LAPTOP,
     MAIN,
@@ -45,7 +46,11 @@ from longhorn_kit.lab.language import (
     trigram,
     write_text,
 )
-from longhorn_kit.lab.language_training import (
+from longhorn_kit.lab.run import Results, run
+from longhorn_kit.lab.train import lm as language_training
+from longhorn_kit.lab.train import loop as training
+from longhorn_kit.lab.train import presets
+from longhorn_kit.lab.train.lm import (
     held_out_losses,
     new_model,
     open_texts,
@@ -53,11 +58,9 @@ from longhorn_kit.lab.language_training import (
     train_lm,
     trained_tokenizer,
 )
-from longhorn_kit.lab.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
-from longhorn_kit.lab.processes import TrainingDiverged
-from longhorn_kit.lab.recipe import TrainConfig, learning_rate
-from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.training import train
+from longhorn_kit.lab.train.loop import train
+from longhorn_kit.lab.train.presets import LM_PRESETS, LMPreset, find_preset, model_config, override
+from longhorn_kit.lab.train.recipe import TrainConfig, learning_rate
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
 from longhorn_kit.models.lm import count_parameters
 from longhorn_kit.records import read_json, read_record
@@ -365,9 +368,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
     ):
         with pytest.raises(ValueError, match=f"holds a run {differs}"):
             again(**changes)
-    assert (
-        read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
-    )  # the planner reads it
+    assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
 
 
 @pytest.fixture
@@ -435,14 +436,44 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
         "model-3-steps",
         "model-6-steps",
     }
+    assert (
+        files.run_facts(folder / "model-3-steps") == files.run_facts(folder / "model-6-steps") == {}
+    )
+    assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 6 to 8 steps"
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(re.sub(r"(val_loss\D+\d)", r"\g<1>1", metrics))
+    assert files.run_facts(folder / "model") == {}  # the losses are damaged
 
 
-def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path, trained, texts):
+def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
+    "The next start would read its metrics as texts."
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "a.txt").write_text("a text")
+    with pytest.raises(
+        ValueError, match="lies in the folder of texts .*plain; name a folder outside of it"
+    ):
+        language_training.check_outside(plain / "runs" / "a", str(plain))
+    for source in (
+        str(plain / "a.txt"),
+        str(texts),
+        "hf:plain",
+        "stdlib",
+        "",
+    ):  # those read files of certain names
+        language_training.check_outside(Path(source) / "run", source)
+    language_training.check_outside(tmp_path / "run", str(plain))
+
+
+def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(
+    tmp_path, trained, texts, capsys
+):
     trained("run", 4)
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=3"):
         trained("run", 3)
     with pytest.raises(ValueError, match="holds a run with lr="):
         trained("run", 6, lr=0.5)
+    assert "lengthened" not in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=6"):
         trained("run", 6)
@@ -486,8 +517,14 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
             ValueError, match="from run holds a run that started from other weights"
         ):
             trained("from run", 2, **changes)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "longhorn"}')
     for changes, match in (
         ({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+        (
+            {"init_from": str(tmp_path / "export")},
+            "export is a folder of transformers; name the run that it was exported from",
+        ),
         (
             {"options": {"d_state": 3}},
             "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}",

@@ -16,13 +16,14 @@ import pytest
 import torch
 
 from layouts import Alone, Pool
-from longhorn_kit.lab import checkpoint, training
-from longhorn_kit.lab.checkpoint import checkpoints
-from longhorn_kit.lab.data import Sampler
-from longhorn_kit.lab.language_training import gather_full_model
-from longhorn_kit.lab.processes import leave, make_accelerator, only_run_in, see_folder
-from longhorn_kit.lab.recipe import evaluate
-from longhorn_kit.lab.training import train
+from longhorn_kit.lab.data.text import Sampler
+from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder
+from longhorn_kit.lab.train import checkpoint
+from longhorn_kit.lab.train import loop as training
+from longhorn_kit.lab.train.checkpoint import checkpoints
+from longhorn_kit.lab.train.lm import gather_full_model
+from longhorn_kit.lab.train.loop import train
+from longhorn_kit.lab.train.recipe import evaluate
 from longhorn_kit.records import read_json, read_jsonl
 from rounding import bound
 from sweep import slow_case
@@ -133,11 +134,11 @@ def sampled(kind, rows, gradient_accumulation_steps=1):
 
 def images(folder, sharding, stop=None):
     "Train on images, whose order and augmentation are the same in any layout; without Mixup, which pairs images within a process."
-    from longhorn_kit.lab import (
-        images as lab_images,
-    )  # seconds, which the other tests' processes save
-    from longhorn_kit.lab import vision as lab_vision
-    from longhorn_kit.lab import vision_training
+    from longhorn_kit.lab.data import (
+        images as lab_images,  # seconds, which the other tests' processes save
+    )
+    from longhorn_kit.lab.experiments import vision as lab_vision
+    from longhorn_kit.lab.train import vision as vision_training
 
     accelerator = make_accelerator(cpu=True)
     options = dict(epochs=4, batch_size=8, ema=0.9, repeats=2, save_every=8)

@@ -12,11 +12,11 @@ import pytest
 
 import fakes
 from longhorn_kit import cli
-from longhorn_kit.lab import claims
-from longhorn_kit.lab.compare import contrast_rows, looks_of
-from longhorn_kit.lab.forest import WIDE, axis, forest, inline, mark, picture
-from longhorn_kit.lab.front import Finding, Shown, favours, front, leader
-from longhorn_kit.lab.ledger import (
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.compare import contrast_rows, looks_of
+from longhorn_kit.lab.claims.forest import WIDE, axis, forest, inline, mark, picture
+from longhorn_kit.lab.claims.front import Finding, Shown, favours, front, leader
+from longhorn_kit.lab.claims.ledger import (
     Row,
     cells,
     ledger,
@@ -28,8 +28,8 @@ from longhorn_kit.lab.ledger import (
     reason,
     section,
 )
-from longhorn_kit.lab.plan import models_of
-from longhorn_kit.lab.stats import LEVEL, Comparison, Contrast, judge
+from longhorn_kit.lab.claims.one_pass_plan import models_of
+from longhorn_kit.lab.claims.stats import LEVEL, Comparison, Contrast, judge
 from longhorn_kit.records import read_record, records_root, write_record
 from sweep import slow_case
 
@@ -311,7 +311,7 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
     for run in models_of(record)["Mamba N=16"]["runs"]:
         run["diverged"] = 7
     write_record(tmp_path / "one-pass" / "gpu.json", record)
-    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: tmp_path)
+    monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: tmp_path)
     for text in (ledger_markdown(rows := front()), picture(rows), picture(rows, narrow=True)):
         assert (
             "diagonal below Mamba" in text
@@ -327,7 +327,7 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
 
 def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
     code = (
-        "import sys; from longhorn_kit.lab.ledger import ledger; str(ledger('x')); ledger('x')._repr_html_(); "
+        "import sys; from longhorn_kit.lab.claims.ledger import ledger; str(ledger('x')); ledger('x')._repr_html_(); "
         "print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -408,7 +408,7 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
     )
     assert "| no code (no code runs or judges it)" in ledger_markdown(rows)
     assert len({mark(5, 5, word) for word in ("undecided", "no code", "cannot be judged")}) == 3
-    style = (records_root() / "longhorn_kit/lab/report.css").read_text()
+    style = (records_root() / "longhorn_kit/lab/claims/report.css").read_text()
     assert re.search(r"^\.no-code::before", style, re.M)
 
 
@@ -551,7 +551,7 @@ def test_counts_agree_with_their_nouns():
 
 
 def test_measured_minutes_are_ranges_with_their_machines(monkeypatch, tmp_path):
-    from longhorn_kit.lab import ledger as module
+    from longhorn_kit.lab.claims import ledger as module
 
     monkeypatch.setattr(module, "results_folder", lambda: tmp_path)
     assert module.measured_minutes() == ""

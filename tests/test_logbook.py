@@ -7,9 +7,9 @@ import pytest
 
 import fakes
 from longhorn_kit import cli
-from longhorn_kit.lab import claims
-from longhorn_kit.lab.ledger import Row, ledger, ledger_json
-from longhorn_kit.lab.logbook import write_logbook
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import Row, ledger, ledger_json
+from longhorn_kit.lab.claims.logbook import write_logbook
 from longhorn_kit.lab.run import Here
 from longhorn_kit.records import check_folder
 
@@ -120,7 +120,7 @@ def test_text_that_looks_like_a_cell_stays_inside_its_own(tmp_path):
 
 def test_the_command_writes_the_named_claims_and_names_a_mistake(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), fakes.claim("second")])
-    monkeypatch.setattr("longhorn_kit.lab.ledger.results_folder", lambda: None)
+    monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: None)
     monkeypatch.setattr("longhorn_kit.lab.run.engine_for", lambda *_: Here())
     monkeypatch.chdir(tmp_path)
     assert cli.main(["claims", "second", "--logbook", "book"]) == 0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from longhorn_kit.lab.looks import (
+from longhorn_kit.lab.claims.looks import (
     ALL_MODELS,
     EXTRA,
     LAPTOP_QUESTIONS,
@@ -29,8 +29,8 @@ from longhorn_kit.lab.looks import (
     stage_of,
     walk,
 )
-from longhorn_kit.lab.plan import RATES
-from longhorn_kit.lab.stats import PLAN_SD
+from longhorn_kit.lab.claims.one_pass_plan import RATES
+from longhorn_kit.lab.claims.stats import PLAN_SD
 
 SEEDS = (1, 2, 3)
 

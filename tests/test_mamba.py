@@ -365,6 +365,18 @@ def test_convolution_update(width, M, S, indexed):
     assert torch.equal(pool, want)
 
 
+@pytest.mark.parametrize("rows", (None, [2, -1]))
+@pytest.mark.parametrize("M", (3, 5))
+def test_convolution_update_without_tokens_changes_nothing(M, rows):
+    new = drawer(M)
+    pool = new(4 if rows else 2, 8, M)
+    before = pool.clone()
+    slots = rows and torch.tensor(rows, device=DEVICE)
+    y = causal_conv1d_update(new(2, 8, 0), pool, new(8, 4), conv_state_indices=slots)
+    assert y.shape == (2, 8, 0)
+    assert torch.equal(pool, before)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(
     "groups, tied", ((None, False), (1, False), (1, True), (2, False), (4, True))
@@ -681,7 +693,7 @@ def conv_update_mistakes():
         lambda: update(cache_seqlens=slots[:2]),
     )
     yield (
-        "rows share memory and cannot be updated in place",
+        "elements share memory and cannot be updated in place",
         lambda: update(state=new(1, 6, 5).expand(3, -1, -1), conv_state_indices=slots[:2]),
     )
 
@@ -703,7 +715,7 @@ def state_update_mistakes():
 
     yield "A is torch.complex64; only real rates", lambda: step(A=A.to(torch.complex64))
     yield (
-        "its rows share memory and cannot be updated in place",
+        "its elements share memory and cannot be updated in place",
         lambda: step(new(1, 6, 4).expand(3, -1, -1), state_batch_indices=slots),
     )
     yield "x has shape (2, 5); expected (B, 6) to match state", lambda: step(x=now[:, 1:])

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longhorn_kit.lab import measures
-from longhorn_kit.lab.data import get_tokenizer
-from longhorn_kit.lab.language_training import Texts, new_model
+from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.experiments import measures
+from longhorn_kit.lab.train.lm import Texts, new_model
 from longhorn_kit.models import LMConfig
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.theory.closed_forms import STEPS

@@ -16,7 +16,6 @@ from torch.nn.utils import prune
 
 from exported import assert_exported_equals_eager
 from longhorn_kit.models import MIXERS, Longhorn, lm
-from longhorn_kit.models.memory import is_plain
 from longhorn_kit.models.mixer import (
     Mixer,
     ScanCache,
@@ -25,6 +24,7 @@ from longhorn_kit.models.mixer import (
     register_mixer,
     to_length,
 )
+from longhorn_kit.models.recompute import is_plain
 from mixers import (
     FAMILIES,
     GROWING,

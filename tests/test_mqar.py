@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
-from longhorn_kit.lab import fit, mqar
-from longhorn_kit.lab.compare import (
+from longhorn_kit.lab.claims.compare import (
     EXACT_PAIRS,
     MQAR_PAIRS,
     about_mqar,
     compare_mqar,
     compare_states,
 )
-from longhorn_kit.lab.mqar import (
+from longhorn_kit.lab.claims.stats import WORDS, judge
+from longhorn_kit.lab.experiments import mqar
+from longhorn_kit.lab.experiments.mqar import (
     EXPERIMENT,
     PARTS,
     PRESETS,
@@ -44,7 +45,7 @@ from longhorn_kit.lab.mqar import (
     train,
 )
 from longhorn_kit.lab.run import run
-from longhorn_kit.lab.stats import WORDS, judge
+from longhorn_kit.lab.train import fit
 from longhorn_kit.records import read_record, to_plain
 
 TINY = replace(

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from longhorn_kit.lab.ledger import ledger, ledger_json
+from longhorn_kit.lab.claims.ledger import ledger, ledger_json
 
 BEFORE = json.loads((Path(__file__).parent / "ledger.json").read_text(encoding="utf-8"))
 

@@ -12,13 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhorn_kit import cli
-from longhorn_kit.lab import one_pass
-from longhorn_kit.lab.claims import find_claim, outcomes
-from longhorn_kit.lab.language_training import new_model, open_texts
-from longhorn_kit.lab.looks import LOOKS, rows_of_claim
-from longhorn_kit.lab.measures import load_arrays
-from longhorn_kit.lab.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
-from longhorn_kit.lab.plan import (
+from longhorn_kit.lab.claims.looks import LOOKS, rows_of_claim
+from longhorn_kit.lab.claims.one_pass_plan import (
     FIRST_PLAN,
     GROUPS,
     RATES,
@@ -26,7 +21,11 @@ from longhorn_kit.lab.plan import (
     compare_tokens_saved,
     tokens_saved,
 )
-from longhorn_kit.lab.retrain import (
+from longhorn_kit.lab.claims.registry import find_claim, outcomes
+from longhorn_kit.lab.experiments import one_pass
+from longhorn_kit.lab.experiments.measures import load_arrays
+from longhorn_kit.lab.experiments.one_pass import EXPERIMENT, OnePass, check_layer, plan_of, windows
+from longhorn_kit.lab.experiments.retrain import (
     archived_jobs,
     check_plan,
     compare_first,
@@ -37,6 +36,7 @@ from longhorn_kit.lab.retrain import (
     settings_of,
 )
 from longhorn_kit.lab.run import Results, run
+from longhorn_kit.lab.train.lm import new_model, open_texts
 from longhorn_kit.models import LMConfig
 from longhorn_kit.records import read_record, to_plain, write_record
 
@@ -412,7 +412,7 @@ def test_recorded_runs_name_the_plan():
 
 def test_a_recorded_run_is_trained_again_to_the_bit(text, finished, tmp_path, capsys):
     "The exported folder has the weights whose loss the record has, and says where they come from."
-    from longhorn_kit.lab.evaluation import load_pair
+    from longhorn_kit.lab.experiments.evaluation import load_pair
     from longhorn_kit.models.transformers import from_transformers
 
     folder, record = finished

@@ -8,7 +8,7 @@ digits, with a number in one of these places:
 1. the page itself: its committed outputs, or a constant of its code;
 2. for all pages except those on theory and the lab: a field of `kernels/results` that is measured in that
    unit (`forward_ms`, `scan_us`, `kept_bytes_per_x`, `scan_over_bytes`, ...);
-3. the published numbers of `longhorn_kit.lab.published`; for README and index also the ledger as it prints.
+3. the published numbers of `longhorn_kit.lab.claims.published`; for README and index also the ledger as it prints.
 
 A wrong number of two digits often agrees by accident: about half of random numbers do. It is best to print the number
 in the cell above it. The others are listed below: in `DERIVED` with the formula that gives the number from a record,
@@ -23,16 +23,17 @@ from pathlib import Path
 
 import pytest
 
-from longhorn_kit.lab import claims
-from longhorn_kit.lab import published as papers
-from longhorn_kit.lab.ledger import ledger
+from longhorn_kit.lab.claims import published as papers
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.ledger import ledger
 from longhorn_kit.records import read_json
 from test_site import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
-    "nbs/index.ipynb",  # tests/test_bench.py checks kernels/README.md
+    "nbs/index.ipynb",
+    "nbs/stable.md",  # tests/test_bench.py checks kernels/README.md
     *sorted(
         str(path.relative_to(ROOT))
         for part in ("theory", "scan", "models", "lab", "machine")

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhorn_kit.lab import claims, recall
-from longhorn_kit.lab.recall import (
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.stats import WORDS
+from longhorn_kit.lab.experiments import recall
+from longhorn_kit.lab.experiments.recall import (
     EXPERIMENT,
     MEMORIES,
     WRITES,
@@ -22,7 +24,6 @@ from longhorn_kit.lab.recall import (
     train_recall,
 )
 from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.stats import WORDS
 from longhorn_kit.records import read_record
 
 pytestmark = pytest.mark.numeric

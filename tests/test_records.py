@@ -25,7 +25,9 @@ from longhorn_kit.records import (
     FullPath,
     append_jsonl,
     atomic_folder,
+    atomic_path,
     check_folder,
+    check_same_settings,
     commit_of_kit,
     environment,
     exclusive_lock,
@@ -33,6 +35,7 @@ from longhorn_kit.records import (
     read_json,
     read_jsonl,
     read_record,
+    tell,
     to_plain,
     without_machine_paths,
     write_json,
@@ -111,6 +114,44 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
     assert (tmp_path / "run" / "deep" / "file").read_text() == "new" and os.listdir(tmp_path) == [
         "run"
     ]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights of POSIX")
+def test_files_of_a_library_get_the_rights_of_other_files(tmp_path):
+    "safetensors writes files that only their owner can read."
+    for inside, umask, rights in (
+        (True, 0o022, 0o644),
+        (False, 0o022, 0o644),
+        (True, 0o077, 0o600),
+    ):
+        before = os.umask(umask)
+        try:
+            with atomic_path(tmp_path / f"{inside}{umask}", inside=inside) as new:
+                if not inside:
+                    new.mkdir()
+                file = new if inside else new / "file"
+                os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+        finally:
+            os.umask(before)
+        written = tmp_path / f"{inside}{umask}"
+        assert (written if inside else written / "file").stat().st_mode & 0o777 == rights
+
+
+def test_settings_are_compared_as_a_record_gives_them_back(tmp_path):
+    "Labels of foreign data hold control characters, and some look like paths (/m/09x0r)."
+    settings = {"classes": ("a\x1b[31m", "/m/09x0r"), "rate": 0.1, "folder": tmp_path / "data"}
+    known = read_record(write_record(tmp_path / "config.json", settings))
+    check_same_settings(tmp_path, known, settings, settings)
+    with pytest.raises(
+        ValueError, match="holds a run with rate=0.1; this one has rate=0.2; use another"
+    ):
+        check_same_settings(tmp_path, known, settings | {"rate": 0.2}, settings)
+
+
+def test_a_message_is_one_line_without_control_characters(capsys):
+    tell("  saved in \x1b]0;title\x07/a\nb")
+    tell("\x1b[31m", sys.stderr)
+    assert capsys.readouterr() == ("  saved in \ufffd]0;title\ufffd/a b\n", "\ufffd[31m\n")
 
 
 def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import fakes
-from longhorn_kit.lab import claims, report
-from longhorn_kit.lab.ledger import ledger
+from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims import report
+from longhorn_kit.lab.claims.ledger import ledger
 from longhorn_kit.records import write_record
 
 
@@ -166,7 +167,7 @@ def test_page_without_records_and_a_failed_write(tmp_path, monkeypatch):
 def test_durations_and_that_the_package_carries_templates_and_style():
     found = [report.duration(seconds) for seconds in (0, 9.96, 12.4, 59.6, 61, 3599.9, 90061)]
     assert found == ["0.0 s", "10.0 s", "12 s", "1 min", "1 min 1 s", "1 h", "25 h 1 min"]
-    root = Path(report.__file__).parent.parent
+    root = Path(report.__file__).parents[2]
     globs = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
         "package-data"
     ]["longhorn_kit"]

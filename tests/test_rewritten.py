@@ -4,10 +4,10 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from longhorn_kit.lab import recall, rewritten
-from longhorn_kit.lab.claims import find_claim, outcomes
-from longhorn_kit.lab.ledger import results_folder
-from longhorn_kit.lab.rewritten import EXPERIMENT, PLAN, RewrittenConfig, plan_of
+from longhorn_kit.lab.claims.ledger import results_folder
+from longhorn_kit.lab.claims.registry import find_claim, outcomes
+from longhorn_kit.lab.experiments import recall, rewritten
+from longhorn_kit.lab.experiments.rewritten import EXPERIMENT, PLAN, RewrittenConfig, plan_of
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record, to_plain
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longhorn_kit.scan import triton_conv
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
-from longhorn_kit.scan.triton_conv import ConvPlan, conv_backward, conv_forward
+from longhorn_kit.scan.triton import conv as triton_conv
+from longhorn_kit.scan.triton.conv import ConvPlan, conv_backward, conv_forward
 from rounding import bound
 from scan_cases import DEVICE, captured, error, gradients, leaves, poisoned, within
 from sweep import slow_case

@@ -2,12 +2,16 @@
 
 import json
 import pathlib
+import sys
 
 import pytest
 import torch
 
 from longhorn_kit.scan.op import longhorn_scan
-from longhorn_kit.scan.speed import (
+
+KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
+sys.path.insert(0, str(KERNELS))
+from floors import (
     code_floors,
     row_floors,
     scan_bytes,
@@ -17,7 +21,7 @@ from longhorn_kit.scan.speed import (
     scan_specials,
 )
 
-RESULTS = pathlib.Path(__file__).parent.parent / "kernels" / "results"
+RESULTS = KERNELS / "results"
 RATES = dict(bytes=4e12, operations=30e12, specials=4e12, products=400e12)
 
 
@@ -137,7 +141,7 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
 
 
 def test_a_ragged_width_is_planned_like_the_next_whole_block():
-    from longhorn_kit.scan.triton_diagonal import diagonal_plan
+    from longhorn_kit.scan.triton.diagonal import diagonal_plan
 
     for direction in ("forward", "backward"):
         for D in (256, 2048, 4096, 16384):

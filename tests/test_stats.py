@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats as reference
 
-from longhorn_kit.lab.stats import (
+from longhorn_kit.lab.claims.stats import (
     FLATTEST,
     LEVEL,
     LOOKS,

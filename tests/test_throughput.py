@@ -6,10 +6,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from longhorn_kit.lab import throughput
-from longhorn_kit.lab.claims import find_claim
+from longhorn_kit.lab.claims.registry import find_claim
+from longhorn_kit.lab.experiments import throughput
+from longhorn_kit.lab.experiments.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.records import read_record
 from test_language import RECORDS
 

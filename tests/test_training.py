@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from longhorn_kit import records
-from longhorn_kit.lab import training
-from longhorn_kit.lab.checkpoint import checkpoints, tidy
-from longhorn_kit.lab.data import Sampler
-from longhorn_kit.lab.processes import TrainingDiverged
-from longhorn_kit.lab.recipe import (
+from longhorn_kit.lab.data.text import Sampler
+from longhorn_kit.lab.distributed import TrainingDiverged
+from longhorn_kit.lab.train import loop as training
+from longhorn_kit.lab.train.checkpoint import checkpoints, tidy
+from longhorn_kit.lab.train.loop import train
+from longhorn_kit.lab.train.recipe import (
     LossOnly,
     TrainConfig,
     evaluate,
@@ -32,8 +33,7 @@ from longhorn_kit.lab.recipe import (
     learning_rate,
     parameter_groups,
 )
-from longhorn_kit.lab.training import train
-from longhorn_kit.models.memory import chunked_cross_entropy
+from longhorn_kit.models.recompute import chunked_cross_entropy
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
 
 CONFIG = TrainConfig(
@@ -176,7 +176,7 @@ def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, change
 
 
 def test_a_copy_of_a_model_that_recomputes_its_blocks_runs_its_own():
-    from longhorn_kit.lab.recipe import checkpoint_blocks
+    from longhorn_kit.lab.train.recipe import checkpoint_blocks
 
     model = language_model()
     tokens = torch.arange(8)[None]

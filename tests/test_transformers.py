@@ -7,19 +7,6 @@ import pytest
 import torch
 
 pytest.importorskip("transformers")
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DataCollatorWithFlattening,
-    DynamicCache,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.mixer import CacheSlot, Mixer, TextMask
 from longhorn_kit.models.transformers import (
@@ -32,6 +19,21 @@ from longhorn_kit.models.transformers import (
 )
 from mixers import every_family, every_family_of_kit, every_mixer
 from sweep import slow_case
+
+# isort: split
+# The kit has mended torchvision, which transformers imports.
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithFlattening,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 pytestmark = pytest.mark.numeric
 
@@ -385,6 +387,29 @@ def test_position_ids_beside_padding_pack_nothing():
     assert step.past_key_values.get_seq_length() == 9
 
 
+@pytest.mark.parametrize("count", ("columns", "text"))
+def test_a_gap_in_the_mask_starts_no_text(count):
+    "Positions may count all columns, as callers do who make them without the mask, or the text alone."
+    hf = to_transformers(make())
+    tokens = torch.randint(50, (5, 14))
+    mask = scattered()
+    places = torch.arange(14).expand(5, -1) if count == "columns" else mask.cumsum(1) - 1
+    whole = hf(tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
+    torch.testing.assert_close(whole, hf(tokens, attention_mask=mask).logits)
+
+    tokens = tokens[:1]
+    mask = torch.ones_like(tokens)
+    mask[0, [2, 3, 9]] = 0
+    places = torch.arange(14)[None] if count == "columns" else mask.cumsum(1) - 1
+    places[:, 7:] -= places[0, 7].item()  # a second text
+    packed = hf(tokens, attention_mask=mask, position_ids=places).logits[mask.bool()]
+    texts = [
+        part[part_mask.bool()]
+        for part, part_mask in ((tokens[0, :7], mask[0, :7]), (tokens[0, 7:], mask[0, 7:]))
+    ]
+    torch.testing.assert_close(packed, torch.cat([hf(text[None]).logits[0] for text in texts]))
+
+
 @pytest.mark.parametrize("way", ("plain", "beams", "padded", "inputs_embeds"))
 @pytest.mark.parametrize("mixer", ("longhorn", "attention", "mamba2"))
 def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixer, way):
@@ -511,8 +536,8 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
 def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from longhorn_kit.lab.data import get_tokenizer
-    from longhorn_kit.lab.evaluation import hf_tokenizer
+    from longhorn_kit.lab.data.text import get_tokenizer
+    from longhorn_kit.lab.experiments.evaluation import hf_tokenizer
     from longhorn_kit.models import LMConfig, SequenceLM
     from longhorn_kit.models.transformers import export_folder
 
@@ -685,6 +710,31 @@ def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
         torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
         and fresh.in_proj.weight.std() > 0.05
     )
+
+
+@pytest.mark.slow
+def test_a_sharded_model_without_memory_draws_the_kits_weights():
+    "The flow of FSDP2: build on meta, shard, `to_empty`, `init_weights`."
+    from torch.distributed.fsdp import fully_shard
+
+    from test_lm import alone
+
+    torch.manual_seed(0)
+    config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2)
+    fresh = LonghornForCausalLM(config)
+    with torch.device("meta"):
+        hf = LonghornForCausalLM(config)
+    with alone() as mesh:
+        for part in (*hf.model.blocks, hf):
+            fully_shard(part, mesh=mesh)
+        hf.to_empty(device="cpu")
+        for parameter in hf.parameters():
+            torch.nn.init.constant_(parameter, math.nan)
+        hf.init_weights()
+        drawn = {name: parameter.full_tensor() for name, parameter in hf.named_parameters()}
+    for name, expected in fresh.named_parameters():
+        size = expected.std(unbiased=False).item()
+        assert drawn[name].std(unbiased=False).item() == pytest.approx(size, rel=0.3), name
 
 
 def test_auto_classes_know_the_model(tmp_path):

@@ -19,9 +19,14 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longhorn_kit import __version__
-from longhorn_kit.lab.data import get_tokenizer
-from longhorn_kit.lab.evaluation import export_checkpoint, free_word, hf_tokenizer, load_pair
-from longhorn_kit.lab.language_training import train_lm
+from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.experiments.evaluation import (
+    export_checkpoint,
+    free_word,
+    hf_tokenizer,
+    load_pair,
+)
+from longhorn_kit.lab.train.lm import train_lm
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.files import run_facts
 from longhorn_kit.models.transformers import (

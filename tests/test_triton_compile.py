@@ -306,7 +306,7 @@ def test_another_function_of_a_rule_is_another_kernel(without_interpreter, tmp_p
 import importlib.util, pathlib, sys
 sys.path.insert(0, "kernels")
 import aot
-from longhorn_kit.scan.triton_diagonal_backward import DIAGONAL_RULE
+from longhorn_kit.scan.triton.diagonal_backward import DIAGONAL_RULE
 TEXT = "from triton.experimental import gluon\\n@gluon.jit\\ndef _next(S, k, eps, x, a):\\n    return S + (k * eps) * ("
 def rule(folder, rest):
     path = pathlib.Path(r"{tmp_path}", folder, "rules.py")
@@ -327,7 +327,7 @@ print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rule
     "moved, works",
     (
         ("triton.experimental.gluon.language.nvidia", "False False False"),
-        ("longhorn_kit.scan.triton_exact", "True False True"),
+        ("longhorn_kit.scan.triton.exact", "True False True"),
     ),
 )
 def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(
@@ -345,7 +345,7 @@ class Moved:
 sys.meta_path.insert(0, Moved())
 import torch
 torch.cuda.get_device_capability = lambda device: (9, 0)
-from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.triton import op as triton_op
 for device in range(2):
     print(*(triton_op.fast_kernels_work(device, form, False) for form in ("diagonal", "exact", "s6")))
 """,
@@ -365,7 +365,7 @@ def test_an_unknown_triton_is_tried_once_a_form_and_not_while_a_compiler_traces(
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 torch.cuda.get_device_capability = lambda device: (9, 0)
-from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.triton import op as triton_op
 tried = []
 triton_op._disagreement = lambda device, form, wide: tried.append((form, wide)) or (form == "s6" and "they are wrong" or None)
 triton_op.KNOWN_TRITON = "0.0",
@@ -391,14 +391,12 @@ for _ in range(2):
 )
 def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
     "On a CPU, a shorter one, with the kernels' emulator."
-    from longhorn_kit.scan import (
-        triton_diagonal,
-        triton_exact,
-        triton_exact_backward,
-        triton_op,
-        triton_selective,
-    )
-    from longhorn_kit.scan.gluon_cpu import gluon_on_cpu
+    from longhorn_kit.scan.triton import diagonal as triton_diagonal
+    from longhorn_kit.scan.triton import exact as triton_exact
+    from longhorn_kit.scan.triton import exact_backward as triton_exact_backward
+    from longhorn_kit.scan.triton import op as triton_op
+    from longhorn_kit.scan.triton import selective as triton_selective
+    from longhorn_kit.scan.triton.gluon_cpu import gluon_on_cpu
 
     if not triton_op.INTERPRETED:
         pytest.skip("the interpreter is for machines without a GPU")
@@ -428,7 +426,7 @@ def test_what_the_fast_kernels_do_not_take_is_said_once(without_interpreter):
         "-c",
         """
 import torch
-from longhorn_kit.scan.triton_op import _not_taken, _portable_instead
+from longhorn_kit.scan.triton.op import _not_taken, _portable_instead
 new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
 half = new(16, torch.float16)
 for form, k in (("exact", half), ("s6", new(65)), ("diagonal", half), ("exact", new(65)), ("s6_time_varying", half)):
@@ -524,8 +522,8 @@ for form in {forms}:
 
 
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
-    from longhorn_kit.scan.triton_diagonal import diagonal_plan
-    from longhorn_kit.scan.triton_op import TRIAL
+    from longhorn_kit.scan.triton.diagonal import diagonal_plan
+    from longhorn_kit.scan.triton.op import TRIAL
 
     for N in (16, 64):
         plans = [diagonal_plan(1, *TRIAL, N, None, way) for way in ("forward", "backward")]
@@ -540,7 +538,7 @@ def test_the_kernels_of_a_backward_are_built_beside_the_first_forward(without_in
 import contextlib, sys
 sys.path.insert(0, "kernels")
 import aot, torch
-from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.triton import op as triton_op
 torch.cuda.device = lambda device: contextlib.nullcontext()
 def options(launches): # aot.py's backward has the gradient of a last state
     return [(kernel.__name__, {n: v for n, v in o.items() if n not in ("way", "HAS_DHT", "HAS_EDGE")}) for kernel, _, o in launches]
@@ -555,7 +553,7 @@ for form in ("exact", "diagonal", "s6"):
 
 
 def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
-    from longhorn_kit.scan import triton_op
+    from longhorn_kit.scan.triton import op as triton_op
 
     built = []
     monkeypatch.setattr(
@@ -602,7 +600,7 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
 
 def test_inputs_begin_where_copies_can():
     "A contiguous tensor may start anywhere: a packed batch without its first tokens, a view into a flat buffer."
-    from longhorn_kit.scan.triton_gluon import _aligned, _keys
+    from longhorn_kit.scan.triton.gluon import _aligned, _keys
 
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]
     k = torch.randn(161, dtype=torch.bfloat16)[1:].view(1, 10, 16)

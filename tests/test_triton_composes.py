@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from layouts import Pool
-from longhorn_kit.scan import triton_op
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
-from longhorn_kit.scan.triton_pointwise import add_norm, to_length
+from longhorn_kit.scan.triton import op as triton_op
+from longhorn_kit.scan.triton.pointwise import add_norm, to_length
 from scan_cases import (
     DEVICE,
     assert_close,
@@ -780,7 +780,8 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
 @pytest.mark.slow
 def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
     "Launches of few programs give the bits of one launch."
-    from longhorn_kit.scan import triton_portable, triton_portable_backward
+    from longhorn_kit.scan.triton import portable as triton_portable
+    from longhorn_kit.scan.triton import portable_backward as triton_portable_backward
 
     torch.manual_seed(0)
     found = []

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from longhorn_kit.scan import triton_diagonal, triton_op
+from longhorn_kit.scan.triton import diagonal as triton_diagonal
+from longhorn_kit.scan.triton import op as triton_op
 from scan_cases import (
     DEVICE,
     assert_close,

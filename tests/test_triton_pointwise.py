@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, memory, mixer
+from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, mixer
+from longhorn_kit.models import recompute as memory
 from longhorn_kit.models.lm import Block
-from longhorn_kit.models.memory import chunked_cross_entropy
+from longhorn_kit.models.recompute import chunked_cross_entropy
 from sweep import slow_case
 
-tp = pytest.importorskip("longhorn_kit.scan.triton_pointwise", reason="Triton is not installed")
+tp = pytest.importorskip("longhorn_kit.scan.triton.pointwise", reason="Triton is not installed")
 
 pytestmark = pytest.mark.numeric
 

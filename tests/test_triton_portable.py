@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from longhorn_kit.scan import triton_op, triton_portable
 from longhorn_kit.scan.op import longhorn_scan, selective_scan
+from longhorn_kit.scan.triton import op as triton_op
+from longhorn_kit.scan.triton import portable as triton_portable
 from scan_cases import (
     DEVICE,
     assert_close,

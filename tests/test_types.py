@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import longhorn_kit
-from longhorn_kit.lab.training import train
+from longhorn_kit.lab.train.loop import train
 from longhorn_kit.models.vision import VisionLonghorn
 
 ROOT = Path(__file__).parents[1]

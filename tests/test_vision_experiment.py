@@ -10,10 +10,9 @@ import torch
 from datasets import Value
 from PIL import Image
 
-from longhorn_kit.lab import vision as lab
-from longhorn_kit.lab.claims import outcomes
-from longhorn_kit.lab.run import Results, run
-from longhorn_kit.lab.vision import (
+from longhorn_kit.lab.claims.registry import outcomes
+from longhorn_kit.lab.experiments import vision as lab
+from longhorn_kit.lab.experiments.vision import (
     EXPERIMENT,
     MODELS,
     PRESETS,
@@ -23,6 +22,7 @@ from longhorn_kit.lab.vision import (
     learn,
     make_model,
 )
+from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record, to_plain
 from test_vision_training import encoded, parquet
 
@@ -185,7 +185,7 @@ def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged
     )
     record = run(EXPERIMENT, folder=tmp_path, **tiny)
     for committed in (
-        read_record(Path(lab.__file__).parents[2] / f"nbs/lab/results/vision/{scale}.json")
+        read_record(Path(lab.__file__).parents[3] / f"nbs/lab/results/vision/{scale}.json")
         for scale in PRESETS
     ):
         assert set(record["results"]) == set(committed["results"])

@@ -25,9 +25,8 @@ from safetensors.torch import load_file
 
 from layouts import Pool
 from longhorn_kit import cli
-from longhorn_kit.lab import images as images_module
-from longhorn_kit.lab import vision_training as lab
-from longhorn_kit.lab.images import (
+from longhorn_kit.lab.data import images as images_module
+from longhorn_kit.lab.data.images import (
     Augmented,
     ImageBatches,
     Images,
@@ -36,7 +35,8 @@ from longhorn_kit.lab.images import (
     posterize,
     transforms,
 )
-from longhorn_kit.lab.vision_training import (
+from longhorn_kit.lab.train import vision as lab
+from longhorn_kit.lab.train.vision import (
     VISION_PRESETS,
     eval_vision,
     make_model,
@@ -44,7 +44,7 @@ from longhorn_kit.lab.vision_training import (
     vision_config,
 )
 from longhorn_kit.models.vision import default_cfgs, timm
-from longhorn_kit.records import read_json, read_jsonl
+from longhorn_kit.records import as_recorded, read_json, read_jsonl
 from sweep import slow_case
 
 
@@ -470,6 +470,116 @@ def tar(path, *members):
 PNG = encoded(picture(0, 0))
 
 
+def grey_levels(bits, dtype=np.uint16):
+    "Return a picture in which half of the pixels are black and half are white."
+    return np.repeat([0, 2**bits - 1], 128).astype(dtype).reshape(16, 16)
+
+
+PIXELS = {  # a file of every way to store black and white, except the last three, which say nothing about their range
+    "grey16.png": lambda: Image.fromarray(grey_levels(16)),
+    "grey16.tif": lambda: Image.fromarray(grey_levels(16)),
+    "big-endian.tif": lambda: Image.fromarray(grey_levels(16, ">u2")),
+    "grey16.jp2": lambda: Image.fromarray(grey_levels(16)),
+    "grey16.pgm": lambda: b"P5 16 16 65535\n" + grey_levels(16, ">u2").tobytes(),
+    "grey12.pgm": lambda: b"P5 16 16 4095\n" + grey_levels(12, ">u2").tobytes(),
+    "cmyk.jpg": lambda: Image.fromarray(grey_levels(8, np.uint8)).convert("CMYK"),
+    "lab.tif": lambda: Image.fromarray(grey_levels(8, np.uint8)).convert("RGB").convert("LAB"),
+    "palette.gif": lambda: Image.fromarray(grey_levels(8, np.uint8)).convert("P"),
+    "alpha.png": lambda: Image.fromarray(grey_levels(8, np.uint8)).convert("LA"),
+    "bits.png": lambda: Image.fromarray(grey_levels(8, np.uint8)).convert("1"),
+    "float.tif": lambda: Image.fromarray(grey_levels(1, np.float32)),
+    "float.pfm": lambda: Image.fromarray(grey_levels(1, np.float32)),
+    "int32.tif": lambda: Image.fromarray(grey_levels(16, np.int32)),
+}
+
+
+@pytest.mark.parametrize("name", PIXELS)
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_black_and_white_stay_so_or_the_image_is_broken(tmp_path, name, mode):
+    made = PIXELS[name]()
+    (tmp_path / name).write_bytes(made) if isinstance(made, bytes) else made.save(tmp_path / name)
+    reader = images_module.FolderImages([(str(tmp_path / name), 0)], {"x": 0}, "x")
+    known = name not in list(PIXELS)[-3:]
+    loaded = Images(reader, None, mode).load(0)
+    assert images_module.can_decode(reader, 0) == (loaded is not None) == known
+    if known:
+        values = np.asarray(loaded[0].convert("L"), int).reshape(-1)
+        assert loaded[0].mode == mode and values[:128].max() <= 2 and values[128:].min() >= 253
+
+
+@pytest.mark.parametrize(
+    "ending, content",
+    [
+        ("qoi", b"qoif\0\0\0\x20\0\0\0\x20\x03\0\xfe\x01"),
+        ("dds", b"DDS " + bytes([124, 0, 0, 0]) + b"\0" * 120),
+        ("png", b""),
+        ("jpg", b"\xff\xd8\xff"),
+    ],
+)
+def test_a_damaged_image_is_broken_whatever_its_decoder_raises(tmp_path, ending, content):
+    (tmp_path / f"x.{ending}").write_bytes(content)
+    reader = images_module.FolderImages([(str(tmp_path / f"x.{ending}"), 0)], {"x": 0}, "x")
+    assert Images(reader, None).load(0) is None and not images_module.can_decode(reader, 0)
+
+
+def test_classes_have_one_order_and_no_class_is_inside_another(tmp_path, capsys):
+    def write(name):
+        for part in ("train", "val"):
+            (tmp_path / part / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / part / name).write_bytes(PNG)
+
+    names = [
+        "01",
+        "1",
+        "2",
+        "10",
+        "a10",
+        "Cat",
+        "cat",
+        "²",
+    ]  # 01 and 1, Cat and cat differ in neither number nor word
+    for name in names[::-1]:
+        write(f"{name}/x.png")
+    assert list(open_part(str(tmp_path), "train").classes) == names
+    write("2/clip.mpg"), write("2/table.h5")  # Pillow knows their names, but cannot decode them
+    assert (
+        len(open_part(str(tmp_path), "train")) == len(names)
+        and "left out 2 files" in capsys.readouterr().err
+    )
+    write("cat/small/x.png")
+    with pytest.raises(
+        ValueError,
+        match="train/cat/small is in the class folder .*train/cat, and would be another class",
+    ):
+        open_data(str(tmp_path))
+
+
+def test_links_that_lead_in_circles_end(tmp_path):
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x.png").write_bytes(PNG)
+        (tmp_path / name / "link").symlink_to(tmp_path / other)
+    folders = [
+        folder.relative_to(tmp_path).as_posix() for folder, *_ in images_module.walked(tmp_path)
+    ]
+    assert sorted(folders) == [".", "a", "a/link", "b", "b/link"]
+
+
+def test_shards_that_belong_to_no_part_are_counted(tmp_path, capsys):
+    for name in ("Train-0.tar", "train-1.tar", "VAL.tar", "shard-0.tar", "extra.tgz"):
+        tar(tmp_path / name, ("a.png", PNG), ("a.cls", b"0\n"))
+    assert [len(part) for part in open_data(f"wds:{tmp_path}")] == [2, 1]
+    assert (
+        capsys.readouterr().err.count(
+            "left out 2 shards without train, val or test in the name, such as extra.tgz"
+        )
+        == 1
+    )
+    tar(tmp_path / "train-2.tzst")
+    with pytest.raises(ValueError, match="train-2.tzst is compressed"):
+        open_data(f"wds:{tmp_path}")
+
+
 @pytest.mark.parametrize(
     "members, says",
     [
@@ -830,6 +940,16 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
             path.write_bytes(b"")
         with pytest.raises(ValueError, match=message):
             small(tmp_path / "again", tmp_path, epochs=1, workers=1)
+
+
+def test_a_record_gives_back_classes_of_any_name():
+    "So a run on foreign labels, such as /m/09x0r, resumes."
+    images = {"train": 2, "val": 1, "classes": ["a\x1b[31m", "/m/09x0r"]}
+    assert (
+        lab.facts_of(images)
+        == lab.facts_of(as_recorded(images))
+        != lab.facts_of(images | {"classes": ["a", "b"]})
+    )
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):

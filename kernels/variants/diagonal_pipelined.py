@@ -21,9 +21,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.testing import do_bench
 
-from longhorn_kit.scan.triton_diagonal import diagonal_forward, diagonal_plan
-from longhorn_kit.scan.triton_diagonal_forward import _rate, _tile_out
-from longhorn_kit.scan.triton_gluon import LOG2E, _stack8
+from longhorn_kit.scan.triton.diagonal import diagonal_forward, diagonal_plan
+from longhorn_kit.scan.triton.diagonal_forward import _rate, _tile_out
+from longhorn_kit.scan.triton.gluon import LOG2E, _stack8
 
 CHUNK = gl.constexpr(16)
 

@@ -19,7 +19,7 @@ from shared import SHAPES, inputs
 from triton.testing import do_bench_cudagraph
 
 from longhorn_kit.records import commit_of_kit
-from longhorn_kit.scan import triton_exact
+from longhorn_kit.scan.triton import exact as triton_exact
 
 SIZES = {
     f"{name}, D={D}": (*SHAPES[name][:2], D, 16)

@@ -16,7 +16,8 @@ import triton
 from shared import SHAPES, inputs
 from triton.testing import do_bench
 
-from longhorn_kit.scan import triton_exact, triton_exact_backward
+from longhorn_kit.scan.triton import exact as triton_exact
+from longhorn_kit.scan.triton import exact_backward as triton_exact_backward
 
 RINGS = dict(forward=(3, 4, 5, 6, 8), backward=(2, 3, 4))
 # also rows that do not start at a sector of memory, and copies of 8 bytes

@@ -15,7 +15,7 @@ import triton
 from shared import SHAPES, inputs
 from triton.testing import do_bench
 
-from longhorn_kit.scan import triton_op
+from longhorn_kit.scan.triton import op as triton_op
 
 PORTABLE = [
     dict(segment=0),

@@ -15,9 +15,9 @@ import triton
 from shared import OFFICIAL, SHAPES, inputs
 from triton.testing import do_bench
 
-from longhorn_kit.scan import triton_op
-from longhorn_kit.scan.triton_portable import portable_forward, portable_plan
-from longhorn_kit.scan.triton_portable_backward import portable_backward
+from longhorn_kit.scan.triton import op as triton_op
+from longhorn_kit.scan.triton.portable import portable_forward, portable_plan
+from longhorn_kit.scan.triton.portable_backward import portable_backward
 
 BLOCKS = {"exact": (16, 32), "diagonal": (32, 64), "decoupled": (32, 64), "s6": (32, 64)}
 

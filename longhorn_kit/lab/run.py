@@ -32,13 +32,14 @@ from typing import Any
 
 from ..extras import need
 from longhorn_kit.records import (
+    as_recorded,
     command_line,
     commit_of_kit,
     environment,
     exclusive_lock,
-    in_one_line,
     progress,
     read_record,
+    tell,
     to_plain,
     write_record,
 )
@@ -574,10 +575,7 @@ def collect(job: Any, settings: dict, folder: Path) -> None:
         reason = (str(error).strip() or type(error).__name__).splitlines()[
             -1
         ]  # a cancelled job has no message
-        print(
-            f"a job failed, see {folder / f'{kind}-{number}.txt'}: {in_one_line(reason)}",
-            file=sys.stderr,
-        )
+        tell(f"a job failed, see {folder / f'{kind}-{number}.txt'}: {reason}", sys.stderr)
 
 
 LOST = (
@@ -634,7 +632,7 @@ def finished(experiment: Experiment, folder: Path, config: Any) -> dict | None:
         return None
     same = (record.get("experiment"), record.get("settings")) == (
         experiment.name,
-        to_plain(asdict(config)),
+        as_recorded(asdict(config)),
     )
     return record if same else None
 
@@ -644,7 +642,7 @@ def keep_other_record(folder: Path, config: Any) -> None:
     for path in filter(Path.exists, (folder / "record.json", folder / "partial.json")):
         with suppress(ValueError):  # damaged
             record = read_record(path)
-            now = to_plain(asdict(config))
+            now = as_recorded(asdict(config))
             before = record["settings"]
             copy = folder / f"record-{record['sha256'][:8]}.json"
             if other := [
@@ -653,10 +651,10 @@ def keep_other_record(folder: Path, config: Any) -> None:
                 if before.get(name) != now[name]
             ]:
                 shutil.copy(path, copy)
-                print(
+                tell(
                     f"settings differ from the record in {folder}: {', '.join(other)}; that record is kept as "
                     f"{copy.name}, and finished jobs with the same settings are used again",
-                    file=sys.stderr,
+                    sys.stderr,
                 )
 
 # %% ../../nbs/machine/run.ipynb #run-026-3

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from ..records import read_json, standing
+from ..records import read_json, standing, tell
 
 # %% ../../nbs/machine/use.ipynb #36_use-005
 class UsageError(ValueError):
@@ -80,7 +80,7 @@ def stream_text(tokens: Iterable, tokenizer: Any, write: Callable) -> None:
 # %% ../../nbs/machine/use.ipynb #36_use-012
 def load_writer(folder: Path, tokenizer: str | None) -> tuple:
     "Return a model and its tokenizer; ValueError or OSError in one sentence."
-    from longhorn_kit.lab.evaluation import is_export, load_own, load_pair
+    from longhorn_kit.lab.experiments.evaluation import is_export, load_own, load_pair
 
     if not is_export(folder):
         return load_own(folder, tokenizer)
@@ -154,7 +154,7 @@ class Generate:
 # %% ../../nbs/machine/use.ipynb #36_use-016
 def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     "Run the tasks, write the record and print its table."
-    from longhorn_kit.lab import evaluation
+    from longhorn_kit.lab.experiments import evaluation
     from longhorn_kit.records import readable, write_json
 
     names = ("read", "shots", "limit", "include", "tokenizer", "context", "batch_size")
@@ -167,7 +167,7 @@ def evaluate_from(o: Any, folder: Path, path: Path) -> None:
     print(
         readable(evaluation.score_table(record)), flush=True
     )  # shown even if the file cannot be written
-    print(f"results: {write_json(path, record)}")
+    tell(f"results: {write_json(path, record)}")
 
 # %% ../../nbs/machine/use.ipynb #36_use-017
 @dataclass
@@ -220,10 +220,10 @@ class Export:
         out = Path(self.folder)
         if out.exists() and out.resolve() == source.resolve():
             raise UsageError("the folder to write is the checkpoint itself")
-        from longhorn_kit.lab.evaluation import export_checkpoint
+        from longhorn_kit.lab.experiments.evaluation import export_checkpoint
 
         writable_folder(out.absolute().parent)
         export_checkpoint(source, out, self.tokenizer, self.context)
-        print(
+        tell(
             f"{out} loads with AutoModelForCausalLM.from_pretrained({self.folder!r}, trust_remote_code=True)"
         )

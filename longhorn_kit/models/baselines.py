@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from .memory import bias_apart, wide, with_product
 from longhorn_kit.models.mixer import (
     Device,
     Dtype,
@@ -26,6 +25,7 @@ from longhorn_kit.models.mixer import (
     register_mixer,
     start_with,
 )
+from .recompute import bias_apart, wide, with_product
 from ..scan.arguments import check_optional
 from ..scan.onnx import onnx_exporting
 from ..scan.op import selective_scan, selective_step

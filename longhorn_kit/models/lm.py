@@ -16,13 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longhorn_kit.models.memory import (
-    chunked_cross_entropy,
-    is_plain,
-    kernels_run,
-    product_dtype,
-    wide,
-)
 from longhorn_kit.models.mixer import (
     CacheSlot,
     Device,
@@ -37,8 +30,15 @@ from longhorn_kit.models.mixer import (
     redraw,
     start_with,
 )
+from longhorn_kit.models.recompute import (
+    chunked_cross_entropy,
+    is_plain,
+    kernels_run,
+    product_dtype,
+    wide,
+)
 from ..scan.arguments import documented, in_functorch, shown
-from ..scan.launch import nothing_traces
+from ..scan.triton.launch import nothing_traces
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -116,7 +116,7 @@ class RMSNorm(nn.Module):
         "Return the norm of h; or with y the pair `h + y` and its norm, (B,T,D) on a GPU in the dtype of products."
         if y is None or h.dim() < 3 or not kernels_run(h, y, self.weight):  # a step is too small
             return self.normalize(h) if y is None else (h + y, self.normalize(h + y))
-        from longhorn_kit.scan.triton_pointwise import add_norm
+        from longhorn_kit.scan.triton.pointwise import add_norm
 
         return add_norm(
             h, y, self.weight, self.eps, product_dtype(h.device.type, self.weight.dtype)

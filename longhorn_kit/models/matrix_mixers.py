@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
-from .memory import convolve, product_dtype, weight_of, wide
 from longhorn_kit.models.mixer import (
     Mixer,
     ScanMixer,
@@ -26,6 +25,7 @@ from longhorn_kit.models.mixer import (
     register_mixer,
     start_with,
 )
+from .recompute import convolve, product_dtype, weight_of, wide
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
 from ..scan.op import pick_backend

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from longhorn_kit.models.memory import (
+from longhorn_kit.models.recompute import (
     bias_apart,
     convolve,
     convolve_step,
@@ -100,6 +100,16 @@ def zero_bias(layer):
     nn.init.zeros_(layer.bias)
 
 # %% ../../nbs/models/20_mixer.ipynb #20_mixer-023-r3
+def value_for(parameter: nn.Parameter, value: Tensor) -> Tensor:  # whole, of any dtype and device
+    "Return a value as the parameter keeps it: a sharded parameter gets its part."
+    value = value.detach().to(parameter.device, parameter.dtype)
+    if hasattr(parameter, "placements"):
+        from torch.distributed.tensor import distribute_tensor
+
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
+    return value
+
+
 @torch.no_grad()
 def copy_values(
     module: nn.Module, fresh: nn.Module
@@ -112,12 +122,7 @@ def copy_values(
                 f"{type(module).__name__} has a parameter {name}, which its class does not make; "
                 "call reset_parameters before the layer is wrapped"
             )
-        value = values[name].detach().to(parameter.dtype)
-        if hasattr(parameter, "placements"):
-            from torch.distributed.tensor import distribute_tensor
-
-            value = distribute_tensor(value, parameter.device_mesh, parameter.placements)
-        parameter.copy_(value)
+        parameter.copy_(value_for(parameter, values[name]))
     for name, layer in module.named_modules():
         done = len(vars(fresh.get_submodule(name)).get("starts", ()))
         for draw, arguments in vars(layer).get("starts", ())[
@@ -510,7 +515,7 @@ def normalize_keys(k: Tensor, s: Tensor) -> Tensor:  # (..,N), (1,) -> (..,N)
     "Return `to_length(k, s)`, on a GPU from one kernel."
     if not kernels_run(k, s):
         return to_length(k, s)
-    from longhorn_kit.scan import triton_pointwise
+    from longhorn_kit.scan.triton import pointwise as triton_pointwise
 
     return triton_pointwise.to_length(k, s)
 

@@ -27,11 +27,11 @@ from .. import __version__
 from ..compat import mend_torchvision
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
-from .memory import wide
-from .mixer import WIDE, CacheSlot, TextMask, pick_columns
+from .mixer import WIDE, CacheSlot, TextMask, pick_columns, value_for
+from .recompute import wide
 from ..records import readable
 from ..scan.arguments import check_cu_seqlens, check_integers
-from ..scan.launch import nothing_traces
+from ..scan.triton.launch import nothing_traces
 
 mend_torchvision()
 try:
@@ -253,7 +253,10 @@ def text_changes(
         changes[:, 1:] = value.diff() != step
         return changes
     follows = torch.arange(1, h.shape[1], device=h.device) < text.length[:, None]
-    changed = (value.gather(1, text.order).diff() != step) & follows
+    steps = value.gather(1, text.order).diff()
+    changed = (steps != step) & follows
+    if name == "position_ids":  # positions may also count the columns that are skipped
+        changed &= steps != text.order.diff()
     return changes.scatter(1, text.order[:, 1:], changed)
 
 
@@ -369,7 +372,7 @@ class LonghornPreTrainedModel(PreTrainedModel):
             writers = lm.n_layer * sum(name.endswith("out_proj.weight") for name in fresh)
             for name, parameter in block.named_parameters():
                 scale = writers**-0.5 if name.endswith("out_proj.weight") else 1
-                init.copy_(parameter, fresh[name].to(parameter) * scale)
+                init.copy_(parameter, value_for(parameter, fresh[name] * scale))
         super().initialize_weights()
 
     def _init_weights(self, module):

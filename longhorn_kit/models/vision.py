@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from .baselines import draw_time_steps
 from .lm import divide_weight
-from .memory import bias_apart, is_plain, wide
 from longhorn_kit.models.mixer import (
     Device,
     Dtype,
@@ -24,6 +23,7 @@ from longhorn_kit.models.mixer import (
     to_length,
     zero_bias,
 )
+from .recompute import bias_apart, is_plain, wide
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
 from ..scan.op import longhorn_scan, selective_scan

@@ -41,7 +41,7 @@ class VisionWeights(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True):
-        """Draw all weights, as the constructor does; the same seed gives the same ones.
+        """Draw all weights, as the constructor does; in float32 the same seed gives the same ones.
 
         `needs_reset=False` draws only tokens, filters of the patches and head. timm's modes all mean the same here."""
         if needs_reset:

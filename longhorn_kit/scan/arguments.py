@@ -230,17 +230,17 @@ def check_integers(
 
 
 def check_apart(state: Tensor):  # (rows,D,N)
-    "Raise ValueError if rows share memory, by their strides: an update in place would change them all."
-    row, *strides = state.stride()
-    if (
-        not state.is_contiguous()
-        and len(state) > 1
-        and row
-        <= sum((n - 1) * stride for n, stride in zip(state.shape[1:], strides) if stride <= row)
-    ):
-        raise ValueError(
-            f"state has strides {state.stride()}: its rows share memory and cannot be updated in place"
-        )
+    "Raise ValueError if elements share memory: an update in place would change them all."
+    if state.is_contiguous():
+        return
+    reach = 0  # of the axes with smaller strides
+    for stride, size in sorted(zip(state.stride(), state.shape)):
+        if size > 1 and stride <= reach:
+            raise ValueError(
+                f"state has strides {state.stride()}: its elements share memory "
+                "and cannot be updated in place"
+            )
+        reach += max(0, size - 1) * stride
 
 
 def check_slots(

@@ -9,7 +9,7 @@ __all__ = []
 import torch
 from torch import Tensor
 
-from .launch import nothing_traces
+from .triton.launch import nothing_traces
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-012
 def rate_and_slope(

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .launch import resolved
+from .triton.launch import resolved
 
 # %% ../../nbs/machine/fla.ipynb #fla-n06
 @functools.cache

@@ -33,10 +33,10 @@ from longhorn_kit.scan.arguments import (
     remember,
     shown,
 )
-from .launch import nothing_traces, resolved
 from .op import selective_scan, selective_step, step_slots
 from .reference import skip_and_gate, widened
 from .short_conv import causal_conv1d, causal_conv1d_step
+from .triton.launch import nothing_traces, resolved
 
 # %% ../../nbs/machine/mamba.ipynb #mamba-004b
 def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)
@@ -46,7 +46,7 @@ def rows_of(t: Tensor | None) -> Tensor | None:  # (B,D,L) -> (B,L,D)
     rows = t.mT
     time_is_contiguous = t.stride(-1) == 1 != t.stride(-2)
     if rows.requires_grad and t.is_cuda and time_is_contiguous and HAS_TRITON and nothing_traces():
-        from longhorn_kit.scan.triton_portable import _last_contiguous
+        from longhorn_kit.scan.triton.portable import _last_contiguous
 
         def in_layout_of_t(grad):
             if torch.is_grad_enabled():
@@ -299,8 +299,8 @@ def check_conv_update(x, conv_state, weight, cache_seqlens, indices):
     check_tensor("x", x, ("B", "D"), ("B", "D", "S"))
     check_tensor("conv_state", conv_state, ("B", x.shape[1], "M"), like="x", device=x.device)
     check_filter(weight, x)
-    first = x if x.dim() == 2 else x[..., 0]
-    check_slots(indices, first, conv_state, True, "conv_state_indices")
+    rows = x if x.dim() == 2 else x[:, 0]  # without tokens too
+    check_slots(indices, rows, conv_state, True, "conv_state_indices")
     M = conv_state.shape[2]
     W = weight.shape[-1]
     if M < W - 1:

@@ -167,7 +167,7 @@ def _scan(
         backend = pick_backend(backend, *tensors)
         remember(call, backend, q)
     if checked or backend == "triton":
-        from longhorn_kit.scan.triton_op import triton_scan
+        from longhorn_kit.scan.triton.op import triton_scan
 
         out = triton_scan(
             *(q, k, x, b, bias, D_skip, z, A),
@@ -274,7 +274,7 @@ def _step(
         backend = pick_backend(backend, *tensors)
         remember(call, backend, q_t)
     if backend == "triton" or (checked and backend == "auto"):
-        from longhorn_kit.scan.triton_step import triton_step
+        from longhorn_kit.scan.triton.step import triton_step
 
         return triton_step(form or s6_form(A, dt_softplus), *tensors, inplace, slots)
     return _step_in_torch(form, tensors, inplace, slots, dt_softplus)

@@ -130,7 +130,7 @@ def causal_conv1d(
         remember(call, backend, x)
     weight = weight[:, 0] if weight.dim() == 3 else weight
     if checked or backend == "triton":
-        from longhorn_kit.scan.triton_conv import triton_conv
+        from longhorn_kit.scan.triton.conv import triton_conv
 
         bounds = bounds_for_kernels(cu_seqlens, x)
         bounds_are_valid = cu_seqlens is None or not traced()
@@ -185,7 +185,7 @@ def causal_conv1d_step(
         remember(call, backend, x_t)
     weight = weight[:, 0] if weight.dim() == 3 else weight
     if backend == "triton" or (checked and backend == "auto"):
-        from longhorn_kit.scan.triton_conv import triton_conv_step
+        from longhorn_kit.scan.triton.conv import triton_conv_step
 
         return triton_conv_step(x_t, state, weight, bias, activation, inplace, state_indices)
     return _conv_step_in_torch(x_t, state, weight, bias, activation, inplace, state_indices)

@@ -1,0 +1,1 @@
+"""Experiments that test the paper's claims, and measurements of trained models."""

@@ -1,0 +1,1 @@
+"""Kernels in Triton and Gluon, and the operations that launch them."""

@@ -1,0 +1,35 @@
+"""What a machine does to a training step beside its kernels is measured, and a record keeps what was not measured again."""
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longhorn_kit.records import write_json
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("gpus", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_machine_rates_measures_and_keeps_what_it_did_not_measure(gpus, tmp_path):
+    path = tmp_path / "machine.json"
+    script = ROOT / "kernels/machine_rates.py"
+    command = [sys.executable, script, "--device", "cpu", "--gpus", str(gpus), "--out", path]
+    subprocess.run(command, check=True)
+    record = json.loads(path.read_text())
+    assert record["launch_us"] > 0
+    assert {row["gpus"] for row in record["collectives"]} == ({2} if gpus == 2 else set())
+    assert all(row["ms"] > 0 for row in record["collectives"])
+
+    merged = runpy.run_path(str(script))["merged"]
+    versions = {"gpu": "a", "torch": "b", "cuda": "c"}
+    four = {"gpus": 4, "ms": 2}
+    write_json(path, versions | {"launch_us": 1.0, "collectives": [{"gpus": 2, "ms": 1}, four]})
+    now = versions | {"launch_us": 3.0, "collectives": [{"gpus": 2, "ms": 5}]}
+    assert merged(now | {"torch": "d"}, path) == now | {
+        "torch": "d"
+    }  # another version: nothing of the old
+    assert merged(now, path) == now | {"collectives": [{"gpus": 2, "ms": 5}, four]}
