@@ -71,7 +71,7 @@ _COMPILED = {}
 
 
 def _assumed(args):
-    # What Triton's compiler assumes about each argument, or finer.
+    # Properties of each argument that Triton's compiler uses, or finer ones.
     return [a if type(a) is int or a is None else (a.dtype, a.data_ptr() % 16 == 0) for a in args]
 
 
