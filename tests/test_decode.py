@@ -397,51 +397,36 @@ def test_wrong_slots_are_one_sentence():
         return longhorn_step(*now, state, inplace=inplace, state_indices=slots)
 
     def conv(slots, inplace=True, state=pool):
-        return causal_conv1d_step(
-            now[2], state, torch.zeros(5, 4, device=DEVICE), inplace=inplace, state_indices=slots
-        )
+        weight = torch.zeros(5, 4, device=DEVICE)
+        return causal_conv1d_step(now[2], state, weight, inplace=inplace, state_indices=slots)
 
+    unfit = "its elements share memory"
+    mistakes = (
+        (([0, 1],), "state_indices is list; expected an int32 or int64 tensor"),
+        ((slots.float(),), "state_indices is torch.float32; expected an int32 or int64 tensor"),
+        (
+            (slots[:1],),
+            r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t",
+        ),
+        ((slots, False), "state_indices needs inplace=True: the states of a pool"),
+        ((slots, True, pool[:1].expand(7, -1, -1)), unfit + " and cannot be updated in place"),
+        ((slots, True, pool.as_strided((7, 5, 3), (14, 3, 1))), unfit),
+        ((slots, True, pool[:, :1].expand(-1, 5, -1)), unfit),
+        ((slots, True, pool[..., :1].expand(-1, -1, 3)), unfit),
+        ((slots, True, pool[0]), r"state has shape \(5, 3\); expected \(slots, D, N\)"),
+        (
+            (slots, True, pool[:, :4]),
+            r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t",
+        ),
+    )
+    strided = torch.zeros(5, 7, 3, device=DEVICE).transpose(0, 1)
+    part = torch.zeros(7, 9, 5, 3, device=DEVICE)[:, 0]
     for step in (scan, conv):
-        for call, message in (
-            (lambda: step([0, 1]), "state_indices is list; expected an int32 or int64 tensor"),
-            (
-                lambda: step(slots.float()),
-                "state_indices is torch.float32; expected an int32 or int64 tensor",
-            ),
-            (
-                lambda: step(slots[:1]),
-                r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t",
-            ),
-            (
-                lambda: step(slots, inplace=False),
-                "state_indices needs inplace=True: the states of a pool",
-            ),
-            (
-                lambda: step(slots, state=pool[:1].expand(7, -1, -1)),
-                "its elements share memory and cannot be updated in place",
-            ),
-            (
-                lambda: step(slots, state=pool.as_strided((7, 5, 3), (14, 3, 1))),
-                "its elements share memory",
-            ),
-            (lambda: step(slots, state=pool[:, :1].expand(-1, 5, -1)), "its elements share memory"),
-            (
-                lambda: step(slots, state=pool[..., :1].expand(-1, -1, 3)),
-                "its elements share memory",
-            ),
-            (
-                lambda: step(slots, state=pool[0]),
-                r"state has shape \(5, 3\); expected \(slots, D, N\)",
-            ),
-            (
-                lambda: step(slots, state=pool[:, :4]),
-                r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t",
-            ),
-        ):
+        for arguments, message in mistakes:
             with pytest.raises(ValueError, match=message):
-                call()
-        step(slots, state=torch.zeros(5, 7, 3, device=DEVICE).transpose(0, 1))  # strided, but apart
-        step(slots, state=torch.zeros(7, 9, 5, 3, device=DEVICE)[:, 0])
+                step(*arguments)
+        for state in (strided, part):  # their elements share no memory
+            step(slots, state=state)
 
 
 COMPILE = """
