@@ -340,6 +340,8 @@ _RWKV = [
         gates=dict(alpha=(0.9, 1, "N")),
         remark="read-out as RWKV-5",
     ),
+]
+_HGRN = [
     _gated(
         "HGRN2",
         "1-k",
@@ -353,7 +355,7 @@ _RWKV = [
         rest="k",
         keys=lambda keys: 0.3 * torch.sigmoid(keys),
         remark="k in (0,1) is one minus the gate, which has a lower bound",
-    ),
+    )
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-054
@@ -382,6 +384,8 @@ _STATE_SPACE = [
         gates=dict(dt=(0.02, 0.1, "D"), A_t=(0.5, 8, "N")),
         where=r"a=e^{-\Delta_t\otimes A_t}",
     ),
+]
+_MAMBA_2 = [
     _gated(
         "Mamba-2 (SSD)",
         "a",
@@ -393,7 +397,7 @@ _STATE_SPACE = [
         lambda k, dt, A: (torch.exp(dt * A), dt),
         gates=dict(dt=(0.02, 0.1, ""), A=(-2, -1, "")),
         where=r"a=e^{\Delta_t A}",
-    ),
+    )
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-056
@@ -527,6 +531,8 @@ _LONGHORN = [
         gates=dict(beta=(0.5, 1, "D")),
         remark="the published layer; beta_n as in equation (5)",
     ),
+]
+_ABLATION = [
     Layer(
         "Longhorn, decoupled",
         "implicit",
@@ -538,12 +544,13 @@ _LONGHORN = [
         lambda S, k, x, beta: SEPARATE.minimise(S, k, x, beta=beta[:, None]),
         gates=dict(beta=(0.5, 1, "D")),
         remark="an ablation",
-    ),
+    )
 ]
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-062
-_FAMILIES = (_ATTENTION, _RWKV, _STATE_SPACE, _LSTM, _DELTA, _TEST_TIME, _LONGHORN)
-ZOO = {layer.name: layer for family in _FAMILIES for layer in family}
+_FADING = [*_ATTENTION, *_RWKV, *_HGRN, *_STATE_SPACE, *_MAMBA_2, *_LSTM]
+_CORRECTING = [*_DELTA, *_TEST_TIME, *_LONGHORN, *_ABLATION]
+ZOO = {layer.name: layer for layer in (*_FADING, *_CORRECTING)}
 
 # %% ../../nbs/theory/04_zoo.ipynb #04_zoo-065
 def verify(
