@@ -350,16 +350,19 @@ def test_at_most_one_model_stays_out_of_the_pool():
     assert variances["a"][0] > 1
 
 
-APART_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has its own variance
+OWN_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has its own variance
 BELOW = (("A", -1), ("B", 1))
+
+
+def judge_one(contrast, *looks, **options):
+    "Return the judgement of one contrast; each model has its own variance."
+    return judge_looks([contrast], list(looks), OWN_GROUPS, **options)[0]
 
 
 @given(VALUES, VALUES)
 def test_two_models_of_separate_groups_are_compared_by_welchs_test(a, b):
     contrast = Contrast("A below B", BELOW, margin=0.0)
-    judgement = judge_looks(
-        [contrast], [{"A": fit_mean(a), "B": fit_mean(b)}], APART_GROUPS, level=0.03
-    )[0]
+    judgement = judge_one(contrast, {"A": fit_mean(a), "B": fit_mean(b)}, level=0.03)
     expected = reference.ttest_ind(b, a, equal_var=False)
     interval = expected.confidence_interval(0.97)
     assert judgement.p == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
@@ -382,7 +385,7 @@ def test_an_interaction_adds_four_variances():
     }
     weights = (("A", -1), ("B", 1), ("C", 1), ("D", -1))
     fits = {name: fit_mean(runs) for name, runs in values.items()}
-    judgement = judge_looks([Contrast("interaction", weights)], [fits], APART_GROUPS)[0]
+    judgement = judge_one(Contrast("interaction", weights), fits)
     parts = [reference.sem(runs) ** 2 for runs in values.values()]
     df = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
     difference = sum(weight * np.mean(values[name]) for name, weight in weights)
@@ -391,10 +394,8 @@ def test_an_interaction_adds_four_variances():
         (difference, difference - reach, difference + reach)
     )
     assert "rank test" not in judgement.beside
-    doubled = judge_looks(
-        [Contrast("twice", (("A", -2), ("B", 2)), margin=0)], [fits], APART_GROUPS
-    )[0]
-    once = judge_looks([Contrast("once", BELOW, margin=0)], [fits], APART_GROUPS)[0]
+    doubled = judge_one(Contrast("twice", (("A", -2), ("B", 2)), margin=0), fits)
+    once = judge_one(Contrast("once", BELOW, margin=0), fits)
     assert (doubled.difference, doubled.low, doubled.p) == pytest.approx(
         (2 * once.difference, 2 * once.low, once.p)
     )
@@ -567,9 +568,7 @@ B_RUNS = (2.0, 2.1, 1.05, 2.3)
 
 def test_runs_are_compared_beside_the_verdict():
     fits = {"A": fit_mean(A_RUNS), "B": fit_mean(B_RUNS)}
-    judgement = judge_looks([Contrast("A below B", BELOW, published=0.0044)], [fits], APART_GROUPS)[
-        0
-    ]
+    judgement = judge_one(Contrast("A below B", BELOW, published=0.0044), fits)
     p = reference.mannwhitneyu(A_RUNS, B_RUNS, method="exact").pvalue
     # 14 of 16 pairs
     assert (
@@ -578,9 +577,7 @@ def test_runs_are_compared_beside_the_verdict():
         "the bar contains "
         "the published +0.0044"
     )
-    turned = judge_looks(
-        [Contrast("B below A", (("B", -1), ("A", 1)), published=9.0)], [fits], APART_GROUPS
-    )[0]
+    turned = judge_one(Contrast("B below A", (("B", -1), ("A", 1)), published=9.0), fits)
     assert "fresh run of B beats one of A: 12%" in turned.beside
     assert "the bar excludes the published +9.0000" in turned.beside
 
@@ -588,32 +585,27 @@ def test_runs_are_compared_beside_the_verdict():
 def test_the_rank_test_is_exact():
     # 2 of 252 orders are so extreme
     fits = {"A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)), "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5))}
-    assert (
-        f"rank test p = {2 / 252:.2g};"
-        in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
-    )
+    assert f"rank test p = {2 / 252:.2g};" in judge_one(Contrast("A below B", BELOW), fits).beside
 
 
 def test_later_data_stand_beside_a_verdict():
     clear = {"A": fit_mean([1.0, 1.1, 0.9, 1.0]), "B": fit_mean([2.0, 2.1, 1.9, 2.05])}
     more = {"A": fit_mean([1.0, 1.1, 0.9, 1.0] * 2), "B": fit_mean([2.0, 2.1, 1.9, 1.0] * 2)}
     contrast = Contrast("A below B", BELOW)
-    first, both = (
-        judge_looks([contrast], looks, APART_GROUPS)[0] for looks in ([clear], [clear, more])
-    )
+    first, both = (judge_one(contrast, *looks) for looks in ([clear], [clear, more]))
     assert first.side == "ahead"
     assert first.look == 4
     assert dataclasses.replace(both, beside=first.beside) == first
-    later = judge_looks([contrast], [more], APART_GROUPS)[0]
+    later = judge_one(contrast, more)
     assert (
         both.beside
         == first.beside
         + f"; all 8 seeds: {later.difference:+.4f} [{later.low:+.4f}, {later.high:+.4f}]"
     )
     # no further seeds: nothing to add
-    stopped = judge_looks([contrast], [clear, clear], APART_GROUPS)[0]
+    stopped = judge_one(contrast, clear, clear)
     assert stopped == first
-    lost = judge_looks([contrast], [clear, {**more, "B": fit_mean([math.nan])}], APART_GROUPS)[0]
+    lost = judge_one(contrast, clear, {**more, "B": fit_mean([math.nan])})
     assert lost.verdict == "holds"
     assert lost.beside.endswith("later: B: 1 of 1 runs exploded")
 
@@ -623,26 +615,21 @@ def test_an_open_comparison_shows_its_last_look():
         {"A": fit_mean([1.0, 3.0, 2.0, 2.5][:2] * n), "B": fit_mean([2.0, 3.5, 1.0, 2.2] * n)}
         for n in (1, 2)
     ]
-    judgement = judge_looks([Contrast("A below B", BELOW)], looks, APART_GROUPS)[0]
+    judgement = judge_one(Contrast("A below B", BELOW), *looks)
     assert is_open(judgement)
     assert judgement.n == 4
-    assert judgement == judge_looks([Contrast("A below B", BELOW)], looks[1:], APART_GROUPS)[0]
-    kept = judge_looks(
-        [Contrast("A below B", BELOW)], [looks[0], {"A": looks[1]["A"]}], APART_GROUPS
-    )[0]
+    assert judgement == judge_one(Contrast("A below B", BELOW), *looks[1:])
+    kept = judge_one(Contrast("A below B", BELOW), looks[0], {"A": looks[1]["A"]})
     assert (kept.n, kept.difference) == (
         2,
-        judge_looks([Contrast("A below B", BELOW)], looks[:1], APART_GROUPS)[0].difference,
+        judge_one(Contrast("A below B", BELOW), *looks[:1]).difference,
     )
 
 
 def test_exploded_neighbours_are_named_beside_the_verdict():
     search = [(-1, 1.0), (0, 0.0), (1, 80.0)]
     fits = {"A": fit_rates(search, [0.1, 0.3, -0.2, 0.0], 0, sd=1.0), "B": fit_mean(B_RUNS)}
-    assert (
-        "exploded runs of A left out: 1"
-        in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
-    )
+    assert "exploded runs of A left out: 1" in judge_one(Contrast("A below B", BELOW), fits).beside
 
 
 def test_equal_models_get_a_wrong_verdict_in_about_five_per_cent_of_claims_over_three_looks():
@@ -671,7 +658,7 @@ def test_shares_are_compared_by_fishers_test(wins, runs):
     for name, win, n in zip("AB", wins, runs):
         shares[name] = fit_share([True] * win + [False] * (n - win))
     contrast = Contrast("A learns more often", (("A", 1), ("B", -1)), unit="share", margin=0.1)
-    judgement = judge_looks([contrast], [shares], APART_GROUPS)[0]
+    judgement = judge_one(contrast, shares)
     table = [[win, n - win] for win, n in zip(wins, runs)]
     assert judgement.p == pytest.approx(reference.fisher_exact(table).pvalue)
     assert judgement.n == min(runs)
@@ -679,11 +666,9 @@ def test_shares_are_compared_by_fishers_test(wins, runs):
     assert judgement.low < judgement.difference < judgement.high
     assert bool(judgement.side) == (judgement.p <= 0.02)
     assert "rank test" not in judgement.beside
-    turned = judge_looks(
-        [Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1)],
-        [shares],
-        APART_GROUPS,
-    )[0]
+    turned = judge_one(
+        Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1), shares
+    )
     assert (turned.low, turned.high, turned.p) == pytest.approx(
         (-judgement.high, -judgement.low, judgement.p)
     )
@@ -695,9 +680,7 @@ def test_the_interval_of_two_shares_is_newcombes():
         "A": fit_share([True] * 56 + [False] * 14),
         "B": fit_share([True] * 48 + [False] * 32),
     }
-    judgement = judge_looks(
-        [Contrast("A", (("A", 1), ("B", -1)), unit="share")], [shares], APART_GROUPS, level=0.05
-    )[0]
+    judgement = judge_one(Contrast("A", (("A", 1), ("B", -1)), unit="share"), shares, level=0.05)
     assert (judgement.low, judgement.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
@@ -707,16 +690,16 @@ def test_impossible_plans_are_refused():
     with pytest.raises(ValueError, match="the kind is 'better' or 'as good', not 'equal'"):
         Contrast("A equals B", BELOW, "equal")
     with pytest.raises(ValueError, match="4 looks were taken, but 3 are planned"):
-        judge_looks([contrast], [fits] * 4, APART_GROUPS)
+        judge_looks([contrast], [fits] * 4, OWN_GROUPS)
     with pytest.raises(ValueError, match="'B' has no group"):
         judge_looks([contrast], [fits], {"A": "group"})
     with pytest.raises(ValueError, match="a pair of shares has the weights 1 and -1"):
         judge_looks(
             [Contrast("A", (("A", 2), ("B", -2)))],
             [{name: fit_share([True, False]) for name in "AB"}],
-            APART_GROUPS,
+            OWN_GROUPS,
         )
-    assert [judgement.verdict for judgement in judge_looks([contrast], [], APART_GROUPS)] == [
+    assert [judgement.verdict for judgement in judge_looks([contrast], [], OWN_GROUPS)] == [
         "not run"
     ]
 
@@ -724,13 +707,13 @@ def test_impossible_plans_are_refused():
 def test_a_table_of_contrasts_has_bars_and_what_stands_beside():
     fits = {"A": fit_mean(A_RUNS), "B": fit_mean(A_RUNS)}
     contrast = Contrast("A below B", BELOW, margin=9.0)
-    judgement = judge_looks([contrast], [fits], APART_GROUPS)[0]
+    judgement = judge_one(contrast, fits)
     _, header, rows = verdict_table([(contrast, judgement)])
     assert header == ["comparison", "difference [bar]", "n", "verdict", "beside"]
     assert rows[0][2] == 4
     assert rows[0][3].endswith(": equal within the margin")
     assert rows[0][4] == judgement.beside
-    lost = judge_looks([contrast], [{**fits, "B": fit_mean([math.nan])}], APART_GROUPS)[0]
+    lost = judge_one(contrast, {**fits, "B": fit_mean([math.nan])})
     assert verdict_table([(contrast, lost)])[2][0][1:] == [
         "",
         0,
