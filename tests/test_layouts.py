@@ -17,13 +17,7 @@ import torch
 
 from layouts import Alone, Pool
 from longhorn_kit.lab.data.text import Sampler
-from longhorn_kit.lab.distributed import (
-    leave,
-    make_accelerator,
-    only_run_in,
-    see_folder,
-    together,
-)
+from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder, together
 from longhorn_kit.lab.train import checkpoint
 from longhorn_kit.lab.train import loop as training
 from longhorn_kit.lab.train.checkpoint import checkpoints

@@ -10,6 +10,7 @@ __all__ = ['HEADER', 'Row', 'load_record', 'results_folder', 'measured_minutes',
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-087
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import groupby
@@ -43,9 +44,10 @@ class Row:
 def load_record(
     path: Path,
     name: str,  # of the claim that it should belong to
+    read: Callable[[Path], dict] = read_record,
 ) -> dict:
     "Return a claim's record; ValueError if it is damaged or belongs to another claim."
-    record = read_record(path)
+    record = read(path)
     if record.get("experiment") != name:
         raise ValueError(f"{path} is not a record of '{name}'")
     return record
@@ -84,6 +86,7 @@ def _rows_of_file(
     path: Path,
     stem: str,  # scale, or name of a variant
     shown: str,  # path to print
+    read: Callable[[Path], dict],  # returns the record in a file
 ) -> list[Row]:
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
 
@@ -95,7 +98,7 @@ def _rows_of_file(
         started = source == claim.name and _is_started(path)
         return without_record(why="started, no record yet") if started else []
     try:
-        return _rows_of_record(claim, source, load_record(path, source), stem, shown)
+        return _rows_of_record(claim, source, load_record(path, source, read), stem, shown)
     except ERRORS as error:
         if stem not in SCALES:
             return []
@@ -131,25 +134,29 @@ def _rows_of_runs(
     claim: Claim,
     runs: Path,  # folder of fresh runs
     results: Path | None,  # folder of recorded runs
+    read: Callable[[Path], dict],  # returns the record in a file
 ) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
     rows = []
     for source in claims.readers(claim):
         for scale in SCALES:
             name = f"{source}/{scale}/record.json"
-            rows += _rows_of_file(claim, source, runs / name, scale, f"{runs.name}/{name}")
+            shown = f"{runs.name}/{name}"
+            rows += _rows_of_file(claim, source, runs / name, scale, shown, read)
         if not results:
             continue
         stems = {path.stem for path in (results / source).glob("*.json")}
         for stem in (*SCALES, *sorted(stems - set(SCALES))):
             name = f"{source}/{stem}.json"
-            rows += _rows_of_file(claim, source, results / name, stem, f"nbs/lab/results/{name}")
+            shown = f"nbs/lab/results/{name}"
+            rows += _rows_of_file(claim, source, results / name, stem, shown, read)
     return rows
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-092
 def _rows_of_times(
     claim: Claim,
     results: Path | None,  # nbs/lab/results of a checkout
+    read: Callable[[Path], dict],  # returns the record in a file
 ) -> list[Row]:
     "Return the rows judged by recorded times; empty without a record."
     root = results and results.resolve().parent.parent.parent
@@ -157,9 +164,9 @@ def _rows_of_times(
     if not claim.timed or not path or not path.exists():
         return []
     try:
-        record = read_record(path)
+        record = read(path)
         newer = root / claim.later
-        later = [read_record(newer)] if claim.later and newer.exists() else []
+        later = [read(newer)] if claim.later and newer.exists() else []
         first, *_ = record["command"].split(";")  # after ; a note on single rows
         command = claim.commands.get("gpu") or first
         gpu = record.get("gpu") or record["environment"]["gpu"]
@@ -178,10 +185,11 @@ def _rows_of_claim(
     claim: Claim,
     runs: Path,  # folder of fresh runs
     results: Path | None,  # folder of recorded runs
+    read: Callable[[Path], dict],  # returns the record in a file
 ) -> list[Row]:
     'Return every row of one claim; without evidence one that reads "not run" or "no code".'
-    rows = _rows_of_runs(claim, runs, results) if claim.compare else []
-    rows += _rows_of_times(claim, results)
+    rows = _rows_of_runs(claim, runs, results, read) if claim.compare else []
+    rows += _rows_of_times(claim, results, read)
     for comparison, judgement in claim.settled() if claim.settled else ():
         rows.append(Row(claim, comparison, judgement, claim.basis, BASES[claim.basis]))
     scales = {row.scale for row in rows}
@@ -258,9 +266,10 @@ def ledger(
 ) -> Ledger:
     "Return the rows of all claims: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
+    read = cache(read_record)  # several claims compare numbers of one record
     rows = Ledger()
     for claim in claims.all_claims():
-        rows += _rows_of_claim(claim, Path(runs), results)
+        rows += _rows_of_claim(claim, Path(runs), results, read)
     return rows
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-095
