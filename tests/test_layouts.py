@@ -17,13 +17,14 @@ import torch
 
 from layouts import Alone, Pool
 from longhorn_kit.lab.data.text import Sampler
-from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder
+from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder, together
 from longhorn_kit.lab.train import checkpoint
 from longhorn_kit.lab.train import loop as training
 from longhorn_kit.lab.train.checkpoint import checkpoints
 from longhorn_kit.lab.train.lm import gather_full_model
 from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.recipe import evaluate
+from longhorn_kit.lab.use import UsageError
 from longhorn_kit.records import read_json, read_jsonl
 from rounding import bound
 from sweep import slow_case
@@ -328,12 +329,55 @@ def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
     assert abs(losses["fsdp"][0] - one[0]) < bound(torch.bfloat16, 9)
 
 
+# ---- errors of one process
+
+
+class Unpicklable(ValueError):
+    "Error that needs more than a message."
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+
+ERRORS = (
+    (checkpoint.Damaged, "step-00000010 is damaged"),
+    (FileNotFoundError, "no such text"),
+    (UsageError, "name one text"),
+)
+
+
+def raised(kind, *arguments):
+    "Raise an error in process 1 and return what this process gets."
+    try:
+        with together():
+            if os.environ["RANK"] == "1":
+                raise kind(*arguments)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def test_an_error_of_another_process_keeps_its_class(pools):
+    for kind, message in ERRORS:
+        other, own = pools(2).run(raised, kind, message)
+        assert own == (kind, message)
+        assert other == (kind, f"process 1 on {socket.gethostname()}: {message}")
+
+
+def test_an_error_that_needs_more_than_a_message_becomes_a_value_error(pools):
+    for kind, arguments in ((Unpicklable, ("no text", 7)), (KeyError, ("text",))):
+        other, own = pools(2).run(raised, kind, *arguments)
+        assert own[0] is kind
+        assert other[0] is ValueError
+        assert other[1].startswith(f"process 1 on {socket.gethostname()}: ")
+
+
 # ---- refusals
 
 
-def other_checkpoint(run, *found):
-    run.checkpoints = run.checkpoints[:-1]
-    return facts_of(run, *found)
+def other_checkpoint(attempt, *others):
+    attempt.checkpoints = attempt.checkpoints[:-1]
+    return facts_of(attempt, *others)
 
 
 facts_of = training.facts_of

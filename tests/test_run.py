@@ -160,6 +160,23 @@ def test_no_job_starts_that_would_end_after_the_deadline():
     assert lab_run.ends_in_time({"model": "a", "lr": 2}, {}, now + 1), "the first job always starts"
 
 
+def test_an_engine_tells_a_lost_process_from_an_error_of_the_job():
+    from concurrent.futures import CancelledError
+
+    from distributed import KilledWorker
+    from submitit.core.utils import FailedJobError, UncompletedJobError
+
+    slurm = lab_run.Slurm.__new__(lab_run.Slurm)
+    dask = lab_run.Dask.__new__(lab_run.Dask)
+    assert lab_run.Here().is_loss(Lost("gone"))
+    assert slurm.is_loss(UncompletedJobError("preempted"))
+    assert not slurm.is_loss(FailedJobError("the job raised an error"))
+    assert dask.is_loss(KilledWorker("task", None, 3))
+    assert dask.is_loss(CancelledError())
+    for engine in (lab_run.Here(), slurm, dask):
+        assert not engine.is_loss(ValueError("the toy is broken"))
+
+
 @pytest.mark.parametrize(
     "options, says",
     [

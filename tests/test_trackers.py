@@ -1,4 +1,4 @@
-"""Trackers show what metrics.jsonl has: TensorBoard's own reader for its files, stand-ins for the packages with a server."""
+"""Trackers show what metrics.jsonl has: TensorBoard's own reader for its files, stand-ins for those with a server."""
 
 import dataclasses
 import sys

@@ -727,12 +727,13 @@ class Masked(Sampler):
 
 
 @pytest.mark.parametrize("votes", [(), (True, False), (False, True)])
-def test_votes_ride_on_the_count_of_targets(votes):
+def test_votes_travel_with_the_count_of_targets(votes):
     "With 1,023 processes of 2**20 targets each, neither targets nor votes overflow."
     parts = [torch.zeros(1024, 768, dtype=torch.int64), torch.zeros(1024, 256, dtype=torch.int64)]
-    many = SimpleNamespace(num_processes=1023, reduce=lambda mine, how: mine * 1023)
-    weights, heard = training.token_weights(parts, many, votes)
-    assert weights.tolist() == [1.5, 0.5] and heard() == [1023 * vote for vote in votes]
+    many = SimpleNamespace(num_processes=1023, reduce=lambda local, how: local * 1023)
+    weights, vote_counts = training.token_weights(parts, many, votes)
+    assert weights.tolist() == [1.5, 0.5]
+    assert vote_counts() == [1023 * vote for vote in votes]
 
 
 class Sparse(Sampler):

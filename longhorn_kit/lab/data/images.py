@@ -30,9 +30,8 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from .text import check_hub_folder, walked
-from ..distributed import gathered, is_main_process
+from ..distributed import fork_rng, gathered, is_main_process, seed_all
 from ..experiments.vision import digits
-from ..train.recipe import fork_rng, seed_all
 from ...models.vision import default_cfgs  # before timm, because it repairs torchvision
 from ...records import plural, warn, without_machine_paths
 

@@ -43,19 +43,26 @@ from ...records import atomic_file, check_ranges, read_json, read_record
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-006
 @torch.no_grad()
 def stream_losses(
-    model: SequenceLM, windows: Tensor, chunk: int
-):  # (B,M+1) token ids, tokens to read at a time
+    model: SequenceLM,
+    windows: Tensor,  # (B,M+1) token ids
+    chunk: int,  # c, tokens to read at a time
+):
     "Yield the losses (B,c) of the next tokens in nats, and the cache after them, piece by piece."
     cache = None
     device = model.embedding.weight.device
     for start in range(0, windows.shape[1] - 1, chunk):
         piece = windows[:, start : start + chunk + 1].to(device, torch.int64)
         logits, cache = model.prefill(piece[:, :-1], cache)
-        yield F.cross_entropy(logits.transpose(1, 2).float(), piece[:, 1:], reduction="none"), cache
+        scores = logits.transpose(1, 2).float()
+        yield F.cross_entropy(scores, piece[:, 1:], reduction="none"), cache
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-012
-def cut(tokens: np.ndarray, length: int, total: int) -> Tensor:  # -> (total/L,L+1)
-    "Return windows of L tokens and one more, in a row, that predict `total`; ValueError if the text is too short."
+def cut(
+    tokens: np.ndarray,  # (M,) token ids
+    length: int,  # L
+    total: int,  # tokens to predict
+) -> Tensor:  # (total/L,L+1)
+    "Return consecutive windows of L tokens and one more; ValueError if the text is too short."
     if len(tokens) < total + 1:
         raise ValueError(f"the held-out text has {len(tokens):,} tokens; {total + 1:,} are needed")
     rows = [np.asarray(tokens[start : start + length + 1]) for start in range(0, total, length)]
@@ -63,26 +70,31 @@ def cut(tokens: np.ndarray, length: int, total: int) -> Tensor:  # -> (total/L,L
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-013
 def window_losses(
-    model: SequenceLM, windows: Tensor, s: Any
-) -> np.ndarray:  # (n,L+1), settings -> (n,L) nats
+    model: SequenceLM,
+    windows: Tensor,  # (n,L+1) token ids
+    s: Any,  # settings
+) -> np.ndarray:  # (n,L) nats
     "Return the loss of every token, with the state reset at the start of each window."
     chunk = min(s.chunk, windows.shape[1] - 1)
-    parts = windows.split(max(1, s.tokens_at_once // chunk))
-    losses = [
-        torch.cat([piece for piece, _ in stream_losses(model, part, chunk)], 1) for part in parts
-    ]
+    losses = []
+    for part in windows.split(max(1, s.tokens_at_once // chunk)):
+        pieces = [piece for piece, _ in stream_losses(model, part, chunk)]
+        losses.append(torch.cat(pieces, 1))
     return torch.cat(losses).cpu().numpy()
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-015
 def sliding_loss(
-    model: SequenceLM, tokens: np.ndarray, total: int, s: Any
-) -> float:  # -> nats per token
-    "Return the mean loss of the second halves of windows of T tokens that start every T/2 of `total` tokens."
+    model: SequenceLM,
+    tokens: np.ndarray,  # (M,) token ids
+    total: int,  # tokens that the windows cover
+    s: Any,  # settings
+) -> float:  # nats per token
+    "Return the mean loss of the second halves of windows of T tokens that start every T/2 tokens."
     half = s.context // 2
-    windows = torch.cat(
-        [cut(tokens, s.context, total), cut(tokens[half:], s.context, total - s.context)]
-    )
-    return mean_of(window_losses(model, windows, s)[:, half:])
+    even = cut(tokens, s.context, total)
+    odd = cut(tokens[half:], s.context, total - s.context)
+    losses = window_losses(model, torch.cat([even, odd]), s)
+    return mean_of(losses[:, half:])
 
 
 def mean_of(values: np.ndarray, digits: int = 5) -> float:
@@ -92,13 +104,14 @@ def mean_of(values: np.ndarray, digits: int = 5) -> float:
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-017
 def position_bins(longest: int) -> np.ndarray:
     "Return edges of bins of positions: 0, 1, 2, ... and from there a factor of 2^(1/3) apart."
-    edges = 2 ** (np.arange(math.ceil(math.log2(longest) * 3) + 1) / 3)
-    return np.unique(np.concatenate([[0], np.minimum(np.round(edges), longest)]).astype(int))
+    thirds = np.arange(math.ceil(math.log2(longest) * 3) + 1)
+    edges = np.minimum(np.round(2 ** (thirds / 3)), longest)
+    return np.unique(np.concatenate([[0], edges]).astype(int))
 
 
 def by_position(
-    losses: np.ndarray,
-) -> dict:  # (n,L) nats -> middle position of every bin, mean loss there
+    losses: np.ndarray,  # (n,L) nats
+) -> dict:  # middle position of every bin, mean loss there
     "Return the mean loss against the number of tokens before."
     edges = position_bins(losses.shape[1])
     bins = list(zip(edges[:-1], edges[1:]))
@@ -109,19 +122,21 @@ def by_position(
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-018
 def added(
-    carried: np.ndarray, reset: np.ndarray
-) -> list[float]:  # (n,L) and (nL/T,T) nats of the same tokens -> (L/T,)
-    "Return the change of a stretch's loss by the state from before it (nats per token), one per stretch of T tokens."
-    stretches = np.split(
-        carried - reset.reshape(carried.shape), carried.shape[1] // reset.shape[1], 1
-    )
+    carried: np.ndarray,  # (n,L) nats
+    reset: np.ndarray,  # (nL/T,T) nats of the same tokens
+) -> list[float]:  # (L/T,) nats per token
+    "Return how the state from before a stretch of T tokens changes its loss."
+    changes = carried - reset.reshape(carried.shape)
+    stretches = np.split(changes, carried.shape[1] // reset.shape[1], 1)
     return [mean_of(part) for part in stretches]
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-021
 def perplexities(
-    model: SequenceLM, tokens: np.ndarray, s: Any
-) -> dict:  # (M,) held-out token ids, settings
-    "Return nats per token at every window length, with sliding windows, and by position in the longest."
+    model: SequenceLM,
+    tokens: np.ndarray,  # (M,) held-out token ids
+    s: Any,  # settings
+) -> dict:
+    "Return nats per token at every window length, with sliding windows, and by position."
     total = s.windows * s.context * max(s.multiples)
     lengths = [s.context * multiple for multiple in s.multiples]
     losses = [window_losses(model, cut(tokens, length, total), s) for length in lengths]
@@ -135,78 +150,67 @@ def perplexities(
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-023
 NEEDLES = ("passkey", "fact")
-NOUNS = (
-    "door",
-    "boat",
-    "lamp",
-    "bird",
-    "coat",
-    "wall",
-    "cart",
-    "tree",
-    "moon",
-    "flag",
-    "book",
-    "roof",
-)
+NOUNS = ("door", "boat", "lamp", "bird", "coat", "wall")
+NOUNS += ("cart", "tree", "moon", "flag", "book", "roof")
 COLOURS = ("brown", "green", "white", "black", "ochre", "lilac", "amber", "ivory", "beige", "khaki")
 LONGEST = 6  # bytes of every answer, so no tokenizer needs more tokens
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n18
 def needle(
-    kind: str, seed: int, choices: int
-) -> tuple[str, str, list[str]]:  # seed: ten in a row have ten colours
-    "Return the sentence to hide, the start of the sentence to complete, and possible answers, the right one first."
+    kind: str,  # of `NEEDLES`
+    seed: int,  # ten in a row have ten colours
+    choices: int,  # answers
+) -> tuple[str, str, list[str]]:
+    "Return a sentence to hide, the start of one to complete, and answers, the right one first."
     rng = np.random.default_rng(seed)
     if kind == "passkey":
         keys = [f" {key}" for key in rng.choice(90_000, choices, replace=False) + 10_000]
-        return (
-            f"\nThe pass key is{keys[0]}. Remember it:{keys[0]} is the pass key.\n",
-            "\nThe pass key is",
-            keys,
-        )
+        sentence = f"\nThe pass key is{keys[0]}. Remember it:{keys[0]} is the pass key.\n"
+        return sentence, "\nThe pass key is", keys
     right = COLOURS[seed % len(COLOURS)]
     noun = rng.choice(NOUNS)
     others = [colour for colour in rng.permutation(COLOURS) if colour != right]
     colours = [f" {colour}" for colour in [right, *others][:choices]]
-    return (
-        f"\nThe colour of the {noun} is{colours[0]}.\n",
-        f"\nThe colour of the {noun} is",
-        colours,
-    )
+    question = f"\nThe colour of the {noun} is"
+    return f"{question}{colours[0]}.\n", question, colours
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-024
 def encoded(
-    tokenizer: Any, *which: Any
-) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:  # as for `needle`
+    tokenizer: Any,
+    *which: Any,  # as for `needle`
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     "Return sentence, question and answers of a needle as token ids."
     sentence, question, answers = needle(*which)
-    ids = [np.asarray(tokenizer.encode(text), np.int64) for text in (sentence, question, *answers)]
-    return ids[0], ids[1], ids[2:]
+
+    def ids(text):
+        return np.asarray(tokenizer.encode(text), np.int64)
+
+    return ids(sentence), ids(question), [ids(text) for text in answers]
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n20
 def haystack(
-    tokens: np.ndarray,
-    tokenizer: Any,  # (M,) held-out token ids; from `get_tokenizer`
-    kind: str,
+    tokens: np.ndarray,  # (M,) held-out token ids
+    tokenizer: Any,  # from `get_tokenizer`
+    kind: str,  # of `NEEDLES`
     seed: int,  # of the needle; the seed also decides where the text starts
-    length: int,
-    depth: float,  # L, tokens up to the answer; 0: the needle comes first, 1: right before the question
-    choices: int = 8,
-    times: int = 1,  # answers; 2: text and needle twice before the question
+    length: int,  # L, tokens up to the answer
+    depth: float,  # 0: the needle comes first, 1: right before the question
+    choices: int = 8,  # answers
+    times: int = 1,  # 2: text and needle come twice before the question
 ) -> tuple[np.ndarray, list]:  # (L,) text, needle and question; the answers
-    "Hide a needle in L tokens; with `times=2`, text and needle come twice before the question."
-    hidden, asked, answers = encoded(tokenizer, kind, seed, choices)
-    size = length - len(hidden) - len(asked)
+    "Hide a needle in L tokens."
+    hidden, question, answers = encoded(tokenizer, kind, seed, choices)
+    size = length - len(hidden) - len(question)
     if size < 0 or len(tokens) < size:
         raise ValueError(
             f"a context of {length} tokens does not fit: the needle and its question take "
-            f"{len(hidden) + len(asked)}, the text has {len(tokens)}"
+            f"{len(hidden) + len(question)}, the text has {len(tokens)}"
         )
     start = int(np.random.default_rng([seed, 1]).integers(len(tokens) - size + 1))
     text = np.asarray(tokens[start : start + size], np.int64)
-    place = round(depth * size)
-    return np.concatenate([text[:place], hidden, text[place:]] * times + [asked]), answers
+    before = round(depth * size)  # tokens before the needle
+    parts = [text[:before], hidden, text[before:]] * times
+    return np.concatenate([*parts, question]), answers
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-028
 @torch.no_grad()
@@ -215,10 +219,8 @@ def answer_scores(
     contexts: Tensor,  # (B,L) token ids
     answers: list,  # B lists of K arrays of token ids
     chunk: int = 1024,  # tokens to read at a time
-) -> tuple[
-    np.ndarray, np.ndarray
-]:  # (B,K) log-probabilities; (B,) whether the first answer would be written
-    "Return the log-probability of each answer after its context."
+) -> tuple[np.ndarray, np.ndarray]:  # (B,K), (B,)
+    "Return each answer's log-probability, and whether the first answer would be written."
     device = model.embedding.weight.device
     logits, cache = model.read(contexts.to(device), chunk)
     B = len(answers)
@@ -229,61 +231,71 @@ def answer_scores(
     logits = logits.repeat_interleave(K, 0)
     if padded.shape[1] > 1:
         copies = tree_map_only(Tensor, lambda part: part.repeat_interleave(K, 0), cache)
-        logits = torch.cat([logits, model.prefill(padded[:, :-1], copies)[0]], 1)
+        later, _ = model.prefill(padded[:, :-1], copies)
+        logits = torch.cat([logits, later], 1)
     each = logits.float().log_softmax(-1).gather(-1, padded[..., None])[..., 0]
-    best = ((logits.argmax(-1) == padded) | ~real).all(1).view(B, K)[:, 0]
-    return (each * real).sum(1).view(B, K).cpu().numpy(), best.cpu().numpy()
+    totals = (each * real).sum(1).view(B, K)
+    likeliest = (logits.argmax(-1) == padded) | ~real
+    written = likeliest.all(1).view(B, K)[:, 0]
+    return totals.cpu().numpy(), written.cpu().numpy()
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-032
-def score_trials(model: SequenceLM, trials: list, s: Any) -> tuple[np.ndarray, np.ndarray]:
-    "Return `answer_scores` of all trials (context, answers), several side by side if their contexts have one length."
+def score_trials(
+    model: SequenceLM,
+    trials: list,  # (context, answers)
+    s: Any,  # settings
+) -> tuple[np.ndarray, np.ndarray]:
+    "Return `answer_scores` of all trials, several side by side if their contexts have one length."
     length = len(trials[0][0])
-    rows = max(1, min(s.tokens_at_once // s.chunk, 4 * s.tokens_at_once // length))
-    rows = rows if all(len(context) == length for context, _ in trials) else 1
-    found = []
+    rows = 1
+    if all(len(context) == length for context, _ in trials):
+        rows = max(1, min(s.tokens_at_once // s.chunk, 4 * s.tokens_at_once // length))
+    results = []
     for i in range(0, len(trials), rows):
         contexts, answers = zip(*trials[i : i + rows])
-        found.append(answer_scores(model, torch.from_numpy(np.stack(contexts)), answers, s.chunk))
-    return tuple(map(np.concatenate, zip(*found)))
+        stacked = torch.from_numpy(np.stack(contexts))
+        results.append(answer_scores(model, stacked, answers, s.chunk))
+    return tuple(map(np.concatenate, zip(*results)))
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-037
 def retrieval_maps(
-    model: SequenceLM, tokens: np.ndarray, tokenizer: Any, kind: str, s: Any
-) -> dict:  # (M,) held out
-    "Return, by reading, the lengths and the shares of right and of written answers by depth and length."
-    maps = {}
+    model: SequenceLM,
+    tokens: np.ndarray,  # (M,) held-out token ids
+    tokenizer: Any,
+    kind: str,  # of `NEEDLES`
+    s: Any,  # settings
+) -> dict:  # reading -> lengths, shares of right and of written answers by depth and length
+    "Measure how often a needle is retrieved from texts that are read once and twice."
     seeds = range(s.trials)
+    questions = [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds]
+    priors, _ = score_trials(model, questions, s)
 
-    def hide(seed, *how):
-        return haystack(tokens, tokenizer, kind, seed, *how)
+    def shares(*how):  # length, depth, choices, times
+        trials = [haystack(tokens, tokenizer, kind, seed, *how) for seed in seeds]
+        scores, written = score_trials(model, trials, s)
+        gain = scores - priors
+        right = gain[:, 0] > gain[:, 1:].max(1)
+        return mean_of(right, 4), mean_of(written, 4)
 
-    priors, _ = score_trials(
-        model, [encoded(tokenizer, kind, seed, s.choices)[1:] for seed in seeds], s
-    )
+    maps = {}
     for times, reading, lengths in ((1, "once", s.needle_lengths), (2, "twice", s.twice_lengths)):
         maps[reading] = {"length": list(lengths), "right": [], "written": []}
         for depth in s.depths:
-            found = [
-                score_trials(
-                    model, [hide(seed, length, depth, s.choices, times) for seed in seeds], s
-                )
-                for length in lengths
-            ]
-            gains = [scores - priors for scores, _ in found]
-            maps[reading]["right"].append(
-                [mean_of(gain[:, 0] > gain[:, 1:].max(1), 4) for gain in gains]
-            )
-            maps[reading]["written"].append([mean_of(written, 4) for _, written in found])
+            row = [shares(length, depth, s.choices, times) for length in lengths]
+            maps[reading]["right"].append([right for right, _ in row])
+            maps[reading]["written"].append([written for _, written in row])
     return maps
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-034
 def lessons(
-    tokens: np.ndarray, tokenizer: Any, s: Any, device: Any
-) -> Iterator[tuple[Tensor, Tensor]]:  # (M,) tokens
-    "Yield batches (rows,M): haystacks of growing length with their answers, and targets, -100 before the answers."
-    longest = (
-        max(s.finetune_lengths) + LONGEST - 1
-    )  # one shape for all: behind the answer nothing is read or learnt
+    tokens: np.ndarray,  # (M,) token ids
+    tokenizer: Any,
+    s: Any,  # settings
+    device: Any,
+) -> Iterator[tuple[Tensor, Tensor]]:  # inputs, targets: (rows,M) each
+    "Yield haystacks of growing length with their answers; targets are -100 before the answers."
+    # one shape for all: behind the answer nothing is read or learnt
+    longest = max(s.finetune_lengths) + LONGEST - 1
     for step in range(s.finetune_steps):
         length = s.finetune_lengths[step * len(s.finetune_lengths) // s.finetune_steps]
         inputs = torch.zeros(s.finetune_rows, longest, dtype=torch.int64)
@@ -300,13 +312,18 @@ def lessons(
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-035
 def finetune(
-    model: SequenceLM, tokens: np.ndarray, tokenizer: Any, s: Any
-) -> tuple[SequenceLM, float]:  # (M,) tokens
-    "Return a copy finetuned on the needles in `finetuned`, and the mean loss of its last ten steps."
-    model, loss_of = (
-        deepcopy(model).train(),
-        lambda model, *batch: 2 * model(*batch)[1:],
-    )  # to learn from, to record
+    model: SequenceLM,
+    tokens: np.ndarray,  # (M,) token ids
+    tokenizer: Any,
+    s: Any,  # settings
+) -> tuple[SequenceLM, float]:
+    "Return a copy finetuned on the needles in `finetuned`, and the mean loss of ten last steps."
+    model = deepcopy(model).train()
+
+    def loss_of(model, inputs, targets):
+        _, loss = model(inputs, targets)
+        return loss, loss  # to learn from, to record
+
     with torch.enable_grad(), torch.random.fork_rng():
         batches = lessons(tokens, tokenizer, s, model.embedding.weight.device)
         _, losses = fit(
@@ -342,8 +359,8 @@ class Config:
     chunk: int = 1024  # tokens to read at a time
     tokens_at_once: int = 32768  # over the windows read side by side
     bf16: bool = True  # products and activations
-    needles: tuple[str, ...] = NEEDLES  # kinds that the base model is asked for
-    finetuned: tuple[str, ...] = NEEDLES  # kinds that it is finetuned on and asked for
+    needles: tuple[str, ...] = NEEDLES  # kinds that test the base model
+    finetuned: tuple[str, ...] = NEEDLES  # kinds that it is finetuned on, which then test it
     needle_lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # tokens
     twice_lengths: tuple[int, ...] = (512, 1024, 2048, 4096)  # tokens of a text that is read twice
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -356,21 +373,12 @@ class Config:
     gpu: bool = True
 
     def __post_init__(self):
-        some = (
-            "multiples",
-            "windows",
-            "chunk",
-            "tokens_at_once",
-            "needle_lengths",
-            "twice_lengths",
-            "trials",
-            "finetune_lengths",
-            "finetune_steps",
-            "finetune_rows",
-        )
+        reading = ("multiples", "windows", "chunk", "tokens_at_once")
+        needles = ("needle_lengths", "twice_lengths", "trials")
+        training = ("finetune_lengths", "finetune_steps", "finetune_rows")
         check_ranges(
             self,
-            **dict.fromkeys(some, (1, 10**9)),
+            **dict.fromkeys((*reading, *needles, *training), (1, 10**9)),
             choices=(2, len(COLOURS)),
             depths=(0, 1),
             finetune_lr=(1e-12, 1e38),
@@ -379,7 +387,8 @@ class Config:
             raise ValueError(
                 f"context is {self.context}; windows slide by half of it, so it must be even"
             )
-        if unknown := {*self.needles, *self.finetuned} - {*NEEDLES}:
+        unknown = {*self.needles, *self.finetuned} - {*NEEDLES}
+        if unknown:
             raise ValueError(f"unknown needle {min(unknown)!r}; there are: {', '.join(NEEDLES)}")
 
 
@@ -407,31 +416,38 @@ LAPTOP = Config(
 PRESETS = {"laptop": LAPTOP, "gpu": Config()}
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-041
-def measure(model: SequenceLM, texts: Any, s: Any) -> dict:  # texts: from `open_texts`
-    "Measure perplexities on every domain, and needles hidden in the first, before and after finetuning."
-    words = texts.corpus.tokenizer
+def measure(
+    model: SequenceLM,
+    texts: Any,  # from `open_texts`
+    s: Any,  # settings
+) -> dict:
+    "Measure perplexities on every domain, and needles in the first, without and with finetuning."
+    tokenizer = texts.corpus.tokenizer
     val = {name: tokens for name, (tokens, _) in texts.domains.items()}
+    first, *_ = val.values()
 
     def autocast():
         return torch.autocast(model.embedding.weight.device.type, torch.bfloat16, enabled=s.bf16)
 
-    def ask(model, kind):
-        return retrieval_maps(model, next(iter(val.values())), words, kind, s)
+    def maps_of(model, kind):
+        return retrieval_maps(model, first, tokenizer, kind, s)
 
     with autocast():
         text = {name: perplexities(model, tokens, s) for name, tokens in val.items()}
-        maps = {kind: ask(model, kind) for kind in s.needles}
-        loss = None
+        maps = {kind: maps_of(model, kind) for kind in s.needles}
+    loss = None
     if s.finetuned:
-        finetuned, loss = finetune(model, texts.corpus.train, words, s)
+        finetuned, loss = finetune(model, texts.corpus.train, tokenizer, s)
         with autocast():
-            maps |= {f"{kind}, finetuned": ask(finetuned, kind) for kind in s.finetuned}
+            for kind in s.finetuned:
+                maps[f"{kind}, finetuned"] = maps_of(finetuned, kind)
     return {"text": text, "needles": maps, "finetune_loss": loss}
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-044
 def train_small(settings: dict, data: str, folder: Path) -> Path:
-    "Train a job's model as the language experiment does, or find it trained, and return its folder."
-    preset = LMPreset(**settings["model"] | {"train": TrainConfig(**settings["model"]["train"])})
+    "Train a job's model as the language experiment does, if it is not yet; return its folder."
+    recipe = TrainConfig(**settings["model"]["train"])
+    preset = LMPreset(**settings["model"] | {"train": recipe})
     corpus = prepare(data, preset.tokenizer)
     folder = folder / "trained"
     language.fit(preset, settings["mixer"], corpus, folder, quiet=True)
@@ -439,22 +455,25 @@ def train_small(settings: dict, data: str, folder: Path) -> Path:
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-045
 def trained_models(folder: str) -> list[tuple[dict, Path]]:
-    "Return settings and folders of the models of a language run, first seeds first; FileNotFoundError without one."
-    paths = sorted(Path(folder).expanduser().glob("jobs/*/metrics.json"))
-    found = [(read_record(path)["settings"], path.parent / "model") for path in paths]
-    found = [row for row in found if (row[1] / "model.safetensors").exists()]
-    if not found:
+    "Return settings and folders of a language run's models by seed; FileNotFoundError without one."
+    models = []
+    for path in sorted(Path(folder).expanduser().glob("jobs/*/metrics.json")):
+        settings = read_record(path)["settings"]
+        weights = path.parent / "model" / "model.safetensors"
+        if weights.exists():
+            models.append((settings, weights.parent))
+    if not models:
         raise FileNotFoundError(
             f"{folder} holds no trained model; run longhorn reproduce language --scale gpu, "
             "or name the folder of such a run with --checkpoints"
         )
-    return sorted(found, key=lambda row: row[0]["seed"])
+    return sorted(models, key=lambda model: model[0]["seed"])
 
 
 @cache
-def weights_hash(place: Path) -> str:
+def weights_hash(folder: Path) -> str:
     "Return the start of the SHA-256 of a model's weights."
-    with open(place / "model.safetensors", "rb") as file:
+    with open(folder / "model.safetensors", "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-046
@@ -465,26 +484,18 @@ def models_of(config: Config) -> Iterator[tuple]:
             preset = override(config.preset, seed=seed)
             yield {"mixer": mixer, "seed": seed, "model": asdict(preset)}, "", preset.tokenizer
         return
-    for known, place in trained_models(config.checkpoints):
+    for trained, folder in trained_models(config.checkpoints):
         origin = {
-            "mixer": known["mixer"],
-            "seed": known["seed"],
-            "model": {"weights": weights_hash(place)},
+            "mixer": trained["mixer"],
+            "seed": trained["seed"],
+            "model": {"weights": weights_hash(folder)},
         }
-        yield (
-            origin,
-            str(place),
-            trained_tokenizer(place, read_json(place / "config.json")["vocab_size"]),
-        )
+        size = read_json(folder / "config.json")["vocab_size"]
+        yield origin, str(folder), trained_tokenizer(folder, size)
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-056
-ELSEWHERE = (
-    "preset",
-    "mixers",
-    "seeds",
-    "checkpoints",
-    "data",
-)  # fields of `Config` that no single result depends on
+# fields of `Config` that no single result depends on
+ELSEWHERE = ("preset", "mixers", "seeds", "checkpoints", "data")
 texts_of = cache(open_texts)
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n40
@@ -495,52 +506,56 @@ def jobs(config: Config, results: Results) -> Iterator[dict]:
             "name the text with --data FOLDER: that of the run of the language experiment"
         )
     shared = {name: value for name, value in asdict(config).items() if name not in ELSEWHERE}
-    for origin, place, tokenizer in models_of(config):
+    for origin, model_folder, tokenizer in models_of(config):
         texts = texts_of(config.data, tokenizer)
-        about = {
+        text_facts = {
             "tokenizer": texts.corpus.tokenizer.name,
             "tokens": tokens_hash(texts.corpus),
             "text": {name: len(tokens) for name, (tokens, _) in texts.domains.items()},
         }
-        settings = shared | origin | about
+        settings = shared | origin | text_facts
         path = results.job_folder(settings) / "places.json"
-        places = {"model": place, "data": config.data}
-        if not path.exists() or read_json(path) != places:
+        paths = {"model": model_folder, "data": config.data}
+        if not path.exists() or read_json(path) != paths:
             with atomic_file(path) as file:  # not `write_json`: the job needs full paths
-                file.write(json.dumps(places) + "\n")
+                file.write(json.dumps(paths) + "\n")
         yield settings
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-057
 def run_job(settings: dict, folder: Path) -> dict:
     "Measure one model, which is trained first if it has no folder."
     s = SimpleNamespace(**settings)
-    places = read_json(folder / "places.json")
+    paths = read_json(folder / "places.json")
     torch.set_float32_matmul_precision("high" if s.gpu else "highest")
-    place = (
-        Path(places["model"]).expanduser()
-        if places["model"]
-        else train_small(settings, places["data"], folder)
-    )
-    model = SequenceLM.from_pretrained(place, "cuda" if s.gpu else "cpu").eval()
-    texts = texts_of(places["data"], trained_tokenizer(place, model.config.vocab_size))
+    if paths["model"]:
+        weights = Path(paths["model"]).expanduser()
+    else:
+        weights = train_small(settings, paths["data"], folder)
+    model = SequenceLM.from_pretrained(weights, "cuda" if s.gpu else "cpu").eval()
+    texts = texts_of(paths["data"], trained_tokenizer(weights, model.config.vocab_size))
     check_vocabulary(texts.corpus.tokenizer.vocab_size, model.config.vocab_size)
     return {"parameters": model.num_parameters(), **measure(model, texts, s)}
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-058
 def summarize(config: Config, results: Results) -> dict:
     "Return what was measured of every model, which were not measured, and the text."
-    known = list(jobs(config, results))
-    measured = ("parameters", "text", "needles", "finetune_loss", "seconds")
-
-    def pick(row, *names):
-        return {name: row[name] for name in names}
-
-    rows = [(pick(settings, "mixer", "seed"), results.get(settings)) for settings in known]
+    listed = list(jobs(config, results))
+    models = []
+    not_run = []
+    for settings in listed:
+        model = {name: settings[name] for name in ("mixer", "seed")}
+        row = results.get(settings)
+        if row:
+            measured = ("parameters", "text", "needles", "finetune_loss", "seconds")
+            models.append(model | {name: row[name] for name in measured})
+        else:
+            not_run.append(model)
     return {
         "context": config.context,
-        "models": [model | pick(row, *measured) for model, row in rows if row],
-        "not_run": [model for model, row in rows if not row],
-        **pick(known[0], "tokenizer", "text"),
+        "models": models,
+        "not_run": not_run,
+        "tokenizer": listed[0]["tokenizer"],
+        "text": listed[0]["text"],
     }
 
 

@@ -53,14 +53,16 @@ def digits() -> tuple[ImageSet, ImageSet]:  # training, held out
     "Return scikit-learn's digits, (1438,1,8,8) and (359,1,8,8)."
     from sklearn.datasets import load_digits
 
-    found = load_digits()
-    images = torch.tensor(found.images * 255 / 16).round().to(torch.uint8)[:, None]
-    labels = torch.tensor(found.target)
+    data = load_digits()
+    images = torch.tensor(data.images * 255 / 16).round().to(torch.uint8)[:, None]
+    labels = torch.tensor(data.target)
     val = torch.arange(len(images)) % 5 == 4
     return tuple(ImageSet(images[part], labels[part]) for part in (~val, val))
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-014
-def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]:  # -> training, held out
+def cifar10(
+    source: str = "uoft-cs/cifar10",  # on the hub, or a folder
+) -> tuple[ImageSet, ImageSet]:  # training, held out
     "Return CIFAR-10, (50000,3,32,32) and (10000,3,32,32), from the hub or from a folder."
     from datasets import Image, load_dataset
 
@@ -68,33 +70,27 @@ def cifar10(source: str = "uoft-cs/cifar10") -> tuple[ImageSet, ImageSet]:  # ->
     for part in ("train", "test"):
         rows = load_dataset(source, split=part)
         column = "img" if "img" in rows.column_names else "image"
-        images = np.stack(
-            [
-                np.asarray(image.convert("RGB"))
-                for image in rows.cast_column(column, Image())[column]
-            ]
-        )
-        sets.append(
-            ImageSet(
-                torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(),
-                torch.tensor(rows["label"]),
-            )
-        )
+        pictures = rows.cast_column(column, Image())[column]
+        pixels = np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+        sets.append(ImageSet(images, torch.tensor(rows["label"])))
     return tuple(sets)
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-026
-def normalizer(cfg: dict, device: str | torch.device) -> Callable:
+def normalizer(
+    cfg: dict,  # of a timm model, with mean and std per channel
+    device: str | torch.device,
+) -> Callable:
     "Return a function that normalizes images (B,C,H,W) uint8 for a model."
-    mean, std = (
-        torch.tensor(cfg[key], device=device)[:, None, None] * 255 for key in ("mean", "std")
-    )
+    mean = torch.tensor(cfg["mean"], device=device)[:, None, None] * 255
+    std = torch.tensor(cfg["std"], device=device)[:, None, None] * 255
     return lambda images: (images.float() - mean) / std
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-n09
 @torch.no_grad()
 def accuracy(
     model: nn.Module, images: ImageSet, batch_size: int = 1000
-) -> tuple[float, float]:  # -> top 1, top 5
+) -> tuple[float, float]:  # top 1, top 5
     "Return top-1 and top-5 accuracy as shares of the images."
     device = images.labels.device
     training = model.training
@@ -103,9 +99,11 @@ def accuracy(
     model.eval()
     for part, labels in zip(images.images.split(batch_size), images.labels.split(batch_size)):
         with torch.autocast(device.type, torch.bfloat16, enabled=part.is_cuda):
-            right += (model(normalize(part)).topk(5).indices == labels[:, None]).sum(0)
+            guesses = model(normalize(part)).topk(5).indices
+        right += (guesses == labels[:, None]).sum(0)
     model.train(training)
-    return right[0].item() / len(images.labels), right.sum().item() / len(images.labels)
+    count = len(images.labels)
+    return right[0].item() / count, right.sum().item() / count
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-019
 @dataclass(frozen=True)
@@ -147,10 +145,11 @@ class Config:
             weight_decay=(0, 1e38),
             clip=(0, 1e38),
         )
-        for known, asked in ((MODELS, self.models), (tuple(DEITS), (self.size,))):
-            if odd := set(asked) - set(known):
+        for choices, chosen in ((MODELS, self.models), (tuple(DEITS), (self.size,))):
+            unknown = set(chosen) - set(choices)
+            if unknown:
                 raise ValueError(
-                    f"unknown: {', '.join(sorted(odd))}; there are: {', '.join(known)}"
+                    f"unknown: {', '.join(sorted(unknown))}; there are: {', '.join(choices)}"
                 )
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-n13
@@ -173,21 +172,25 @@ PRESETS = {
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-040
 def training(config: Config, name: str, seed: int) -> dict:
     "Return the settings of one model's training run."
-    recipe = {
-        key: value for key, value in asdict(config).items() if key not in ("models", "judged")
-    }
+    recipe = asdict(config)
+    for key in ("models", "judged"):
+        del recipe[key]
     return {"job": "training", "model": name, "seed": seed} | recipe
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-n15
 def measurements(config: Config) -> list[dict]:
     "Return the settings of the jobs that measure speed and memory, one per model."
-    plain = [PLAIN] * ("deit" in config.models)
-    names = [*product(["speed"], config.models), *product(["memory"], [*config.models, *plain])]
-    return [{"job": job, "model": name, "gpu": True} for job, name in names if config.gpu]
+    if not config.gpu:
+        return []
+    pairs = [("speed", name) for name in config.models]
+    pairs += [("memory", name) for name in config.models]
+    if "deit" in config.models:
+        pairs.append(("memory", PLAIN))
+    return [{"job": job, "model": name, "gpu": True} for job, name in pairs]
 
 
-def seeds_of(config: Config) -> dict[str, list[int]]:  # -> model -> seeds of weights and pictures
-    "Return the judged seeds of every model, which are its own."
+def seeds_of(config: Config) -> dict[str, list[int]]:  # model -> seeds of weights and pictures
+    "Return the judged seeds of every model; no two models share one."
     return {name: own_seeds(MODELS.index(name) + 1, config.judged) for name in config.models}
 
 
@@ -203,10 +206,12 @@ def run_job(settings: dict, folder: Path) -> dict:
     s = SimpleNamespace(**settings)
     device = "cuda" if settings["gpu"] else "cpu"
     torch.set_float32_matmul_precision("high" if s.gpu else "highest")
-    if s.job != "training":
-        return {s.job: {"speed": speed, "memory": memory}[s.job](s.model)}
+    if s.job == "speed":
+        return {"speed": speed(s.model)}
+    if s.job == "memory":
+        return {"memory": memory(s.model)}
     sets = digits() if s.data == "digits" else cifar10(s.data)
-    train, test = (ImageSet(*(part.to(device) for part in images)) for images in sets)
+    train, test = (ImageSet(images.to(device), labels.to(device)) for images, labels in sets)
     model = make_model(s.model, s.size, s.seed).to(device)
     return {
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -217,28 +222,34 @@ def run_job(settings: dict, folder: Path) -> dict:
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-n18
 def summarize(config: Config, results: Results) -> dict:
     "Collect the scores for the seeds that all models have finished, and the measurements."
-    rows = {
-        name: [results.get(training(config, name, seed)) for seed in seeds]
-        for name, seeds in seeds_of(config).items()
-    }
-    known = {name: found for name, row in rows.items() if (found := [*filter(None, row)])}
-    done = [i for i in range(config.judged) if known and all(rows[name][i] for name in known)]
+    rows = {}  # model -> one row per seed, None if it is missing
+    for name, seeds in seeds_of(config).items():
+        trained = [results.get(training(config, name, seed)) for seed in seeds]
+        if any(trained):
+            rows[name] = trained
+    finished = [list(filter(None, trained)) for trained in rows.values()]
+    turns = list(zip(*rows.values()))  # one row per model, seed by seed
+    complete = [i for i, turn in enumerate(turns) if all(turn)]
 
     def each(key):
-        return {name: [rows[name][i]["training"][key] for i in done] for name in known}
+        values = {}
+        for name, trained in rows.items():
+            values[name] = [trained[i]["training"][key] for i in complete]
+        return values
 
-    first = next(iter(known.values()), [None])[0]
+    first = finished[0][0] if finished else None
     extra = [(s["model"], results.get(s) or {}) for s in measurements(config)]
 
     def measured(kind):
         return {name: row[kind] for name, row in extra if kind in row}
 
+    parameters = {name: trained[0]["parameters"] for name, trained in zip(rows, finished)}
     return {
         "data": "digits" if config.data == "digits" else "CIFAR-10",
         "val": first and first["val"],
-        "seeds": done,
+        "seeds": complete,
         "epochs": first["training"]["epochs"] if first else [],
-        "parameters": {name: found[0]["parameters"] for name, found in known.items()},
+        "parameters": parameters,
         "curves": each("curve"),
         "speeds": measured("speed"),
         "memories": measured("memory"),
@@ -266,45 +277,95 @@ def batches(
         return torch.randint(high, (M,), generator=generator)
 
     while True:
-        plan = [torch.randperm(M, generator=generator), draw(span), draw(span), draw(2) * s.flip]
-        for index, *places in (
-            torch.stack(plan).to(device).split(s.batch_size, 1)[: M // s.batch_size]
-        ):
-            labels = (
-                F.one_hot(train.labels[index], classes).float() * (1 - s.smoothing)
-                + s.smoothing / classes
-            )
-            yield cutmix(cut(padded[index], s.pad, *places), labels, s.cutmix, generator)
+        order = torch.randperm(M, generator=generator)
+        plan = torch.stack([order, draw(span), draw(span), draw(2) * s.flip]).to(device)
+        for index, down, right, mirrored in plan.split(s.batch_size, 1)[: M // s.batch_size]:
+            images = cut(padded[index], s.pad, down, right, mirrored)
+            one_hot = F.one_hot(train.labels[index], classes).float()
+            labels = one_hot * (1 - s.smoothing) + s.smoothing / classes
+            yield cutmix(images, labels, s.cutmix, generator)
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-022
 def cut(
-    padded: Tensor, pad: int, down: Tensor, right: Tensor, mirrored: Tensor
+    padded: Tensor,  # (B,C,H+2·pad,W+2·pad)
+    pad: int,  # pixels
+    down: Tensor,  # (B,) shift of each image
+    right: Tensor,  # (B,) shift of each image
+    mirrored: Tensor,  # (B,) above 0: flip the image
 ) -> Tensor:  # (B,C,H,W)
-    "Crop padded images (B,C,H+2·pad,W+2·pad); three tensors (B,) give each image's shifts and flip."
+    "Crop padded images."
     line = torch.arange(padded.shape[-1] - 2 * pad, device=padded.device)
     columns = torch.where(mirrored[:, None] > 0, line.flip(0), line) + right[:, None]
+    rows = line + down[:, None]
     image, channel = (torch.arange(n, device=padded.device) for n in padded.shape[:2])
-    rows = (line + down[:, None])[:, None, :, None]
     return padded[
-        image[:, None, None, None], channel[:, None, None], rows, columns[:, None, None, :]
+        image[:, None, None, None],
+        channel[:, None, None],
+        rows[:, None, :, None],
+        columns[:, None, None, :],
     ]
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-n35
 def cutmix(
-    images: Tensor, labels: Tensor, chance: float, generator: torch.Generator
+    images: Tensor,  # (B,C,H,W)
+    labels: Tensor,  # (B,classes)
+    chance: float,  # that a batch is mixed
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    "Paste into each image (B,C,H,W) a box of its partner in the reversed batch, and mix labels (B,classes)."
+    "Paste into each image a box of its partner in the reversed batch, and mix their labels."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
     if number >= chance:  # the batch stays unmixed
         return images, labels
     pixels = images.shape[-1]
     side = round(pixels * math.sqrt(1 - share))
-    y, x = (round(place * (pixels - side)) for place in (top, left))
+    y = round(top * (pixels - side))
+    x = round(left * (pixels - side))
     images[:, :, y : y + side, x : x + side] = images.flip(0)[:, :, y : y + side, x : x + side]
     mixed = side * side / pixels**2
     return images, (1 - mixed) * labels + mixed * labels.flip(0)
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-029
+class _Exam:
+    "Scores of a model on held-out images along its training, and the time between them."
+
+    def __init__(self, model: nn.Module, test: ImageSet):
+        self.model = model
+        self.test = test
+        self.seconds = []
+        self.scores = []
+
+    def start(self) -> None:
+        "Start the clock."
+        self.clock = time.monotonic()
+
+    def __call__(self, loss: Tensor) -> None:
+        "Stop the clock, and test the model; RuntimeError if the training loss is not finite."
+        self.seconds.append(time.monotonic() - self.clock)
+        if not loss.isfinite():
+            raise RuntimeError(
+                f"the loss is {loss.item()} at evaluation {len(self.seconds)}; "
+                "lower the learning rate"
+            )
+        self.scores.append(accuracy(self.model, self.test))
+        self.start()
+
+    def summary(self, points: list[int], loss: float, per_epoch: int, batch_size: int) -> dict:
+        "Return what the record keeps; `points` are the steps at which the model was tested."
+        rates = []
+        for before, step, seconds in zip([0, *points], points, self.seconds):
+            rates.append(batch_size * (step - before) / seconds)
+        top1, top5 = zip(*self.scores)
+        return {
+            "top1": top1[-1],
+            "top5": top5[-1],
+            "loss": loss,
+            "curve": top1,
+            "epochs": [step / per_epoch for step in points],
+            "seconds": sum(self.seconds),
+            "images_per_second": median(rates),
+        }
+
+
 def learn(
     model: nn.Module,  # trained in place
     train: ImageSet,  # on the model's device
@@ -312,40 +373,27 @@ def learn(
     s: Any,  # Config, or a job's settings
     seed: int = 0,  # of the pictures
 ) -> dict:
-    "Train a model and return its scores on held-out images; RuntimeError if the loss is not finite."
+    "Train a model and return its scores; RuntimeError if the loss is not finite."
     normalize = normalizer(model.pretrained_cfg, train.images.device)
-    seconds = []
-    scores = []
+    exam = _Exam(model, test)
 
     def loss_of(model, images, labels):
         loss = F.cross_entropy(model(normalize(images)).float(), labels)
         return loss, loss
 
-    def exam(loss):
-        nonlocal clock
-        seconds.append(time.monotonic() - clock)
-        if not loss.isfinite():
-            raise RuntimeError(
-                f"the loss is {loss.item()} at evaluation {len(seconds)}; lower the learning rate"
-            )
-        scores.append(accuracy(model, test))
-        clock = time.monotonic()
-
     groups = param_groups_weight_decay(
         model, s.weight_decay, no_weight_decay_list=model.no_weight_decay()
     )
     per_epoch = len(train.labels) // s.batch_size
-    clock = time.monotonic()
     steps = s.epochs * per_epoch
-    warmup = max(1, round(s.warmup * steps))
-    fresh = batches(train, s, seed, model.num_classes)
-    at, losses = fit(
+    exam.start()
+    points, losses = fit(
         model.train(),
-        fresh,
+        batches(train, s, seed, model.num_classes),
         loss_of,
         steps,
         s.lr,
-        warmup,
+        max(1, round(s.warmup * steps)),
         s.min_lr_ratio,
         groups=groups,
         clip=s.clip,
@@ -353,14 +401,4 @@ def learn(
         watch=exam,
         log_every=math.ceil(steps / s.evaluations),
     )
-    rates = [s.batch_size * (b - a) / spent for a, b, spent in zip([0, *at], at, seconds)]
-    top1, top5 = zip(*scores)
-    return {
-        "top1": top1[-1],
-        "top5": top5[-1],
-        "loss": losses[-1].item(),
-        "curve": top1,
-        "epochs": [n / per_epoch for n in at],
-        "seconds": sum(seconds),
-        "images_per_second": median(rates),
-    }
+    return exam.summary(points, losses[-1].item(), per_epoch, s.batch_size)
