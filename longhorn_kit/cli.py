@@ -790,7 +790,7 @@ def several_processes() -> bool:
 
 def without_frame(box: str) -> str:
     "Return the words in tyro's box as one line."
-    return in_one_line(" ".join(re.sub("[╭╮╰╯│─]", " ", box).split()))
+    return in_one_line(" ".join(re.sub("[╭╮╰╯│─]|-{4,}", " ", box).split()))
 
 
 def agreed(function: Callable, *arguments: Any) -> Any:
