@@ -8,7 +8,7 @@ __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 
            'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'cluster_options', 'print_verdicts',
            'finished_records', 'noted_failure', 'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut',
            'Retrain', 'check_name', 'TrainLM', 'TrainVision', 'accuracies', 'EvalVision', 'parse',
-           'open_closed_streams', 'fail', 'several_processes', 'agreed', 'main']
+           'open_closed_streams', 'fail', 'several_processes', 'without_frame', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import argparse
@@ -800,6 +800,11 @@ def several_processes() -> bool:
     return int(os.environ.get("WORLD_SIZE", 1)) > 1
 
 
+def without_frame(box: str) -> str:
+    "Return the words in tyro's box as one line."
+    return in_one_line(" ".join(re.sub("[╭╮╰╯│─]|-{4,}", " ", box).split()))
+
+
 def agreed(function: Callable, *arguments: Any) -> Any:
     "Call a function; if it fails in one of several processes, it fails in all."
     if not several_processes():
@@ -841,8 +846,9 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Misread as error:
-        if not several_processes() or os.environ.get("RANK") == "0":  # one process prints the box
-            sys.stderr.write(readable(str(error)))
+        if several_processes():  # their boxes would mix
+            return fail(without_frame(str(error)), 2)
+        sys.stderr.write(readable(str(error)))
         return 2
     except Exception as error:
         if os.environ.get("LONGHORN_DEBUG") == "1":

@@ -351,7 +351,10 @@ STANDS_FOR = {
 
 @pytest.mark.parametrize(
     "name",
-    map(slow_case, ("grid", "prepare", "one machine", "images", "two machines", "spot machine")),
+    [
+        slow_case(name)
+        for name in ("grid", "prepare", "one machine", "images", "two machines", "spot machine")
+    ],
 )
 def test_every_command_of_the_page_runs(tmp_path, name):
     assert set(commands()) == {

@@ -427,7 +427,7 @@ for name in [name for name in sys.modules if name.startswith("longhorn_kit")]:
 import longhorn_kit
 for found in pkgutil.walk_packages(longhorn_kit.__path__, "longhorn_kit."):
     parts = found.name.split(".")
-    if not parts[-1].startswith(("triton", "gluon", "_")):
+    if "triton" not in parts[:-1] and not parts[-1].startswith("_"):
         importlib.import_module(found.name)
 from longhorn_kit.records import exclusive_lock, read_json, write_json
 from pathlib import Path

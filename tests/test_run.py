@@ -349,7 +349,11 @@ def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
         re.S,
     )
     experiment, claim = (textwrap.dedent(block) for block in blocks)
-    cells = ["#| default_exp lab.parity", f"#| export\n{experiment}", f"#| export\n{claim}"]
+    cells = [
+        "#| default_exp lab.experiments.parity",
+        f"#| export\n{experiment}",
+        f"#| export\n{claim}",
+    ]
     code = [
         dict(
             cell_type="code", metadata={}, source=text, outputs=[], execution_count=None, id=str(i)

@@ -24,8 +24,8 @@ from longhorn_kit.scan.triton.launch import (
     differentiable,
     in_eager,
     launch,
+    nothing_traces,
     resolved,
-    unwatched,
 )
 from longhorn_kit.scan.triton.portable import (
     INTERPRETED,
@@ -775,7 +775,7 @@ def triton_conv(
     Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
     tensors = x, weight, bias, initial_state
     direct = in_eager(*tensors, cu_seqlens)
-    if not direct and unwatched():
+    if not direct and nothing_traces():
         *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
     if twice:
         conv = _twice
@@ -877,7 +877,7 @@ def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     silu = activation is not None
     ops = torch.ops.longhorn_kit
     direct = in_eager(*tensors, slots)
-    if not direct and unwatched():
+    if not direct and nothing_traces():
         *tensors, slots = resolved(*tensors, slots)
     if not inplace:
         return (_fresh_step if direct else ops.short_conv_step.default)(*tensors, silu)
