@@ -447,6 +447,18 @@ def test_same_seed_same_tokens(name):
     )
 
 
+def test_the_former_name_of_max_new_tokens_works_and_warns():
+    model = make()
+    prompt = torch.randint(40, (2, 3))
+    expected = model.generate(prompt, max_new_tokens=4, seed=5)
+    with pytest.warns(DeprecationWarning, match="n_new is max_new_tokens now"):
+        tokens = model.generate(prompt, n_new=4, seed=5)
+    assert torch.equal(tokens, expected)
+    with pytest.warns(DeprecationWarning, match="n_new is max_new_tokens now"):
+        drawn = list(model.stream(prompt, n_new=4, seed=5))
+    assert torch.equal(torch.stack(drawn, 1), expected[:, 3:])
+
+
 def test_greedy_is_the_best_token_at_every_step():
     model = make()
     prompt = torch.randint(40, (2, 3))
@@ -963,10 +975,13 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
         (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
         (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
         *(
-            (lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message)
+            (lambda m, wrong=wrong: m.generate(TOKENS, **dict(max_new_tokens=2) | wrong), message)
             for wrong, message in [
-                (dict(n_new=-1), "n_new is -1; expected an integer of at least 0"),
-                (dict(n_new=2.0), "n_new is 2.0; expected an integer"),
+                (
+                    dict(max_new_tokens=-1),
+                    "max_new_tokens is -1; expected an integer of at least 0",
+                ),
+                (dict(max_new_tokens=2.0), "max_new_tokens is 2.0; expected an integer"),
                 (dict(temperature=-0.5), "temperature is -0.5; expected a number of at least 0"),
                 (dict(temperature=math.nan), "temperature is nan"),
                 (dict(top_k=0), "top_k is 0; expected an integer of at least 1"),

@@ -16,7 +16,9 @@ from .arguments import exporting
 
 # %% ../../nbs/machine/onnx.ipynb #onnx-n07
 def onnx_exporting() -> bool:
-    "Return whether `torch.onnx.export` traces; ValueError for its older form, which cannot write `Scan`."
+    """Return whether `torch.onnx.export` traces.
+
+    ValueError for its older form, which cannot write `Scan`."""
     exports = exporting() and torch.onnx.is_in_onnx_export()
     if exports and torch.jit.is_tracing():
         raise ValueError("the scans of longhorn_kit need torch.onnx.export(..., dynamo=True)")
