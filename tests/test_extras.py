@@ -224,11 +224,9 @@ def test_scans_layers_and_models_need_only_the_core(core, tmp_path):
     assert done.returncode == 0, done.stderr
     folder, message = done.stdout.splitlines()
     place = Path(folder)
-    assert (
-        place.is_relative_to(core.parent)
-        and (place / "py.typed").exists()
-        and not (place / "_modidx.py").exists()
-    )
+    assert place.is_relative_to(core.parent)
+    assert (place / "py.typed").exists()
+    assert not (place / "_modidx.py").exists()
     assert message == f'a vision model needs the extra "vision": {pip_command("vision")}'
 
 
@@ -275,7 +273,8 @@ def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
     hidden = {package for packages in EXTRAS.values() for package in packages} - set(EXTRAS["lab"])
     code = HIDE.replace("{packages}", repr(hidden))
     done = run(sys.executable, "-c", code, command, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
     assert done.stdout.startswith(f"usage: longhorn {command}")
     if command == "train-vision":
         claim = run(
@@ -294,9 +293,9 @@ def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
             )
     if NEEDS[command] != "lab":
         done = run(sys.executable, "-c", code, command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+        assert done.returncode == 1
         assert (
-            done.returncode == 1
-            and done.stderr
+            done.stderr
             == f'longhorn: error: {command} needs the extra "{NEEDS[command]}": {pip_command(NEEDS[command])}\n'
         )
 
@@ -317,7 +316,8 @@ def test_hints_name_a_package_index_only_once_it_has_the_package():
 )
 def test_without_extras_a_module_names_its_own(core, tmp_path, module, who, extra):
     done = run(core / "python", "-c", f"import longhorn_kit.{module}", cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
         f'ModuleNotFoundError: longhorn_kit.{who} needs the extra "{extra}": {pip_command(extra)}'
     )
 
@@ -328,9 +328,9 @@ def test_claims_are_the_same_from_the_wheel_and_the_repository(wheel, tmp_path):
     mine, theirs = (
         run(*command, cwd=tmp_path, PYTHONPATH=str(place)) for place in (tmp_path / "kit", ROOT)
     )
-    assert (
-        mine.returncode == 0 and mine.stdout == theirs.stdout and mine.stdout.count('"holds"') > 5
-    )
+    assert mine.returncode == 0
+    assert mine.stdout == theirs.stdout
+    assert mine.stdout.count('"holds"') > 5
 
 
 @pytest.mark.parametrize(
@@ -358,11 +358,10 @@ def test_the_links_of_the_package_page_are_absolute_once_the_repository_is_publi
     text = (tmp_path / made.stdout.split()[-1] / "METADATA").read_text()
     place = place.format(__version__)
     raw = place.replace("//github.com", "//raw.githubusercontent.com").replace("/blob", "")
-    assert f"]({place}CONTRIBUTING.md)" in text and f"]({raw}docs/static/film.svg)" in text
-    assert (
-        f'src="{raw}docs/static/findings.svg"' in text
-        and f'srcset="{raw}docs/static/findings-narrow.svg"' in text
-    )
+    assert f"]({place}CONTRIBUTING.md)" in text
+    assert f"]({raw}docs/static/film.svg)" in text
+    assert f'src="{raw}docs/static/findings.svg"' in text
+    assert f'srcset="{raw}docs/static/findings-narrow.svg"' in text
     if published:
         assert not re.search(r'(\]\(|src="|srcset=")(?!https?:)', text)
 
@@ -469,7 +468,8 @@ def test_claims_run_in_spawned_processes_without_triton(tmp_path):
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     longhorn = (sys.executable, "-m", "longhorn_kit.cli", "reproduce")
     shown = run(*longhorn, "--help", cwd=tmp_path, PYTHONPATH=path)
-    assert shown.returncode == 0 and "--scale" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "--scale" in shown.stdout, shown.stderr
     tiny = (
         "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 --warmup 1 --lrs 0.05 "
         "--search-seeds --seeds 0 --test-streams 4 --test-pairs 4 --points 2 --workers 2"
@@ -477,10 +477,8 @@ def test_claims_run_in_spawned_processes_without_triton(tmp_path):
     done = run(*longhorn, *tiny.split(), cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(next(tmp_path.glob("runs/recall/laptop*/record.json")).read_text())
-    assert record["missing"] == 0 and set(record["results"]["tasks"]["once"]["recall"]) == {
-        "longhorn_exact",
-        "attention",
-    }
+    assert record["missing"] == 0
+    assert set(record["results"]["tasks"]["once"]["recall"]) == {"longhorn_exact", "attention"}
 
 
 # --- pages without Triton -------------------------------------------------------------------------------------------
@@ -507,9 +505,8 @@ def kernel_pages():
 )
 def test_a_page_of_kernels_says_first_that_it_needs_triton(path, sources):
     first = [source for source in sources if not re.match(r"#\| *(default_exp|export)", source)][0]
-    assert re.search(r"\buse_triton\(", first) and not re.search(
-        r"^(import|from) triton", first, re.M
-    ), first
+    assert re.search(r"\buse_triton\(", first), first
+    assert not re.search(r"^(import|from) triton", first, re.M), first
 
 
 PAGES = """
@@ -669,7 +666,8 @@ def test_models_need_no_float64(name, bf16, monkeypatch):
     with NoFloat64(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         model(tokens, tokens)[1].backward()
         found = model.generate(tokens[:, :5], 3, seed=0)
-    assert found.shape == (2, 8) and all(p.grad.isfinite().all() for p in model.parameters())
+    assert found.shape == (2, 8)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @every_matrix
@@ -701,11 +699,9 @@ def test_a_device_that_is_no_gpu_of_cuda_gets_the_chunked_scan(form):
     q = torch.randn(1, 9, 4, device="meta")
     assert pick_backend("auto", q) == "chunked"
     out, state = longhorn_scan(q, q, q, q, form=form, output_final_state=True)
-    assert (
-        out.is_meta
-        and state.is_meta
-        and longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
-    )
+    assert out.is_meta
+    assert state.is_meta
+    assert longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
 
 
 def test_models_and_the_kernels_of_a_scan_do_not_import_the_compiler():
@@ -749,11 +745,9 @@ def test_where_triton_interprets():
         return done.stdout.split()
 
     child = "import longhorn_kit, subprocess; subprocess.run([sys.executable, '-c', {!r}]); exit()"
-    assert (
-        said([]) == ["1"]
-        and said(["/dev/nvidia0"]) == ["None"]
-        and said([], "import triton") == ["None"]
-    )
+    assert said([]) == ["1"]
+    assert said(["/dev/nvidia0"]) == ["None"]
+    assert said([], "import triton") == ["None"]
     assert said([], child.format(code.format(["/dev/nvidia0"], ""))) == ["None"]
     assert said([], child.format(code.format([], ""))) == ["1"]
     assert said(["/dev/nvidia0"], "os.environ['TRITON_INTERPRET'] = '1'") == ["1"]

@@ -88,9 +88,8 @@ def test_the_command_of_the_guide_accepts_its_layer_and_says_what_broken_ones_la
             re.M,
         )
     }
-    assert done.returncode == 1 and not [
-        key for key in found if key[0] == "FAILED" and key[2] == "decay"
-    ], done.stdout
+    assert done.returncode == 1, done.stdout
+    assert not [key for key in found if key[0] == "FAILED" and key[2] == "decay"], done.stdout
     assert len({check for kind, check, name in found if (kind, name) == ("PASSED", "decay")}) >= 20
     for name, demands in DEMANDS.items():
         for check, demand in demands.items():

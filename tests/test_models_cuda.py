@@ -57,7 +57,8 @@ def test_gpu_autocast_trains(name):
         logits, loss = model(tokens, tokens)
         _, cache = model.prefill(tokens)
     loss.backward()
-    assert abs(loss.item() - plain.item()) < 0.02 and loss.dtype is torch.float32
+    assert abs(loss.item() - plain.item()) < 0.02
+    assert loss.dtype is torch.float32
     for n, p in model.named_parameters():
         assert (p.grad - exact[n]).norm() < 0.1 * exact[n].norm() + 1e-4, n
     if hasattr(cache[0], "S"):
@@ -70,9 +71,8 @@ def test_gpu_generates_and_saves(name, tmp_path):
     model = make(name).cuda()
     prompt = torch.randint(40, (2, 5), device="cuda")
     first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
-    assert first.is_cuda and torch.equal(
-        first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
-    )
+    assert first.is_cuda
+    assert torch.equal(first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9))
     model.save_pretrained(tmp_path)
     again = SequenceLM.from_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16)
     assert again.generate(prompt, 4, temperature=0).shape == (2, 9)

@@ -446,7 +446,8 @@ def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_toke
             options = dict(
                 max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
             )
-            assert model.training and model.is_gradient_checkpointing
+            assert model.training
+            assert model.is_gradient_checkpointing
             sampled.append(
                 [
                     torch.cat(each.generate(prompt, **options).logits)
@@ -498,9 +499,8 @@ def test_the_cache_holds_plain_tuples(name):
     tokens = torch.randint(50, (2, 6))
     cache = hf(tokens, use_cache=True).past_key_values
     for layer, block in zip(cache.layers, hf.model.blocks, strict=True):
-        assert type(layer.state) is tuple and all(
-            type(part) is torch.Tensor for part in layer.state
-        )
+        assert type(layer.state) is tuple
+        assert all(type(part) is torch.Tensor for part in layer.state)
         assert type(layer.get()) is type(block.mixer.empty_cache(2))
 
 
@@ -545,10 +545,8 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
     again = AutoModelForCausalLM.from_pretrained(folder)
     read = AutoTokenizer.from_pretrained(folder)
-    assert (
-        read.padding_side == "left"
-        and again.generation_config.eos_token_id == words.eos_token_id == 0
-    )
+    assert read.padding_side == "left"
+    assert again.generation_config.eos_token_id == words.eos_token_id == 0
     assert (
         again.generation_config.pad_token_id
         == again.config.pad_token_id
@@ -706,10 +704,8 @@ def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
         if "blocks.1" not in name:
             assert torch.equal(parameter, hf.get_parameter(name))
     fresh = again.model.blocks[1].mixer
-    assert (
-        torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
-        and fresh.in_proj.weight.std() > 0.05
-    )
+    assert torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
+    assert fresh.in_proj.weight.std() > 0.05
 
 
 @pytest.mark.slow
@@ -717,14 +713,14 @@ def test_a_sharded_model_without_memory_draws_the_kits_weights():
     "The flow of FSDP2: build on meta, shard, `to_empty`, `init_weights`."
     from torch.distributed.fsdp import fully_shard
 
-    from test_lm import alone
+    from test_lm import one_process
 
     torch.manual_seed(0)
     config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2)
     fresh = LonghornForCausalLM(config)
     with torch.device("meta"):
         hf = LonghornForCausalLM(config)
-    with alone() as mesh:
+    with one_process() as mesh:
         for part in (*hf.model.blocks, hf):
             fully_shard(part, mesh=mesh)
         hf.to_empty(device="cpu")
@@ -741,7 +737,8 @@ def test_auto_classes_know_the_model(tmp_path):
     to_transformers(make("mamba")).save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), LonghornConfig)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert model.dtype == torch.bfloat16 and model.config.mixer == "mamba"
+    assert model.dtype == torch.bfloat16
+    assert model.config.mixer == "mamba"
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
 
@@ -774,7 +771,8 @@ def test_loading_in_16_bits_keeps_the_parameters_that_stay_in_float32(mixer, dty
             ):  # the others are drawn
                 assert torch.equal(parameter, lm.get_parameter(name)), name
     tokens = torch.randint(50, (1, 5))
-    assert torch.isfinite(loaded(tokens).logits).all() and loaded.dtype == dtype
+    assert torch.isfinite(loaded(tokens).logits).all()
+    assert loaded.dtype == dtype
 
 
 def test_sequence_classification_reads_the_last_text_token(tmp_path):

@@ -133,7 +133,8 @@ def other_version(folder, out):
         .replace(f'"{__version__}"', '"9.9.9"')
         .replace("RMSNorm(lm.d_model, lm.norm_eps)", "RMSNorm(lm.d_model, 10.0)")
     )
-    assert text != source.read_text() and text.count('"9.9.9"') == 2
+    assert text != source.read_text()
+    assert text.count('"9.9.9"') == 2
     source.write_text(text)
     return out
 
@@ -155,7 +156,9 @@ models[1].save_pretrained("again")
 found = [versions, type(models[0]) is type(models[2]), logits, outputs("again")[0], "longhorn_kit" in sys.modules]
 """
     versions, shared, logits, again, public = in_python_without_the_kit(code, tmp_path)
-    assert versions == [__version__, "9.9.9", __version__] and shared and not public
+    assert versions == [__version__, "9.9.9", __version__]
+    assert shared
+    assert not public
     torch.testing.assert_close(logits, [*alone, alone[0]])
     torch.testing.assert_close(again, alone[1])
     assert (alone[0] - alone[1]).abs().max() > 1e-2
@@ -179,7 +182,8 @@ found = [found, namespaces]
     logits, namespaces = in_python_without_the_kit(code, tmp_path)
     alone = [in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names]
     torch.testing.assert_close(logits, alone)
-    assert all(len(names) == 1 for names in namespaces) and namespaces[0] != namespaces[1]
+    assert all(len(names) == 1 for names in namespaces)
+    assert namespaces[0] != namespaces[1]
 
 
 def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
@@ -190,7 +194,8 @@ def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
     )
     with pytest.warns(UserWarning, match=message) as raised:
         model = AutoModelForCausalLM.from_pretrained(two, trust_remote_code=True)
-    assert type(model) is LonghornForCausalLM and len(raised) == 1
+    assert type(model) is LonghornForCausalLM
+    assert len(raised) == 1
     with pytest.warns(UserWarning, match=message):
         load_pair(two)
     with warnings.catch_warnings():
@@ -241,9 +246,8 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
         optimizer.zero_grad()
         adapted(tokens, labels=tokens).loss.backward()
         optimizer.step()
-    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4) and all(
-        p.abs().max() > 0 for p in changed
-    )
+    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4)
+    assert all(p.abs().max() > 0 for p in changed)
     trained = adapted.eval()(tokens).logits
     assert (trained - start).abs().max() > 1e-2
     adapted.save_pretrained(tmp_path / "adapter")
@@ -401,9 +405,8 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
         for name, layer in SequenceLM(model.config.lm_config()).named_modules()
         if isinstance(layer, torch.nn.Linear)
     ]
-    assert len(adapters) == 2 * len(linear) and not [
-        name for name, p in adapters.items() if not p.grad.abs().max() > 0
-    ]
+    assert len(adapters) == 2 * len(linear)
+    assert not [name for name, p in adapters.items() if not p.grad.abs().max() > 0]
 
 
 @every_family
@@ -489,25 +492,26 @@ def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
     ]
     labels = DataCollatorForLanguageModeling(words, mlm=False)(texts)["labels"].tolist()
     assert labels == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
-    assert (words.pad_token_id, words.eos_token_id) == (255, 0) and len(words) == 256
+    assert (words.pad_token_id, words.eos_token_id) == (255, 0)
+    assert len(words) == 256
     for config in (model.config, model.generation_config):
         assert (config.pad_token_id, config.eos_token_id) == (255, 0)
     assert (
         "Padding is token 255, which no text contains, and not the end mark (token 0)"
         in (folder / "README.md").read_text()
     )
-    assert (
-        words("ÿ")["input_ids"] == [*"ÿ".encode()]
-        and words.decode([97, 255], skip_special_tokens=True) == "a"
-    )
+    assert words("ÿ")["input_ids"] == [*"ÿ".encode()]
+    assert words.decode([97, 255], skip_special_tokens=True) == "a"
 
 
 def test_padding_takes_a_byte_that_no_longer_token_needs():
     letters = {"ÿ": 0, "xÿ": 1, "þ": 2, "<|endoftext|>": 3}
-    assert free_word(letters) == "þ" and free_word({"a": 0}) is None
+    assert free_word(letters) == "þ"
+    assert free_word({"a": 0}) is None
     words = hf_tokenizer(get_tokenizer("bytes"))
     words.pad_token = words.eos_token  # as in exports of other tools
-    assert "Padding is the end mark (token 0)" in padding_note(words) and padding_note(None) == ""
+    assert "Padding is the end mark (token 0)" in padding_note(words)
+    assert padding_note(None) == ""
 
 
 def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):

@@ -95,7 +95,8 @@ def test_layers_that_are_reset_one_by_one_get_the_constructors_weights():
             module.reset_parameters()
     for n, p in want.blocks.named_parameters():
         got = model.blocks.get_parameter(n)
-        assert got.isfinite().all() and got.std(unbiased=False).item() == pytest.approx(
+        assert got.isfinite().all(), n
+        assert got.std(unbiased=False).item() == pytest.approx(
             p.std(unbiased=False).item(), rel=0.2
         ), n
         assert got.mean().item() == pytest.approx(
@@ -167,7 +168,8 @@ def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options
     model = build(name, num_classes=42, **options).eval()
     x = images(model)
     y = model(x)
-    assert y.shape == (2, 42) and not y.isnan().any()
+    assert y.shape == (2, 42)
+    assert not y.isnan().any()
     assert all(
         build(name, in_chans=chans, **options)(torch.randn(1, chans, 8, 8)).shape == (1, 10)
         for chans in (1, 3, 5)
@@ -184,18 +186,20 @@ def test_default_cfg_and_classifier(name):
     model = build(name).eval()
     cfg = model.default_cfg
     weights = model.state_dict()
-    assert model.num_classes > 0 and model.num_features > 0 and model.head_hidden_size > 0
+    assert model.num_classes > 0
+    assert model.num_features > 0
+    assert model.head_hidden_size > 0
     x = images(model, 1)
     features = model.forward_features(x)
     before = model.forward_head(features, pre_logits=True)
-    assert features.shape == (1, 17, model.num_features) and before.shape == (
-        1,
-        model.head_hidden_size,
-    )
-    assert f"{cfg['classifier']}.weight" in weights and f"{cfg['first_conv']}.weight" in weights
+    assert features.shape == (1, 17, model.num_features)
+    assert before.shape == (1, model.head_hidden_size)
+    assert f"{cfg['classifier']}.weight" in weights
+    assert f"{cfg['first_conv']}.weight" in weights
     assert model.get_classifier() is model.head
     model.reset_classifier(0)
-    assert model.num_classes == 0 and model(x).shape == before.shape
+    assert model.num_classes == 0
+    assert model(x).shape == before.shape
     model.reset_classifier(0, "")
     assert torch.equal(model(x), features)
     model.reset_classifier(7, "avg")
@@ -234,7 +238,8 @@ def test_features_of_every_block(name):
     assert len(kept) == len(info.channels()) == 3  # timm's tests want at least as many
     for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
         side = math.ceil(8 / reduction)
-        assert feature.shape == (1, channels, side, side) and not feature.isnan().any()
+        assert feature.shape == (1, channels, side, side)
+        assert not feature.isnan().any()
     assert torch.allclose(final, model.forward_features(x))
     normed = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)
     assert torch.allclose(normed[0], final[:, 1:])
@@ -310,7 +315,8 @@ def test_features_only_and_pruning():
     assert features.feature_info.reduction() == [2, 2]
     model = build(NANO[0])
     assert model.prune_intermediate_layers(indices=[1]) == [1]
-    assert len(model.blocks) == 2 and model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
+    assert len(model.blocks) == 2
+    assert model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
 
 
 # what timm's training tools read
@@ -331,11 +337,14 @@ def test_parameter_groups():
     assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
     assert {name.split(".")[-1] for name in kept} == {"cls_token", "pos_embed", "A_log", "D_skip"}
     frozen, decayed = param_groups_weight_decay(model, 0.05, model.no_weight_decay())
-    assert frozen["weight_decay"] == 0 and all(p.ndim > 1 for p in decayed["params"])
+    assert frozen["weight_decay"] == 0
+    assert all(p.ndim > 1 for p in decayed["params"])
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers["cls_token"] == layers["patch_embed.proj.weight"] == 0
-    assert layers["blocks.0.norm.weight"] == 1 and layers["blocks.1.norm.weight"] == 2
-    assert layers["norm.weight"] == 3 and layers["head.weight"] == 4  # as timm groups its own ViT
+    assert layers["blocks.0.norm.weight"] == 1
+    assert layers["blocks.1.norm.weight"] == 2
+    assert layers["norm.weight"] == 3
+    assert layers["head.weight"] == 4  # as timm groups its own ViT
 
 
 def test_drop_path_and_dropout_are_off_in_evaluation():
@@ -417,7 +426,8 @@ def test_trained_at_224_evaluated_at_384():
     x = torch.randn(1, 3, 384, 384)
     with torch.no_grad():
         y = larger(x)
-        assert torch.allclose(again(x), y, atol=1e-5) and torch.allclose(moved(x), y, atol=1e-5)
+        assert torch.allclose(again(x), y, atol=1e-5)
+        assert torch.allclose(moved(x), y, atol=1e-5)
         small = torch.randn(1, 3, 224, 224)
         assert torch.equal(again(small), model(small))
     assert torch.equal(
@@ -469,13 +479,13 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
         for options in ({}, dict(num_classes=3), dict(patch_size=4))
     )
     assert torch.equal(loaded(x), model(x))
-    assert coarse.patch_embed.proj.weight.shape[-1] == 4 and coarse(images(coarse)).isfinite().all()
+    assert coarse.patch_embed.proj.weight.shape[-1] == 4
+    assert coarse(images(coarse)).isfinite().all()
     assert torch.allclose(
         coarse.patch_embed.proj.weight, resample_patch_embed(filters, [4, 4]), atol=1e-6
     )
-    assert other(x).shape == (2, 3) and torch.equal(
-        other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight
-    )
+    assert other(x).shape == (2, 3)
+    assert torch.equal(other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight)
 
 
 @pytest.mark.parametrize(
@@ -496,15 +506,13 @@ def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
         loaded = timm.create_model(
             name, pretrained=True, pretrained_cfg_overlay=overlay, **small
         ).eval()
-        assert (
-            torch.equal(loaded(x), trained(x)) and loaded.pretrained_cfg["num_classes"] == classes
-        )
+        assert torch.equal(loaded(x), trained(x))
+        assert loaded.pretrained_cfg["num_classes"] == classes
     other = timm.create_model(
         name, pretrained=True, pretrained_cfg_overlay=file, **small | dict(num_classes=3)
     ).eval()
-    assert other(x).shape == (2, 3) and torch.equal(
-        other.forward_features(x), trained.forward_features(x)
-    )
+    assert other(x).shape == (2, 3)
+    assert torch.equal(other.forward_features(x), trained.forward_features(x))
 
 
 # timm's contract of models that change
@@ -514,9 +522,8 @@ def test_resizing_freezes_and_unfreezes_nothing():
     for learns in (False, True):
         model = build(NANO[0]).requires_grad_(learns)
         model.set_input_size((16, 12))
-        assert {p.requires_grad for p in model.parameters()} == {
-            learns
-        } and model.pos_embed.shape == (1, 1 + 48, 64)
+        assert {p.requires_grad for p in model.parameters()} == {learns}
+        assert model.pos_embed.shape == (1, 1 + 48, 64)
 
 
 @pytest.mark.parametrize("training", (True, False))
@@ -564,10 +571,8 @@ def test_a_changed_model_is_saved_and_loaded(change, tmp_path):
     save_for_hf(model, tmp_path)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(2, model.in_chans, *model.patch_embed.img_size)
-    assert (
-        loaded.patch_embed.img_size == model.patch_embed.img_size
-        and loaded.global_pool == model.global_pool
-    )
+    assert loaded.patch_embed.img_size == model.patch_embed.img_size
+    assert loaded.global_pool == model.global_pool
     assert torch.equal(loaded(x), model(x))
 
 
