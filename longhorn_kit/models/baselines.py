@@ -14,17 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.library import custom_op
 
-from longhorn_kit.models.mixer import (
+from longhorn_kit.models.building import (
     Device,
     Dtype,
-    Mixer,
-    ScanMixer,
-    TextMask,
     check_number,
     check_sizes,
     register_mixer,
     start_with,
 )
+from .mixer import Mixer, ScanMixer, TextMask
 from .recompute import split_bias, wide, with_product
 from ..scan.arguments import check_optional
 from ..scan.onnx import onnx_exporting

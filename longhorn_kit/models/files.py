@@ -19,8 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .building import Device, Dtype, check_sizes, to_dtype
 from .lm import Backbone, LMConfig, SequenceLM, count_parameters
-from .mixer import Device, Dtype, check_sizes, to_dtype
 from longhorn_kit.records import (
     atomic_file,
     atomic_path,

@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from longhorn_kit.models.mixer import (
-    CacheSlot,
+from longhorn_kit.models.building import (
     Device,
     Dtype,
-    TextMask,
     build_mixer,
     check_number,
     check_sizes,
@@ -32,6 +30,7 @@ from longhorn_kit.models.mixer import (
     redraw,
     start_with,
 )
+from .mixer import CacheSlot, TextMask
 from longhorn_kit.models.recompute import (
     chunked_cross_entropy,
     is_plain,

@@ -15,18 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
-from longhorn_kit.models.mixer import (
+from longhorn_kit.models.building import (
     Device,
     Dtype,
-    Mixer,
-    ScanMixer,
-    TextMask,
     check_number,
     check_sizes,
-    check_stream,
     register_mixer,
     start_with,
 )
+from .mixer import Mixer, ScanMixer, TextMask, check_stream
 from .recompute import convolve, product_dtype, weight_of, wide
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend

@@ -25,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import __version__
 from ..compat import mend_torchvision
+from .building import WIDE, value_for
 from .files import model_card
 from .lm import Block, LMConfig, RMSNorm, SequenceLM, check_tokens
-from .mixer import WIDE, CacheSlot, TextMask, pick_columns, value_for
+from .mixer import CacheSlot, TextMask, pick_columns
 from .recompute import wide
 from ..records import readable
 from ..scan.arguments import check_cu_seqlens, check_integers

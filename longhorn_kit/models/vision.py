@@ -13,16 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import draw_time_steps
+from .building import Device, Dtype, placed, start_with, zero_bias
 from .lm import divide_weight
-from longhorn_kit.models.mixer import (
-    Device,
-    Dtype,
-    normalize_keys,
-    placed,
-    start_with,
-    to_length,
-    zero_bias,
-)
+from .mixer import normalize_keys, to_length
 from .recompute import is_plain, split_bias, wide
 from .vision_timm import VisionTools, register_models, timm
 from ..scan.arguments import check_choice, documented, exporting
