@@ -1,4 +1,4 @@
-"""Processes that are started once and then run functions together, as `torchrun` would start them: `Pool(4).run(function, ...)`."""
+"""Processes that run functions together, as under `torchrun`: `Pool(4).run(function, ...)`."""
 
 import contextlib
 import io
@@ -76,26 +76,28 @@ class Pool:
         self.pipes = []
         self.processes = []
         for rank in range(count):
-            ours, theirs = spawn.Pipe()
-            own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(spawn.Process(target=serve, args=(theirs, own), daemon=daemon))
-            self.processes[-1].start()
-            self.pipes.append(ours)
-            theirs.close()
+            parent_end, child_end = spawn.Pipe()
+            environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            arguments = (child_end, environment)
+            process = spawn.Process(target=serve, args=arguments, daemon=daemon)
+            process.start()
+            self.processes.append(process)
+            self.pipes.append(parent_end)
+            child_end.close()
 
     def run(self, function, *arguments, **options):
-        "Return what the function gave in each process, or its error as text; None for a process that is gone."
+        "Return the result per process, or its error as text; None for a process that is gone."
         for pipe in self.pipes:
             pipe.send((function, arguments, options))
-        found = []
+        replies = []
         for pipe in self.pipes:
             try:
                 assert pipe.poll(240), "a process of the pool hangs"
-                found.append(pipe.recv())
+                replies.append(pipe.recv())
             except (EOFError, ConnectionResetError):
-                found.append((None, ""))
-        self.printed = [text for _, text in found]
-        return [value for value, _ in found]
+                replies.append((None, ""))
+        self.printed = [text for _, text in replies]
+        return [value for value, _ in replies]
 
     def close(self):
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""The hardest agenda of the lab as a toy: every learning rate with the first seed, then the best rate with the other seeds."""
+"""The hardest agenda of the lab as a toy: all rates with one seed, the best with the others."""
 
 import os
 import random
@@ -17,12 +17,15 @@ class Config:
 
 
 def tried(config, results, model):
-    settings = [
-        {"model": model, "lr": lr, "seed": config.seeds[0], "pause": config.pause}
-        for lr in config.lrs
-    ]
-    done = [results.get(s) for s in settings]
-    return settings, max(done, key=lambda row: row["accuracy"])["settings"] if all(done) else None
+    "Return the settings of the search over rates, and the best of them once all are done."
+    settings = []
+    for lr in config.lrs:
+        settings.append({"model": model, "lr": lr, "seed": config.seeds[0], "pause": config.pause})
+    rows = [results.get(s) for s in settings]
+    if not all(rows):
+        return settings, None
+    best = max(rows, key=lambda row: row["accuracy"])
+    return settings, best["settings"]
 
 
 def jobs(config, results):
@@ -42,28 +45,27 @@ def run_job(settings, folder):
     with open(folder / "starts.txt", "a") as file:
         file.write("again\n" if (folder / "metrics.json").exists() else "start\n")
     steps = folder / "steps.txt"
-    for step in range(int(steps.read_text() or 0) if steps.exists() else 0, 5):
+    done = int(steps.read_text() or 0) if steps.exists() else 0
+    for step in range(done, 5):
         time.sleep(settings["pause"])
         if settings["model"] == os.environ.get("TOY_FAILS"):
             raise ValueError("the toy is broken")
         steps.write_text(str(step + 1))
-    return {
-        "accuracy": random.Random(
-            f"{settings['model']} {settings['lr']} {settings['seed']}"
-        ).random()
-    }
+    name = f"{settings['model']} {settings['lr']} {settings['seed']}"
+    return {"accuracy": random.Random(name).random()}
 
 
 def summarize(config, results):
-    best = {model: tried(config, results, model)[1] for model in config.models}
-    return {
-        model: [
-            row["accuracy"]
-            for seed in config.seeds
-            if at and (row := results.get(at | {"seed": seed}))
-        ]
-        for model, at in best.items()
-    }
+    accuracies = {model: [] for model in config.models}
+    for model, values in accuracies.items():
+        _, best = tried(config, results, model)
+        if best is None:
+            continue
+        for seed in config.seeds:
+            row = results.get(best | {"seed": seed})
+            if row:
+                values.append(row["accuracy"])
+    return accuracies
 
 
 EXPERIMENT = Experiment("toy", {"laptop": Config()}, jobs, run_job, summarize, later)
