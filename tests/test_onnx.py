@@ -145,12 +145,11 @@ def test_packed_sequences_are_refused():
 
 @pytest.mark.slow
 def test_the_older_exporter_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="the scans of longhorn_kit need torch.onnx.export.*dynamo=True"
-    ):
-        torch.onnx.export(
-            Longhorn(16).eval(), (torch.randn(1, 9, 16),), tmp_path / "old.onnx", dynamo=False
-        )
+    layer = Longhorn(16).eval()
+    h = torch.randn(1, 9, 16)
+    message = "the scans of longhorn_kit need torch.onnx.export.*dynamo=True"
+    with pytest.raises(ValueError, match=message):
+        torch.onnx.export(layer, (h,), tmp_path / "old.onnx", dynamo=False)
 
 
 def test_other_tracers_keep_the_custom_operations():
