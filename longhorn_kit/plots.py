@@ -74,9 +74,9 @@ def use_style() -> None:
             **dict.fromkeys(ink, INK),
         }
     )
-    if (
-        shell := "IPython" in sys.modules and sys.modules["IPython"].get_ipython()
-    ):  # twice the pixels in a notebook
+    ipython = sys.modules.get("IPython")
+    shell = ipython and ipython.get_ipython()
+    if shell:  # a notebook: twice the pixels
         from matplotlib_inline.config import InlineBackend
 
         InlineBackend.instance(parent=shell).figure_formats = {"retina"}
@@ -94,8 +94,9 @@ def label_ends(
         y = np.asarray(line.get_ydata(), float)
         keep = np.isfinite(x) & np.isfinite(y)
         if keep.any() and not line.get_label().startswith("_"):
-            last = ax.transScale.transform((x[keep][-1], y[keep][-1]))
-            ends.append([ax.transLimits.transform(last)[1], line])
+            last = (x[keep][-1], y[keep][-1])
+            _, height = ax.transLimits.transform(ax.transScale.transform(last))
+            ends.append([height, line])
     ends.sort(key=lambda end: end[0])
     for below, end in zip(ends, ends[1:]):
         end[0] = max(end[0], below[0] + gap)
@@ -120,17 +121,26 @@ def plot_seeds(
 ) -> Any:
     "Draw the mean over seeds as a line and the range over seeds as a band; return the line."
     runs = np.atleast_2d(np.asarray(runs, float))
-    (line,) = ax.plot(steps, runs.mean(0), color=COLORS[name], **{"label": LABELS[name], **options})
-    ax.fill_between(steps, runs.min(0), runs.max(0), color=COLORS[name], alpha=0.18, linewidth=0)
+    color = COLORS[name]
+    options = {"label": LABELS[name], **options}
+    (line,) = ax.plot(steps, runs.mean(0), color=color, **options)
+    ax.fill_between(steps, runs.min(0), runs.max(0), color=color, alpha=0.18, linewidth=0)
     return line
 
 # %% ../nbs/machine/plots.ipynb #plots-table
-def show_table(title: str, header: list, rows: list) -> None:  # title: may be empty; rows: of cells
+def show_table(
+    title: str,  # may be empty
+    header: list,  # of cells
+    rows: list,  # of lists of cells
+) -> None:
     "Show a Markdown table in a notebook."
     from IPython.display import Markdown, display
 
     def cells(row):
         return " | ".join(str(cell).replace("|", "\\|") for cell in row)
 
-    lines = [f"| {cells(row)} |" for row in (header, ["---"] * len(header), *rows)]
-    display(Markdown("\n".join([f"**{title}**\n"] * bool(title) + lines)))
+    rule = ["---"] * len(header)
+    lines = [f"| {cells(row)} |" for row in (header, rule, *rows)]
+    if title:
+        lines.insert(0, f"**{title}**\n")
+    display(Markdown("\n".join(lines)))

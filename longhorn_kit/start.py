@@ -28,10 +28,12 @@ NEEDS = {
 
 def start() -> int:  # exit code
     "Run the command line; if a package is missing, name its extra."
-    command = next((word for word in sys.argv[1:2] if word in NEEDS), "longhorn")
-    helps = any(word in ("-h", "--help") for word in sys.argv)
+    first = sys.argv[1] if len(sys.argv) > 1 else ""
+    command = first if first in NEEDS else "longhorn"
+    helps = "-h" in sys.argv or "--help" in sys.argv
+    extra = "lab" if helps else NEEDS.get(command, "lab")
     try:
-        need(command, "lab" if helps else NEEDS.get(command, "lab"))
+        need(command, extra)
     except ModuleNotFoundError as error:
         print(f"longhorn: error: {error}", file=sys.stderr)
         return 1

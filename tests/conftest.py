@@ -1,4 +1,4 @@
-"""Where there is no GPU, Triton's interpreter runs the kernels: the variable must be set before triton is imported."""
+"""Settings of all tests: Triton's interpreter without a GPU, marks, samples, long tests."""
 
 import hashlib
 import os
@@ -9,16 +9,16 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 
-# A shell that starts a job in the background makes it deaf to ctrl-C, and its children with it; some tests press ctrl-C.
+# A job in the background of a shell ignores ctrl-C, and so do its children; some tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def two_configurations_a_kernel():
-    "flash-linear-attention times all configurations of a kernel before it first runs it, for minutes; to be right, two will do."
+    "Let flash-linear-attention time two configurations of a kernel, not all for minutes."
     with pytest.MonkeyPatch.context() as patch:
         if torch.cuda.is_available():
             from triton.runtime.autotuner import Autotuner
@@ -34,7 +34,8 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "numeric: compares numbers that processors round differently; also run with ATEN_CPU_CAPABILITY=default",
+        "numeric: compares numbers that processors round differently; "
+        "also run with ATEN_CPU_CAPABILITY=default",
     )
 
 
@@ -52,7 +53,7 @@ def pytest_runtest_makereport(item, call):
 
 LONG = ("slow", "faults", "release")
 LONG_SECONDS = 1200  # a long test that takes more is stuck, also on a machine three times as slow
-# Files whose tests take long run first, so that no worker ends with one while the other has nothing to do.
+# Files whose tests take long run first, so that no worker idles while the other ends with one.
 FIRST = (
     "test_site",
     "test_layouts",
@@ -76,8 +77,11 @@ def pytest_addoption(parser):
     )
 
 
-def one_case_per_test(cases, seed):
-    "Return the case that a seed chooses of every test. cases: test -> names of its cases, in any order."
+def one_case_per_test(
+    cases,  # test -> names of its cases, in any order
+    seed,
+):
+    "Return the case that a seed chooses of every test."
 
     def draw(name):
         return hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -89,8 +93,9 @@ def sampled(items, seed):
     "Return the items of a sample; UsageError if NOT_SAMPLED names a test that does not exist."
     unknown = NOT_SAMPLED.keys() - {item.originalname for item in items}
     if unknown:
+        names = ", ".join(sorted(unknown))
         raise pytest.UsageError(
-            f"NOT_SAMPLED in tests/conftest.py names {', '.join(sorted(unknown))}, not a test of this run"
+            f"NOT_SAMPLED in tests/conftest.py names {names}, not a test of this run"
         )
     cases = defaultdict(list)
     for item in items:
@@ -102,14 +107,14 @@ def sampled(items, seed):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    "Skip what this machine cannot run (`cuda`), and what takes long unless its mark is asked for (`-m slow`, `-m release`)."
-    asked = config.getoption("-m")
+    "Skip what this machine cannot run, and long tests unless -m names their mark; sample."
+    requested = config.getoption("-m")
     seed = config.getoption("--sample")
     for item in items:
         if "cuda" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         for mark in LONG:
-            if mark in item.keywords and mark not in asked:
+            if mark in item.keywords and mark not in requested:
                 item.add_marker(pytest.mark.skip(reason=f"{mark}: run with -m {mark}"))
         if any(mark in item.keywords for mark in LONG) and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(LONG_SECONDS))

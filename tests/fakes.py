@@ -37,9 +37,8 @@ def experiment(name):
         return {"score": 2}
 
     def summarize(config, results):
-        return {
-            "score": sum(row["score"] for s in jobs(config, results) if (row := results.get(s)))
-        }
+        rows = [results.get(settings) for settings in jobs(config, results)]
+        return {"score": sum(row["score"] for row in rows if row)}
 
     return Experiment(name, {"laptop": Config()}, jobs, run_job, summarize)
 

@@ -1,4 +1,6 @@
-"""Checks of every mixer. `python -m pytest -m mixer -k NAME` runs all of them for one; a failure starts with the docstring of its check."""
+"""Checks of every mixer: `python -m pytest -m mixer -k NAME` runs all of them for one.
+
+The message of a failure starts with the docstring of its check."""
 
 import pytest
 
@@ -22,8 +24,11 @@ def parts(name):
     return name, {option: True} if option else {}
 
 
-def every(names, quick=None):
-    "Run a check for these mixers; its docstring says in one sentence what it demands. Those not in `quick` run in `make test-slow`."
+def every(
+    names,
+    quick=None,  # None: all; the others run in `make test-slow`
+):
+    "Return a decorator that runs a check for mixers; the check's docstring is its demand."
     cases = [name if quick is None or name in quick else slow_case(name) for name in names]
 
     def mark(check):
@@ -38,9 +43,8 @@ def every(names, quick=None):
 every_mixer = every(NAMES)
 every_scan = every(SCANS)
 every_matrix = every(MATRICES)
-every_mixer_of_kit = every(
-    KIT
-)  # not demanded of a layer from elsewhere: tracing at any length, keys, skipping padding in one pass
+# not demanded of a layer from elsewhere: tracing at any length, keys, padding in one pass
+every_mixer_of_kit = every(KIT)
 every_layer = every([*NAMES, *OPTIONS])  # names for `parts`
 # for long checks: `make test` runs one mixer of each family of code
 FAMILIES = ("longhorn", "longhorn_exact", "mamba", "deltanet", "attention")

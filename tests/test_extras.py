@@ -1,4 +1,4 @@
-"""The wheel works with PyTorch, NumPy, safetensors and Triton alone, and names the extra of everything else."""
+"""The wheel works with its core packages alone, and names the extra of everything else."""
 
 import ast
 import json
@@ -28,11 +28,8 @@ from sweep import slow_case
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-DISTRIBUTION = {
-    "PIL": "pillow",
-    "sklearn": "scikit-learn",
-    "lm_eval": "lm-eval",
-}  # those not called like their package
+# distributions whose name is not that of their package
+DISTRIBUTION = {"PIL": "pillow", "sklearn": "scikit-learn", "lm_eval": "lm-eval"}
 PARTS = (
     "pyproject.toml",
     "setup.py",
@@ -44,7 +41,9 @@ PARTS = (
     "nbs/lab/results",
     "kernels/results",
 )
-CORE = ("torch", "numpy", "safetensors", *["triton"] * (sys.platform == "linux"))
+CORE = ("torch", "numpy", "safetensors")
+if sys.platform == "linux":
+    CORE += ("triton",)
 
 
 def normal(name):
@@ -53,43 +52,39 @@ def normal(name):
 
 def required(extra):
     "Names of the distributions of an extra, with those of the extras that it includes."
-    found = set()
+    names = set()
     for line in PROJECT["optional-dependencies"][extra]:
-        own = re.match(r"longhorn-kit\[(.*)\]", line)
-        found |= set.union(*map(required, own[1].split(","))) if own else {normal(line)}
-    return found
+        included = re.match(r"longhorn-kit\[(.*)\]", line)
+        if included is None:
+            names.add(normal(line))
+        else:
+            names.update(*map(required, included[1].split(",")))
+    return names
 
 
 def test_the_table_of_extras_agrees_with_pyproject():
     for extra, packages in EXTRAS.items():
         names = {normal(DISTRIBUTION.get(name, name)) for name in packages}
-        assert names == required(extra) if extra != "book" else names <= required(extra), extra
-    assert {"lab", "lm", "vision", "hf", "eval", "cluster", "track", "book", "dev"} <= set(
-        PROJECT["optional-dependencies"]
-    )
+        assert names <= required(extra), extra
+        if extra != "book":
+            assert names == required(extra), extra
+    extras = {"lab", "lm", "vision", "hf", "eval", "cluster", "track", "book", "dev"}
+    assert extras <= PROJECT["optional-dependencies"].keys()
 
 
 def test_versions_that_are_known_to_fail_are_left_out():
-    lab = {
-        normal(line): Requirement(line).specifier
-        for line in PROJECT["optional-dependencies"]["lab"]
-    }
-    taken = [
-        version
-        for version in ("4.0.0", "4.8.4", "5.0.0", "5.0.3", "5.1.0", "5.2.0")
-        if version in lab["datasets"]
-    ]
-    assert taken == ["4.0.0", "4.8.4", "5.1.0", "5.2.0"]  # 5.0: the position of a resumed stream
-    pins = dict(
-        line.split("==")
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if "==" in line
-    )
+    requirements = map(Requirement, PROJECT["optional-dependencies"]["lab"])
+    lab = {normal(requirement.name): requirement.specifier for requirement in requirements}
+    versions = ("4.0.0", "4.8.4", "5.0.0", "5.0.3", "5.1.0", "5.2.0")
+    allowed = [version for version in versions if version in lab["datasets"]]
+    assert allowed == ["4.0.0", "4.8.4", "5.1.0", "5.2.0"]  # 5.0: the position of a resumed stream
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = dict(line.split("==") for line in lines if "==" in line)
     assert int(pins["pillow"].split(".")[0]) < 13  # for trackio
 
 
 def test_the_package_imports_only_what_an_extra_brings():
-    known = {
+    available = {
         "torch",
         "numpy",
         "safetensors",
@@ -99,29 +94,29 @@ def test_the_package_imports_only_what_an_extra_brings():
         "psutil",
         "IPython",
         "matplotlib_inline",  # with tiktoken, accelerate, jupyterlab
-        "torchvision",
+        "torchvision",  # only mended if it is there
         *sum(EXTRAS.values(), ()),
         *sys.stdlib_module_names,
-    }  # torchvision: only mended if it is there
+    }
     for path in (ROOT / "longhorn_kit").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         names = set(re.findall(r"^\s*from (\w+)[\w.]* import ", text, re.M))
         for line in re.findall(r"^\s*import (.*)", text, re.M):
-            names |= {name.split()[0].split(".")[0] for name in line.split("#")[0].split(",")}
-        assert path.name == "_modidx.py" or not names - known, path
+            modules = line.split("#")[0].split(",")
+            names |= {re.match(r"\s*(\w+)", module)[1] for module in modules}
+        assert path.name == "_modidx.py" or not names - available, path
 
 
-# --- the wheel ------------------------------------------------------------------------------------------------------
+# --- the wheel
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
+    ignored = shutil.ignore_patterns("__pycache__")
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(
-                ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            shutil.copytree(ROOT / part, source / part, ignore=ignored)
         else:
             shutil.copy(ROOT / part, source)
     code = "import setuptools.build_meta as b; b.build_wheel('dist')"
@@ -129,52 +124,45 @@ def wheel(tmp_path_factory):
     return next(source.glob("dist/*.whl"))
 
 
-def with_requirements(lines, found):
+def applies(requirement, extras):
+    "Check whether a requirement holds on this machine, for a distribution with these extras."
+    if not requirement.marker:
+        return True
+    return any(requirement.marker.evaluate({"extra": extra}) for extra in ("", *extras))
+
+
+def with_requirements(lines, visited):
     "Return the distributions that these requirements bring on this machine."
-    for wanted in map(Requirement, lines):
-        name = normal(wanted.name)
-        if (name, *wanted.extras) not in found:
-            found.add((name, *wanted.extras))
-            needs = [Requirement(line) for line in metadata.requires(name) or []]
-            with_requirements(
-                [
-                    str(r).split(";")[0]
-                    for r in needs
-                    if not r.marker
-                    or any(r.marker.evaluate({"extra": extra}) for extra in ("", *wanted.extras))
-                ],
-                found,
-            )
-    return {name for name, *_ in found}
+    for requirement in map(Requirement, lines):
+        name = normal(requirement.name)
+        key = (name, *requirement.extras)
+        if key in visited:
+            continue
+        visited.add(key)
+        needs = map(Requirement, metadata.requires(name) or [])
+        needs = [need for need in needs if applies(need, requirement.extras)]
+        with_requirements([str(need).split(";")[0] for need in needs], visited)
+    return {name for name, *_ in visited}
 
 
 def environment(folder, wheel, *distributions):
-    "A new environment with links to the installed distributions and what they need, and the wheel; returns its folder `bin`."
+    """Make an environment with the wheel and links to distributions with what they need.
+
+    Returns its folder `bin`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
     for name in with_requirements(distributions, set()):
-        about = metadata.distribution(name)
-        for top in {
-            re.split("[/,]", line)[0] for line in about.read_text("RECORD").splitlines()
-        } - {"..", "__pycache__"}:
+        distribution = metadata.distribution(name)
+        lines = distribution.read_text("RECORD").splitlines()
+        folders = {re.split("[/,]", line)[0] for line in lines}
+        for top in folders - {"..", "__pycache__"}:
             if not (site / top).exists():
-                (site / top).symlink_to(about.locate_file(top))
+                (site / top).symlink_to(distribution.locate_file(top))
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
+    options = ["-q", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
     subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pip",
-            "--python",
-            folder / "bin/python",
-            "install",
-            "-q",
-            "--no-deps",
-            "--no-index",
-            "--no-compile",
-            "--ignore-installed",  # such as the checkout, if it is in the path
-            "--disable-pip-version-check",
-            wheel,
-        ],
+        # ignored: such as the checkout, if it is in the path
+        [*pip, *options, "--ignore-installed", wheel],
         check=True,
         env={**os.environ, "PIP_CONFIG_FILE": os.devnull},
     )
@@ -182,13 +170,12 @@ def environment(folder, wheel, *distributions):
 
 
 def run(*words, cwd, **env):
-    hidden = ("PYTHONPATH", "LONGHORN_DEBUG")
-    env = {
-        **{k: v for k, v in os.environ.items() if k not in hidden},
-        "PYTHONDONTWRITEBYTECODE": "1",
-        **env,
-    }
-    return subprocess.run([str(w) for w in words], cwd=cwd, env=env, capture_output=True, text=True)
+    environment = dict(os.environ)
+    for name in ("PYTHONPATH", "LONGHORN_DEBUG"):
+        environment.pop(name, None)
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", **env}
+    command = [str(word) for word in words]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +187,8 @@ USE = """
 import sys, torch
 import longhorn_kit
 print(longhorn_kit.__path__[0])
-from longhorn_kit import MIXERS, Longhorn, LMConfig, SequenceLM, causal_conv1d, longhorn_scan, longhorn_step, selective_scan
+from longhorn_kit import MIXERS, Longhorn, LMConfig, SequenceLM
+from longhorn_kit import causal_conv1d, longhorn_scan, longhorn_step, selective_scan
 q, k, x, b = (torch.randn(1, 40, size, requires_grad=True) for size in (4, 4, 3, 3))
 for form in ("exact", "diagonal"):
     out, state = longhorn_scan(q, k, x, b, form=form, output_final_state=True)
@@ -223,23 +211,26 @@ def test_scans_layers_and_models_need_only_the_core(core, tmp_path):
     done = run(core / "python", "-c", USE, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder, message = done.stdout.splitlines()
-    place = Path(folder)
-    assert (
-        place.is_relative_to(core.parent)
-        and (place / "py.typed").exists()
-        and not (place / "_modidx.py").exists()
-    )
+    folder = Path(folder)
+    assert folder.is_relative_to(core.parent)
+    assert (folder / "py.typed").exists()
+    assert not (folder / "_modidx.py").exists()
     assert message == f'a vision model needs the extra "vision": {pip_command("vision")}'
 
 
 def test_without_extras_every_command_names_its_own(core, tmp_path):
-    for command in (*NEEDS, ""):
+    for words in ([], *([command] for command in NEEDS)):
         for helps in ([], ["--help"]):
-            done = run(core / "longhorn", *([command] * bool(command)), *helps, cwd=tmp_path)
+            done = run(core / "longhorn", *words, *helps, cwd=tmp_path)
+            command = words[0] if words else "longhorn"
             extra = "lab" if helps else NEEDS.get(command, "lab")
-            who = command or "longhorn"
-            said = f'longhorn: error: {who} needs the extra "{extra}": {pip_command(extra)}\n'
-            assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+            assert done.returncode == 1
+            assert done.stdout == ""
+            assert done.stderr == error_without(command, extra)
+
+
+def error_without(command, extra):
+    return f'longhorn: error: {command} needs the extra "{extra}": {pip_command(extra)}\n'
 
 
 HIDE = """
@@ -275,40 +266,31 @@ def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
     hidden = {package for packages in EXTRAS.values() for package in packages} - set(EXTRAS["lab"])
     code = HIDE.replace("{packages}", repr(hidden))
     done = run(sys.executable, "-c", code, command, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
     assert done.stdout.startswith(f"usage: longhorn {command}")
     if command == "train-vision":
         claim = run(
-            sys.executable,
-            "-c",
-            code,
-            "reproduce",
-            "vision",
-            "--help",
+            *(sys.executable, "-c", code, "reproduce", "vision", "--help"),
             cwd=tmp_path,
             PYTHONPATH=str(ROOT),
         )
-        for shown in (done.stdout, claim.stdout):
-            assert re.search(
-                r'Its settings are not shown: .* needs the extra "vision"', " ".join(shown.split())
-            )
+        hint = re.compile(r'Its settings are not shown: .* needs the extra "vision"')
+        assert hint.search(" ".join(done.stdout.split()))
+        assert hint.search(" ".join(claim.stdout.split()))
     if NEEDS[command] != "lab":
         done = run(sys.executable, "-c", code, command, cwd=tmp_path, PYTHONPATH=str(ROOT))
-        assert (
-            done.returncode == 1
-            and done.stderr
-            == f'longhorn: error: {command} needs the extra "{NEEDS[command]}": {pip_command(NEEDS[command])}\n'
-        )
+        assert done.returncode == 1
+        assert done.stderr == error_without(command, NEEDS[command])
 
 
 def test_hints_name_a_package_index_only_once_it_has_the_package():
     settings = (ROOT / "settings.ini").read_text()
     assert f"\npublished = {PUBLISHED}\n" in settings
-    assert pip_command("lm") == (
-        'pip install "longhorn-kit[lm]"'
-        if PUBLISHED
-        else 'pip install ".[lm]" in a clone of the repository'
-    )
+    expected = 'pip install ".[lm]" in a clone of the repository'
+    if PUBLISHED:
+        expected = 'pip install "longhorn-kit[lm]"'
+    assert pip_command("lm") == expected
 
 
 @pytest.mark.parametrize(
@@ -317,7 +299,8 @@ def test_hints_name_a_package_index_only_once_it_has_the_package():
 )
 def test_without_extras_a_module_names_its_own(core, tmp_path, module, who, extra):
     done = run(core / "python", "-c", f"import longhorn_kit.{module}", cwd=tmp_path)
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == (
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
         f'ModuleNotFoundError: longhorn_kit.{who} needs the extra "{extra}": {pip_command(extra)}'
     )
 
@@ -325,46 +308,47 @@ def test_without_extras_a_module_names_its_own(core, tmp_path, module, who, extr
 def test_claims_are_the_same_from_the_wheel_and_the_repository(wheel, tmp_path):
     shutil.unpack_archive(wheel, tmp_path / "kit", "zip")
     command = (sys.executable, "-m", "longhorn_kit.cli", "claims", "--json")
-    mine, theirs = (
-        run(*command, cwd=tmp_path, PYTHONPATH=str(place)) for place in (tmp_path / "kit", ROOT)
-    )
-    assert (
-        mine.returncode == 0 and mine.stdout == theirs.stdout and mine.stdout.count('"holds"') > 5
-    )
+    from_wheel = run(*command, cwd=tmp_path, PYTHONPATH=str(tmp_path / "kit"))
+    from_repository = run(*command, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert from_wheel.returncode == 0
+    assert from_wheel.stdout == from_repository.stdout
+    assert from_wheel.stdout.count('"holds"') > 5
 
 
 @pytest.mark.parametrize(
-    "published, place", [(False, ""), (True, "https://github.com/someone/longhorn-kit/blob/v{}/")]
+    "published, base", [(False, ""), (True, "https://github.com/someone/longhorn-kit/blob/v{}/")]
 )
 def test_the_links_of_the_package_page_are_absolute_once_the_repository_is_published(
-    tmp_path, published, place
+    tmp_path, published, base
 ):
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "longhorn_kit/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    settings = re.sub(
-        r"^published = .*",
-        f"published = {published}",
-        (ROOT / "settings.ini").read_text(),
-        flags=re.M,
-    )
-    (tmp_path / "settings.ini").write_text(
-        re.sub(r"^user = .*", "user = someone", settings, flags=re.M)
-    )
+    settings = (ROOT / "settings.ini").read_text()
+    settings = re.sub(r"^published = .*", f"published = {published}", settings, flags=re.M)
+    settings = re.sub(r"^user = .*", "user = someone", settings, flags=re.M)
+    (tmp_path / "settings.ini").write_text(settings)
     code = "import setuptools.build_meta as b; print(b.prepare_metadata_for_build_wheel('.'))"
     made = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, check=True, capture_output=True, text=True
     )
     text = (tmp_path / made.stdout.split()[-1] / "METADATA").read_text()
-    place = place.format(__version__)
-    raw = place.replace("//github.com", "//raw.githubusercontent.com").replace("/blob", "")
-    assert f"]({place}CONTRIBUTING.md)" in text and f"]({raw}docs/static/film.svg)" in text
-    assert (
-        f'src="{raw}docs/static/findings.svg"' in text
-        and f'srcset="{raw}docs/static/findings-narrow.svg"' in text
-    )
+    base = base.format(__version__)
+    raw = base.replace("//github.com", "//raw.githubusercontent.com").replace("/blob", "")
+    assert f"]({base}CONTRIBUTING.md)" in text
+    assert f"]({raw}docs/static/film.svg)" in text
+    assert f'src="{raw}docs/static/findings.svg"' in text
+    assert f'srcset="{raw}docs/static/findings-narrow.svg"' in text
     if published:
         assert not re.search(r'(\]\(|src="|srcset=")(?!https?:)', text)
+
+
+IMPORTS = {
+    "lab": "from longhorn_kit.lab import extrapolation, language, mqar, recall, report\n"
+    "report.templates()",
+    "vision": "from longhorn_kit.lab import vision, vision_training\nvision.digits()",
+    "hf": "from longhorn_kit.lab import evaluation\nimport longhorn_kit.models.transformers",
+}
 
 
 @pytest.mark.slow
@@ -372,63 +356,51 @@ def test_the_links_of_the_package_page_are_absolute_once_the_repository_is_publi
     "extra, words",
     [
         ("lab", ("longhorn", "claims")),
-        (
-            "lab",
-            (
-                "python",
-                "-c",
-                "from longhorn_kit.lab import extrapolation, language, mqar, recall, report; report.templates()",
-            ),
-        ),
         ("lm", ("longhorn", "train-lm", "--preset", "laptop", "--steps", "2", "--out", "run")),
-        (
-            "vision",
-            (
-                "python",
-                "-c",
-                "from longhorn_kit.lab import vision, vision_training; vision.digits()",
-            ),
-        ),
-        (
-            "hf",
-            (
-                "python",
-                "-c",
-                "from longhorn_kit.lab import evaluation; import longhorn_kit.models.transformers",
-            ),
-        ),
+        *((extra, ("python", "-c", code)) for extra, code in IMPORTS.items()),
     ],
 )
 def test_an_extra_brings_all_that_its_commands_import(wheel, tmp_path, extra, words):
-    place = environment(tmp_path / "env", wheel, *CORE, *required(extra))
-    done = run(place / words[0], *words[1:], cwd=tmp_path)
+    bin_folder = environment(tmp_path / "env", wheel, *CORE, *required(extra))
+    done = run(bin_folder / words[0], *words[1:], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-# --- other systems --------------------------------------------------------------------------------------------------
+# --- other systems
 
 ELSEWHERE = """
 import importlib, os, pkgutil, signal, sys
 from longhorn_kit.compat import mend_torchvision
 mend_torchvision()
-import accelerate, datasets, matplotlib.pyplot, scipy.special, timm.data, torch, tyro # they are other libraries' affair
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, initialization, modeling_layers
-import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp, torch.utils.benchmark
+# other libraries may use what is missing below
+import accelerate, datasets, matplotlib.pyplot, scipy.special, timm.data, torch, tyro
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import initialization, modeling_layers
+import torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp
+import torch.utils.benchmark
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "posix", "triton"):
     sys.modules[name] = None
-for name in ("fork", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "getuid", "geteuid", "uname", "killpg",
-             "setsid", "statvfs", "getpgid", "wait4", "mkfifo", "posix_fadvise", "getloadavg"):
-    if hasattr(os, name): delattr(os, name)
-for name in ("SIGKILL", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGCHLD", "SIGSTOP", "SIGCONT", "setitimer", "alarm"):
-    if hasattr(signal, name): delattr(signal, name)
+FUNCTIONS = (
+    "fork register_at_fork sched_getaffinity sched_setaffinity getuid geteuid uname killpg "
+    "setsid statvfs getpgid wait4 mkfifo posix_fadvise getloadavg"
+)
+for name in FUNCTIONS.split():
+    if hasattr(os, name):
+        delattr(os, name)
+SIGNALS = (
+    "SIGKILL SIGHUP SIGUSR1 SIGUSR2 SIGALRM SIGCHLD SIGSTOP SIGCONT setitimer alarm"
+)
+for name in SIGNALS.split():
+    if hasattr(signal, name):
+        delattr(signal, name)
 sys.platform = "win32"
 for name in [name for name in sys.modules if name.startswith("longhorn_kit")]:
     del sys.modules[name]
 import longhorn_kit
-for found in pkgutil.walk_packages(longhorn_kit.__path__, "longhorn_kit."):
-    parts = found.name.split(".")
+for module in pkgutil.walk_packages(longhorn_kit.__path__, "longhorn_kit."):
+    parts = module.name.split(".")
     if "triton" not in parts[:-1] and not parts[-1].startswith("_"):
-        importlib.import_module(found.name)
+        importlib.import_module(module.name)
 from longhorn_kit.records import exclusive_lock, read_json, write_json
 from pathlib import Path
 with exclusive_lock("runs"):
@@ -451,10 +423,11 @@ import builtins, multiprocessing, sys
 sys.modules["triton"] = None
 multiprocessing.get_all_start_methods = lambda: ["spawn"]
 whole = builtins.__import__
+MISSING = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty")
 
 def for_the_kit(name, globals=None, *rest, **named):
     importer = (globals or {}).get("__name__", "")
-    if importer.startswith("longhorn_kit") and name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"):
+    if importer.startswith("longhorn_kit") and name in MISSING:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return whole(name, globals, *rest, **named)
 
@@ -469,35 +442,33 @@ def test_claims_run_in_spawned_processes_without_triton(tmp_path):
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     longhorn = (sys.executable, "-m", "longhorn_kit.cli", "reproduce")
     shown = run(*longhorn, "--help", cwd=tmp_path, PYTHONPATH=path)
-    assert shown.returncode == 0 and "--scale" in shown.stdout, shown.stderr
+    assert shown.returncode == 0, shown.stderr
+    assert "--scale" in shown.stdout, shown.stderr
     tiny = (
-        "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 --warmup 1 --lrs 0.05 "
-        "--search-seeds --seeds 0 --test-streams 4 --test-pairs 4 --points 2 --workers 2"
+        "recall --tasks once --models longhorn_exact attention --pairs 4 --values 6 --steps 4 "
+        "--warmup 1 --lrs 0.05 --search-seeds --seeds 0 --test-streams 4 --test-pairs 4 "
+        "--points 2 --workers 2"
     )
     done = run(*longhorn, *tiny.split(), cwd=tmp_path, PYTHONPATH=path)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(next(tmp_path.glob("runs/recall/laptop*/record.json")).read_text())
-    assert record["missing"] == 0 and set(record["results"]["tasks"]["once"]["recall"]) == {
-        "longhorn_exact",
-        "attention",
-    }
+    assert record["missing"] == 0
+    assert set(record["results"]["tasks"]["once"]["recall"]) == {"longhorn_exact", "attention"}
 
 
-# --- pages without Triton -------------------------------------------------------------------------------------------
+# --- pages without Triton
 
 
 def kernel_pages():
-    "Return the pages whose cells import Triton or the kit's kernels: path -> sources of the code cells."
+    "Return the pages whose cells import Triton or kernels: path -> sources of the code cells."
+    imports_triton = re.compile(
+        r"^(import|from) (triton|longhorn_kit\.scan\.triton\.(?!launch))", re.M
+    )
     pages = {}
     for path in sorted((ROOT / "nbs").rglob("*.ipynb")):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-        if any(
-            re.search(
-                r"^(import|from) (triton|longhorn_kit\.scan\.triton\.(?!launch))", source, re.M
-            )
-            for source in sources
-        ):
+        if any(map(imports_triton.search, sources)):
             pages[path] = sources
     return pages
 
@@ -506,10 +477,10 @@ def kernel_pages():
     "path, sources", [pytest.param(*page, id=page[0].stem) for page in kernel_pages().items()]
 )
 def test_a_page_of_kernels_says_first_that_it_needs_triton(path, sources):
-    first = [source for source in sources if not re.match(r"#\| *(default_exp|export)", source)][0]
-    assert re.search(r"\buse_triton\(", first) and not re.search(
-        r"^(import|from) triton", first, re.M
-    ), first
+    exported = re.compile(r"#\| *(default_exp|export)")
+    first = next(source for source in sources if not exported.match(source))
+    assert re.search(r"\buse_triton\(", first), first
+    assert not re.search(r"^(import|from) triton", first, re.M), first
 
 
 PAGES = """
@@ -517,9 +488,10 @@ import contextlib, io, json, os, pathlib, sys
 import matplotlib, torch
 matplotlib.use("Agg")
 sys.modules["triton"] = None
-here, sys.platform = sys.platform, "darwin" # on which the kit does not ask for Triton's interpreter
+platform = sys.platform
+sys.platform = "darwin" # on which the kit does not ask for Triton's interpreter
 import longhorn_kit
-sys.platform = here
+sys.platform = platform
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 for page in map(pathlib.Path, sys.argv[1:]):
@@ -533,10 +505,12 @@ for page in map(pathlib.Path, sys.argv[1:]):
             with contextlib.redirect_stdout(printed):
                 result = shell.run_cell("".join(cell["source"]))
             error = result.error_before_exec or result.error_in_exec
-            report.append((error and f"{type(error).__name__}: {error}", "" if error else printed.getvalue()))
+            text = "" if error else printed.getvalue()
+            report.append((error and f"{type(error).__name__}: {error}", text))
     print(json.dumps(report))
 """
-RUN_ANYWAY = {  # solutions of exercises, and other cells that need no kernel, by a name that they define or call
+# solutions and other cells that need no kernel, by a name that they define or call
+RUN_ANYWAY = {
     "12_triton_primer": ("floor_ms",),
     "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)"),
     "14_triton_exact": (
@@ -562,32 +536,28 @@ NEED_KERNELS = {  # checks and cells that do
     ids=["one", "rest"],
 )
 def test_pages_of_kernels_without_triton(names):
-    "Each prints one sentence at its top, and what needs Triton fails with it, never deep inside; the rest of a page runs."
+    "Each prints one sentence at its top; what needs Triton fails with it, and the rest runs."
+    allowed = (
+        None,
+        f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
+        f"ValueError: backend 'triton' cannot run this: it {NEEDS_TRITON}",
+    )
+    first_sentence = f"This page {NEEDS_TRITON}. Without"
     pages = {path: sources for path, sources in kernel_pages().items() if path.stem in names}
     done = run(sys.executable, "-c", PAGES, *pages, cwd=ROOT, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     reports = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
     assert len(reports) == len(pages) == len(names)
     for (path, sources), report in zip(pages.items(), reports):
-        said = next(
-            i
-            for i, (error, printed) in enumerate(report)
-            if printed.startswith(f"This page {NEEDS_TRITON}. Without")
-        )
-        assert all(error is None for error, _ in report[: said + 1])
-        for error, _ in report:
-            assert error is None or error in (
-                f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
-                f"ValueError: backend 'triton' cannot run this: it {NEEDS_TRITON}",
-            ), error
-
-        def errors(part):
-            return {
-                error is not None for source, (error, _) in zip(sources, report) if part in source
-            }
-
-        assert all(errors(part) == {False} for part in RUN_ANYWAY[path.stem]), path
-        assert all(errors(part) == {True} for part in NEED_KERNELS[path.stem]), path
+        starts = [printed.startswith(first_sentence) for _, printed in report]
+        printing_cell = starts.index(True)
+        errors = [error for error, _ in report]
+        assert errors[: printing_cell + 1] == [None] * (printing_cell + 1)
+        assert set(errors) <= set(allowed), errors
+        for part in (*RUN_ANYWAY[path.stem], *NEED_KERNELS[path.stem]):
+            of_part = [error for source, error in zip(sources, errors) if part in source]
+            fails = part in NEED_KERNELS[path.stem]
+            assert {error is not None for error in of_part} == {fails}, (path, part)
 
 
 @pytest.mark.parametrize(
@@ -606,12 +576,12 @@ def test_pages_of_kernels_without_triton(names):
         ),
         (
             ["import triton", "y = 1\ntriton.cdiv(y, 2)", "y"],
-            [False, False, False],
-        ),  # not the y before the kernel
+            [False, False, False],  # not the y before the kernel
+        ),
         (
             ["import triton.language as tl", "def f(tl): return tl", "f(3)"],
-            [False, True, True],
-        ),  # an argument of that name
+            [False, True, True],  # an argument of that name
+        ),
         (
             ["import triton", "n = triton.cdiv(3, 2)", "for n in (1, 2):\n    n + 1", "n"],
             [False, False, True, True],
@@ -626,11 +596,11 @@ def test_pages_of_kernels_without_triton(names):
 )
 def test_which_cells_need_triton(cells, runs):
     page = CellsWithoutTriton("no kernels here")
-    found = []
+    unchanged = []
     for cell in cells:
         tree = page.visit(ast.parse(cell))
-        found.append("no kernels here" not in ast.unparse(tree))
-    assert found == runs
+        unchanged.append("no kernels here" not in ast.unparse(tree))
+    assert unchanged == runs
 
 
 def test_a_backend_without_triton_is_refused_with_the_same_sentence(monkeypatch):
@@ -641,7 +611,7 @@ def test_a_backend_without_triton_is_refused_with_the_same_sentence(monkeypatch)
     assert longhorn_scan(*data).shape == (1, 3, 4)
 
 
-# --- other devices --------------------------------------------------------------------------------------------------
+# --- other devices
 
 
 class NoFloat64(TorchDispatchMode):
@@ -649,12 +619,9 @@ class NoFloat64(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        wide = [
-            t
-            for t in tree_leaves(out)
-            if isinstance(t, torch.Tensor) and t.dtype in (torch.float64, torch.complex128)
-        ]
-        assert not wide, f"{func} returned {wide[0].dtype}"
+        for leaf in tree_leaves(out):
+            dtype = getattr(leaf, "dtype", None)
+            assert dtype not in (torch.float64, torch.complex128), f"{func} returned {dtype}"
         return out
 
 
@@ -667,9 +634,11 @@ def test_models_need_no_float64(name, bf16, monkeypatch):
     model = SequenceLM(LMConfig(16, 32, 2, name))
     tokens = torch.randint(16, (2, 40))
     with NoFloat64(), torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        model(tokens, tokens)[1].backward()
-        found = model.generate(tokens[:, :5], 3, seed=0)
-    assert found.shape == (2, 8) and all(p.grad.isfinite().all() for p in model.parameters())
+        _, loss = model(tokens, tokens)
+        loss.backward()
+        generated = model.generate(tokens[:, :5], 3, seed=0)
+    assert generated.shape == (2, 8)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @every_matrix
@@ -685,15 +654,14 @@ def test_matrix_layers_without_float64_agree_with_those_that_have_it(name, monke
 
 @every_mixer
 def test_all_tensors_of_a_model_stay_on_its_device(name):
-    "A model creates no tensor on another device than its own, also if that is neither CPU nor CUDA (here: meta)."
+    "A model creates no tensor on another device, also if its own is neither CPU nor CUDA."
     model = SequenceLM(LMConfig(16, 32, 2, name)).to("meta")
     tokens = torch.zeros(2, 40, dtype=torch.int64, device="meta")
     model(tokens).sum().backward()
     logits, cache = model.step(tokens[:, 0], model.empty_cache(2))
-    devices = {p.grad.device.type for p in model.parameters()} | {
-        t.device.type for t in tree_leaves((logits, cache)) if t is not None
-    }
-    assert devices == {"meta"}
+    gradients = [parameter.grad for parameter in model.parameters()]
+    results = [leaf for leaf in tree_leaves((logits, cache)) if leaf is not None]
+    assert {t.device.type for t in gradients + results} == {"meta"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -701,15 +669,13 @@ def test_a_device_that_is_no_gpu_of_cuda_gets_the_chunked_scan(form):
     q = torch.randn(1, 9, 4, device="meta")
     assert pick_backend("auto", q) == "chunked"
     out, state = longhorn_scan(q, q, q, q, form=form, output_final_state=True)
-    assert (
-        out.is_meta
-        and state.is_meta
-        and longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
-    )
+    assert out.is_meta
+    assert state.is_meta
+    assert longhorn_step(q[:, 0], q[:, 0], q[:, 0], q[:, 0], state, form=form)[1].is_meta
 
 
 def test_models_and_the_kernels_of_a_scan_do_not_import_the_compiler():
-    "torch._dynamo takes about a second. Registered operations import it, but eager calls of the kernels do not use them."
+    "torch._dynamo takes about a second. Registered operations import it, eager calls do not."
     done = run(
         sys.executable,
         "-c",
@@ -731,8 +697,11 @@ assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 def test_where_triton_interprets():
-    "Without a GPU, unless it was imported before; a child process that finds a GPU takes back only what the kit set."
-    code = "import glob, os, sys\nglob.glob = lambda path: {}\n{}\nimport longhorn_kit\nprint(os.environ.get('TRITON_INTERPRET'))"
+    "Without a GPU, unless imported before; a child with a GPU takes back what the kit set."
+    code = (
+        "import glob, os, sys\nglob.glob = lambda path: {}\n{}\nimport longhorn_kit\n"
+        "print(os.environ.get('TRITON_INTERPRET'))"
+    )
     python = (
         "env",
         "-u",
@@ -743,33 +712,30 @@ def test_where_triton_interprets():
         "-c",
     )
 
-    def said(gpus, first=""):
+    def interprets(gpus, first=""):
         done = run(*python, code.format(gpus, first), cwd=ROOT, PYTHONPATH=str(ROOT))
         assert done.returncode == 0, done.stderr
         return done.stdout.split()
 
     child = "import longhorn_kit, subprocess; subprocess.run([sys.executable, '-c', {!r}]); exit()"
-    assert (
-        said([]) == ["1"]
-        and said(["/dev/nvidia0"]) == ["None"]
-        and said([], "import triton") == ["None"]
+    assert interprets([]) == ["1"]
+    assert interprets(["/dev/nvidia0"]) == ["None"]
+    assert interprets([], "import triton") == ["None"]
+    assert interprets([], child.format(code.format(["/dev/nvidia0"], ""))) == ["None"]
+    assert interprets([], child.format(code.format([], ""))) == ["1"]
+    assert interprets(["/dev/nvidia0"], "os.environ['TRITON_INTERPRET'] = '1'") == ["1"]
+    late = (
+        "import torch, triton\nfrom longhorn_kit import longhorn_scan\n"
+        "longhorn_scan(*torch.ones(4, 1, 2, 3), backend='triton')"
     )
-    assert said([], child.format(code.format(["/dev/nvidia0"], ""))) == ["None"]
-    assert said([], child.format(code.format([], ""))) == ["1"]
-    assert said(["/dev/nvidia0"], "os.environ['TRITON_INTERPRET'] = '1'") == ["1"]
-    late = "import torch, triton\nfrom longhorn_kit import longhorn_scan\nlonghorn_scan(*torch.ones(4, 1, 2, 3), backend='triton')"
     done = run(*python, late, cwd=ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    assert (
-        "ValueError: backend 'triton' cannot run this: q is on cpu, and they need a GPU, or TRITON_INTERPRET=1"
-        in done.stderr
-    )
+    cause = "q is on cpu, and they need a GPU, or TRITON_INTERPRET=1"
+    assert f"ValueError: backend 'triton' cannot run this: {cause}" in done.stderr
 
 
 def test_need_looks_at_the_packages_that_are_named():
     assert need("models", "vision", "timm") is None
-    with pytest.raises(
-        ModuleNotFoundError,
-        match=re.escape(f'train-lm needs the extra "lm": {pip_command("lm")}') + "$",
-    ) as error:
+    message = re.escape(f'train-lm needs the extra "lm": {pip_command("lm")}') + "$"
+    with pytest.raises(ModuleNotFoundError, match=message) as error:
         need("train-lm", "lm", "torch", "no_such_package")
     assert error.value.name == "no_such_package"

@@ -1,4 +1,4 @@
-"""The language model: decoding, sampling, files that load whole or say why not, the official code's checkpoints."""
+"""The language model: decoding, sampling, model files, and the official code's checkpoints."""
 
 import contextlib
 import errno
@@ -33,7 +33,8 @@ pytestmark = pytest.mark.numeric
 
 def make(seed=0, **options):
     torch.manual_seed(seed)
-    return SequenceLM(LMConfig(**{**dict(vocab_size=40, d_model=16, n_layer=2), **options}))
+    sizes = dict(vocab_size=40, d_model=16, n_layer=2)
+    return SequenceLM(LMConfig(**sizes | options))
 
 
 # Training and decoding
@@ -89,30 +90,28 @@ def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
             (block.register_forward_pre_hook, thrice),
         ):
             hook = put(act)
-            want = model(tokens)
+            expected = model(tokens)
             first, cache = model.prefill(tokens[:, :6])
-            torch.testing.assert_close(first, want[:, :6])
-            torch.testing.assert_close(
-                model.step(tokens[:, 6], cache)[0], want[:, 6], atol=1e-5, rtol=1e-5
-            )
-            assert not torch.allclose(want, whole, atol=1e-4)
+            torch.testing.assert_close(first, expected[:, :6])
+            last, _ = model.step(tokens[:, 6], cache)
+            torch.testing.assert_close(last, expected[:, 6], atol=1e-5, rtol=1e-5)
+            assert not torch.allclose(expected, whole, atol=1e-4)
             hook.remove()
 
 
 def test_an_output_layer_of_its_own_is_called():
-    model, other, tokens = (
-        *(make(seed, tie_embeddings=False).eval() for seed in (0, 1)),
-        torch.randint(40, (2, 7)),
-    )
+    model = make(0, tie_embeddings=False).eval()
+    other = make(1, tie_embeddings=False).eval()
+    tokens = torch.randint(40, (2, 7))
     with torch.no_grad():
         whole = model(tokens)
         hook = model.lm_head.register_forward_hook(lambda layer, inputs, y: 2 * y)
-        for logits in (model(tokens), model.prefill(tokens)[0]):
-            torch.testing.assert_close(logits, 2 * whole)
+        torch.testing.assert_close(model(tokens), 2 * whole)
+        prefilled, _ = model.prefill(tokens)
+        torch.testing.assert_close(prefilled, 2 * whole)
+        expected = lm.mean_loss(2 * whole, tokens)
         for chunk in (0, 3):
-            torch.testing.assert_close(
-                model.loss(tokens, tokens, chunk=chunk), lm.mean_loss(2 * whole, tokens)
-            )
+            torch.testing.assert_close(model.loss(tokens, tokens, chunk=chunk), expected)
         hook.remove()
     for one in (model, other):
         prune.l1_unstructured(one.lm_head, "weight", 0.5)
@@ -130,13 +129,12 @@ def test_linear_layers_can_be_quantised(name):
     tokens = torch.randint(40, (2, 7))
     small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     with torch.no_grad():
-        assert torch.cosine_similarity(small(tokens).flatten(), model(tokens).flatten(), 0) > 0.95
-        logits, cache = small.prefill(tokens[:, :6])
-        assert (
-            small.step(tokens[:, 6], cache)[0].shape
-            == small.step(tokens[:, 6], small.empty_cache(2))[0].shape
-            == (2, 40)
-        )
+        logits = small(tokens).flatten()
+        assert torch.cosine_similarity(logits, model(tokens).flatten(), 0) > 0.95
+        _, cache = small.prefill(tokens[:, :6])
+        for start in (cache, small.empty_cache(2)):
+            logits, _ = small.step(tokens[:, 6], start)
+            assert logits.shape == (2, 40)
 
 
 @every_mixer
@@ -147,11 +145,9 @@ def test_a_model_on_the_meta_device_gives_shapes(name):
         tokens = torch.zeros(2, 7, dtype=torch.long)
         logits, loss = model(tokens, tokens)
         _, cache = model.prefill(tokens)
-        assert (
-            logits.shape == (2, 7, 40)
-            and loss.is_meta
-            and model.step(tokens[:, 0], cache)[0].shape == (2, 40)
-        )
+        assert logits.shape == (2, 7, 40)
+        assert loss.is_meta
+        assert model.step(tokens[:, 0], cache)[0].shape == (2, 40)
 
 
 @pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "attention"])
@@ -160,17 +156,17 @@ def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
     tokens = torch.randint(40, (2, 4100))
     sizes = []
     prefill = SequenceLM.prefill
-    monkeypatch.setattr(
-        SequenceLM,
-        "prefill",
-        lambda self, piece, *rest, **options: (
-            sizes.append(piece.shape[1]) or prefill(self, piece, *rest, **options)
-        ),
-    )
+
+    def noted(self, piece, *rest, **options):
+        sizes.append(piece.shape[1])
+        return prefill(self, piece, *rest, **options)
+
+    monkeypatch.setattr(SequenceLM, "prefill", noted)
     new = model.eval().generate(tokens, 1, temperature=0)[:, -1:]
     with torch.no_grad():
         logits = model(tokens)[:, -1]
-    assert sizes == [4096, 4] and (logits.amax(-1) - logits.gather(1, new)[:, 0]).max() < 1e-5
+    assert sizes == [4096, 4]
+    assert (logits.amax(-1) - logits.gather(1, new)[:, 0]).max() < 1e-5
 
 
 def test_functional_gradients_of_a_model_are_its_gradients():
@@ -178,57 +174,72 @@ def test_functional_gradients_of_a_model_are_its_gradients():
     tokens = torch.randint(16, (2, 6))
     values = {name: value.detach() for name, value in model.named_parameters()}
     expected = torch.autograd.grad(model(tokens, tokens)[1], list(model.parameters()))
-    sliced = torch.nn.Module()
-    sliced.model = model
-    sliced.forward = lambda *pair: (None, model.loss(*pair, chunk=5))
-    for whole, before in ((model, ""), (sliced, "model.")):
-        named = {before + name: value for name, value in values.items()}
-        found = torch.func.grad(
-            lambda p: torch.func.functional_call(whole, p, (tokens, tokens))[1]
-        )(named)
-        torch.testing.assert_close(list(found.values()), list(expected))
 
-    def loss(p, row):
-        return torch.func.functional_call(model, p, (row[None], row[None]))[1]
+    class Sliced(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
 
-    each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, tokens)  # per sample
-    torch.testing.assert_close([grad.mean(0) for grad in each.values()], list(expected))
+        def forward(self, *batch):
+            return None, self.model.loss(*batch, chunk=5)
+
+    def loss(weights, module, rows):
+        _, value = torch.func.functional_call(module, weights, (rows, rows))
+        return value
+
+    gradients = torch.func.grad(loss)(values, model, tokens)
+    torch.testing.assert_close(list(gradients.values()), list(expected))
+    named = {f"model.{name}": value for name, value in values.items()}
+    gradients = torch.func.grad(loss)(named, Sliced(), tokens)
+    torch.testing.assert_close(list(gradients.values()), list(expected))
+
+    def loss_of_row(weights, row):
+        return loss(weights, model, row[None])
+
+    per_row = torch.func.vmap(torch.func.grad(loss_of_row), (None, 0))(values, tokens)
+    means = [gradient.mean(0) for gradient in per_row.values()]
+    torch.testing.assert_close(means, list(expected))
 
 
 def test_loss_is_the_mean_negative_log_probability_of_the_targets():
     model = make()
     tokens = torch.randint(40, (2, 7))
     targets = torch.randint(40, (2, 7))
-    targets[0, 3] = targets[1, 0] = -100
+    targets[0, 3] = -100
+    targets[1, 0] = -100
     logits, loss = model(tokens, targets)
-    terms = [
-        -math.log(math.exp(row[target]) / sum(math.exp(v) for v in row))
-        for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist())
-        if target != -100
-    ]
-    assert len(terms) == 12 and abs(loss.item() - sum(terms) / 12) < 1e-5
+    terms = []
+    for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist()):
+        if target != -100:
+            total = sum(map(math.exp, row))
+            terms.append(-math.log(math.exp(row[target]) / total))
+    assert len(terms) == 12
+    assert abs(loss.item() - sum(terms) / 12) < 1e-5
 
 
 @every_mixer
 def test_bfloat16_weights_and_autocast(name):
-    "A language model in bfloat16 or under autocast is close to float32, and its residual stream and loss are float32."
+    "In bfloat16 or under autocast, logits are near float32, and stream and loss are float32."
     model = make(mixer=name, d_mlp=24)
     tokens = torch.randint(40, (2, 9))
     plain = model(tokens)
     stream = []
-    model.blocks[1].register_forward_hook(lambda block, inputs, pair: stream.append(pair[0].dtype))
+
+    def note_dtype(block, inputs, pair):
+        stream.append(pair[0].dtype)
+
+    model.blocks[1].register_forward_hook(note_dtype)
     with torch.autocast("cpu", torch.bfloat16):
         logits, loss = model(tokens, tokens)
     loss.backward()
     half = make(mixer=name, d_mlp=24).to(torch.bfloat16)
-    half.blocks[1].register_forward_hook(lambda block, inputs, pair: stream.append(pair[0].dtype))
-    # inputs, weights and results of 13 products in a row are rounded, by half of eps each: four of a mixer and two of
-    # an MLP, in two blocks, and the logits
+    half.blocks[1].register_forward_hook(note_dtype)
+    # inputs, weights and results of 13 products in a row are rounded, by half of eps each:
+    # four of a mixer and two of an MLP, in two blocks, and the logits
     assert error(half(tokens), plain) < bound(torch.bfloat16, 13 * 3 / 2)
     assert error(logits, plain) < bound(torch.bfloat16, 13 * 3 / 2)
-    assert loss.dtype is torch.float32 and stream == [torch.float32] * 2, (
-        "the residual stream is float32"
-    )
+    assert loss.dtype is torch.float32, "the residual stream is float32"
+    assert stream == [torch.float32] * 2, "the residual stream is float32"
     assert half.generate(tokens, 3, temperature=0).shape == (2, 12)
 
 
@@ -253,7 +264,7 @@ def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
 
 
 @contextlib.contextmanager
-def alone():
+def one_process():
     "A process group of this process, for sharded models."
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -272,21 +283,22 @@ def test_a_model_without_memory_is_drawn_as_by_its_constructor(mixer, d_mlp, tie
 
     with torch.device("meta"):
         model = build()
-    with alone() if sharded else contextlib.nullcontext() as mesh:
-        for part in (*model.blocks, model) if sharded else ():
-            fully_shard(part, mesh=mesh)
+    with one_process() if sharded else contextlib.nullcontext() as mesh:
+        if sharded:
+            for part in (*model.blocks, model):
+                fully_shard(part, mesh=mesh)
         model.to_empty(device="cpu")
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, math.nan)
         torch.manual_seed(4)
         model.init_weights()
-        state = {
-            name: value.full_tensor() if sharded else value
-            for name, value in model.state_dict().items()
-        }
+        state = dict(model.state_dict())
+        if sharded:
+            state = {name: value.full_tensor() for name, value in state.items()}
     torch.manual_seed(4)
     fresh = build().state_dict()
-    assert all(torch.equal(value, fresh[name]) for name, value in state.items())
+    for name, value in state.items():
+        assert torch.equal(value, fresh[name]), name
 
 
 def test_resetting_every_submodule_of_a_model_keeps_its_scales():
@@ -307,34 +319,37 @@ def test_fresh_weights_have_the_stated_sizes():
     for name, weight in model.named_parameters():
         if name.endswith(("in_proj.weight", "out_proj.weight")):
             writers = 16 if name.endswith("out_proj.weight") else 1
-            assert abs(weight.std().item() * math.sqrt(3 * weight.shape[1] * writers) - 1) < 0.1, (
-                name
-            )
+            expected = 1 / math.sqrt(3 * weight.shape[1] * writers)
+            assert abs(weight.std().item() / expected - 1) < 0.1, name
 
 
 # Documents in a window
 
 
+@st.composite
+def token_rows(draw):
+    "Return 1 to 3 rows of 1 to 9 tokens, all of one length."
+    rows = draw(st.integers(1, 3))
+    length = draw(st.integers(1, 9))
+    row = st.lists(st.integers(0, 2), min_size=length, max_size=length)
+    return draw(st.lists(row, min_size=rows, max_size=rows))
+
+
 @settings(max_examples=50, deadline=None)
-@given(
-    rows=st.integers(1, 3).flatmap(
-        lambda B: st.integers(1, 9).flatmap(
-            lambda T: st.lists(
-                st.lists(st.integers(0, 2), min_size=T, max_size=T), min_size=B, max_size=B
-            )
-        )
-    )
-)
+@given(rows=token_rows())
 def test_documents_are_cut_after_their_ends_and_at_the_ends_of_rows(rows):
     lengths = []
     for row in rows:
-        lengths += map(len, re.findall("[12]*0|[12]+", "".join(map(str, row))))
+        digits = "".join(map(str, row))
+        lengths += map(len, re.findall("[12]*0|[12]+", digits))
     bounds = document_bounds(torch.tensor(rows), 0)
-    assert bounds.dtype is torch.int32 and bounds[0] == 0 and bounds.diff().tolist() == lengths
+    assert bounds.dtype is torch.int32
+    assert bounds[0] == 0
+    assert bounds.diff().tolist() == lengths
 
 
 def packed_case(name, **options):
-    "A model, tokens (3,T) whose documents have 1 to 30 tokens, and their bounds; the first row ends with a document."
+    "A model, tokens (3,T) whose documents have 1 to 30 tokens, and their bounds."
     model = make(mixer=name, **options).double()
     tokens = torch.randint(1, 40, (3, 37))
     for row, t in ((0, 0), (0, 12), (0, 36), (1, 4), (1, 5), (2, 30)):
@@ -348,43 +363,47 @@ def packed_case(name, **options):
 def test_packed_documents_are_documents_alone(name):
     "In a language model, packed documents have the features and gradients that they have alone."
     model, tokens, bounds = packed_case(name, d_mlp=24)
-    alone = torch.cat(
-        [
-            model.features(part)
-            for part in tokens.view(1, -1).tensor_split(bounds[1:-1].tolist(), 1)
-        ],
-        1,
-    )
+    row = tokens.view(1, -1)
+    documents = row.tensor_split(bounds[1:-1].tolist(), 1)
+    alone = torch.cat([model.features(document) for document in documents], 1)
     dy = torch.randn(3, 37, 16, dtype=torch.float64)
-    results = [
-        [y, *torch.autograd.grad(y, [*model.parameters()], dy)]
-        for y in (model.features(tokens, bounds), alone.view(3, 37, 16))
-    ]
-    for what, a, b in zip(["features", *dict(model.named_parameters())], *results, strict=True):
-        torch.testing.assert_close(a, b, atol=1e-8, rtol=1e-8, msg=lambda m: f"{what}: {m}")
+    weights = dict(model.named_parameters())
+
+    def with_gradients(y):
+        gradients = torch.autograd.grad(y, list(weights.values()), dy)
+        return {"features": y, **dict(zip(weights, gradients))}
+
+    packed = with_gradients(model.features(tokens, bounds))
+    expected = with_gradients(alone.view(3, 37, 16))
+    torch.testing.assert_close(packed, expected, atol=1e-8, rtol=1e-8)
     _, loss = model(tokens, tokens, bounds)
-    torch.testing.assert_close(
-        loss, lm.mean_loss(F.linear(alone, model.output_matrix(alone)), tokens.view(1, -1))
-    )
+    logits = F.linear(alone, model.output_matrix(alone))
+    torch.testing.assert_close(loss, lm.mean_loss(logits, row))
 
 
 @every_family
 def test_nothing_crosses_a_border(name):
     "Another document in its place changes no bit of the others, and no loss of theirs reaches it."
     model, tokens, bounds = packed_case(name)
-    seen = []
-    hook = model.embedding.register_forward_hook(lambda *args: seen.append(args[2]))
-    a = model.features(tokens, bounds).flatten(0, 1)
+    embedded = []
+    hook = model.embedding.register_forward_hook(lambda *args: embedded.append(args[2]))
+    features = model.features(tokens, bounds).flatten(0, 1)
     hook.remove()
     for first, last in zip(bounds, bounds[1:]):
         other = tokens.clone()
-        other.view(-1)[first:last] = (other.view(-1)[first:last] + 5) % 40
+        document = other.view(-1)[first:last]
+        document.copy_((document + 5) % 40)
         with torch.no_grad():
-            same = (a == model.features(other, bounds).flatten(0, 1)).all(1)
-        assert same[:first].all() and same[last:].all() and not same[first:last].any()
-        (reached,) = torch.autograd.grad(a[first:last].sum(), seen, retain_graph=True)
+            other_features = model.features(other, bounds).flatten(0, 1)
+        same = (features == other_features).all(1)
+        assert same[:first].all()
+        assert same[last:].all()
+        assert not same[first:last].any()
+        loss = features[first:last].sum()
+        (reached,) = torch.autograd.grad(loss, embedded, retain_graph=True)
         reached = reached.flatten(0, 1).abs().sum(1)
-        assert reached[first:last].all() and reached.count_nonzero() == last - first
+        assert reached[first:last].all()
+        assert reached.count_nonzero() == last - first
 
 
 # Parameter counts
@@ -406,7 +425,7 @@ def test_published_parameter_counts(d_model, n_layer, mixer, millions):
 @every_family
 @pytest.mark.parametrize("draw", [0, *map(slow_case, range(1, 6))])
 def test_models_of_all_kinds_can_be_matched(name, draw):
-    "A model's width or MLP can be chosen so that it has the parameters of another kind of model within 1 %."
+    "A model's width or MLP can be chosen to match the size of another model within 1 %."
     rng = random.Random(f"{name} {draw}")  # another size for every mixer
     base = rng.choice(["longhorn", "attention", "gla"])
     d_model = rng.choice([64, 96, 128])
@@ -432,19 +451,28 @@ def test_what_fits_is_left_alone_and_what_cannot_fit_says_so():
 
 @every_mixer
 def test_same_seed_same_tokens(name):
-    "The same seed generates the same tokens, whatever the global generator, and another seed generates others."
+    "The same seed generates the same tokens, whatever the global generator; another does not."
     model = make(mixer=name)
     prompt = torch.randint(40, (2, 3))
     torch.manual_seed(1)
     first = model.generate(prompt, 12, seed=5)
     torch.manual_seed(2)
-    assert torch.equal(first, model.generate(prompt, 12, seed=5)), (
-        "the global generator plays no part"
-    )
+    assert torch.equal(first, model.generate(prompt, 12, seed=5)), "the global generator counts"
     assert not torch.equal(first, model.generate(prompt, 12, seed=6))
-    assert torch.equal(
-        first, torch.cat([prompt, torch.stack(list(model.stream(prompt, 12, seed=5)), 1)], 1)
-    )
+    drawn = torch.stack(list(model.stream(prompt, 12, seed=5)), 1)
+    assert torch.equal(first, torch.cat([prompt, drawn], 1))
+
+
+def test_the_former_name_of_max_new_tokens_works_and_warns():
+    model = make()
+    prompt = torch.randint(40, (2, 3))
+    expected = model.generate(prompt, max_new_tokens=4, seed=5)
+    with pytest.warns(DeprecationWarning, match="n_new is max_new_tokens now"):
+        tokens = model.generate(prompt, n_new=4, seed=5)
+    assert torch.equal(tokens, expected)
+    with pytest.warns(DeprecationWarning, match="n_new is max_new_tokens now"):
+        drawn = list(model.stream(prompt, n_new=4, seed=5))
+    assert torch.equal(torch.stack(drawn, 1), expected[:, 3:])
 
 
 def test_greedy_is_the_best_token_at_every_step():
@@ -452,7 +480,8 @@ def test_greedy_is_the_best_token_at_every_step():
     prompt = torch.randint(40, (2, 3))
     out = model.generate(prompt, 9, temperature=0)
     for t in range(3, 12):
-        assert torch.equal(out[:, t], model(out[:, :t])[:, -1].argmax(-1))
+        logits = model(out[:, :t])[:, -1]
+        assert torch.equal(out[:, t], logits.argmax(-1))
     for options in (
         dict(top_k=1, seed=0),
         dict(top_p=1e-9, seed=0),
@@ -460,10 +489,8 @@ def test_greedy_is_the_best_token_at_every_step():
         dict(temperature=1e-40, seed=0),
     ):
         assert torch.equal(out, model.generate(prompt, 9, **options)), options
-    assert (
-        torch.equal(model.generate(prompt.int(), 0), prompt.int())
-        and model.generate(prompt.int(), 2).dtype is torch.int32
-    )
+    assert torch.equal(model.generate(prompt.int(), 0), prompt.int())
+    assert model.generate(prompt.int(), 2).dtype is torch.int32
 
 
 @settings(max_examples=25, deadline=None)
@@ -490,11 +517,9 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
     drawn = sample(rows, temperature, k, p, generator)
     assert set(drawn.tolist()) <= set(kept)
     for token, weight in zip(kept, weights):
-        share = weight / sum(weights[: len(kept)])
-        assert (
-            abs((drawn == token).float().mean().item() - share)
-            < 5 * math.sqrt(share / 2000) + 0.002
-        )
+        expected = weight / sum(weights[: len(kept)])
+        share = (drawn == token).float().mean().item()
+        assert abs(share - expected) < 5 * math.sqrt(expected / 2000) + 0.002
 
 
 def test_equal_logits_do_not_break_the_settings():
@@ -520,38 +545,38 @@ def test_round_trip(tmp_path, tied):
         dropout=0.1,
         tie_embeddings=tied,
     )
-    model.save_pretrained(tmp_path / "a" / "b")
-    again = SequenceLM.from_pretrained(str(tmp_path / "a" / "b"))
-    assert again.config == model.config and not again.training
-    assert {n: p.requires_grad for n, p in again.named_parameters()} == {
-        n: True for n, _ in model.named_parameters()
-    }
-    assert all(
-        torch.equal(p, q) for p, q in zip(model.state_dict().values(), again.state_dict().values())
-    )
-    assert sorted(os.listdir(tmp_path / "a" / "b")) == ["config.json", "model.safetensors"]
-    names = load_file(tmp_path / "a" / "b" / "model.safetensors").keys()
-    assert (
-        ("lm_head.weight" in names) is not tied
-        and "embedding.weight" in names
-        and again.num_parameters() == model.num_parameters()
-    )
+    folder = tmp_path / "a" / "b"
+    model.save_pretrained(folder)
+    loaded = SequenceLM.from_pretrained(str(folder))
+    assert loaded.config == model.config
+    assert not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    state = loaded.state_dict()
+    assert state.keys() == model.state_dict().keys()
+    for name, value in model.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+    names = load_file(folder / "model.safetensors").keys()
+    assert ("lm_head.weight" in names) is not tied
+    assert "embedding.weight" in names
+    assert loaded.num_parameters() == model.num_parameters()
 
 
 def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
-    "With the option a file has one more number per block; a file without it loads into a model without it only."
-    plain, model = (make(mixer_options=options) for options in ({}, dict(key_norm=True)))
+    "With the option a file has one more number per block, and fits no model without it."
+    plain = make()
+    model = make(mixer_options=dict(key_norm=True))
     assert count_parameters(model.config) == model.num_parameters() == plain.num_parameters() + 2
     with torch.no_grad():
         model.blocks[1].mixer.key_scale.fill_(3.5)
     for name, each in (("plain", plain), ("option", model)):
         each.save_pretrained(tmp_path / name)
-        again = SequenceLM.from_pretrained(tmp_path / name)
+        loaded = SequenceLM.from_pretrained(tmp_path / name)
         tokens = torch.randint(40, (2, 7))
-        assert again.config == each.config and torch.equal(again(tokens), each(tokens))
-    assert set(model.state_dict()) - set(plain.state_dict()) == {
-        f"blocks.{i}.mixer.key_scale" for i in (0, 1)
-    }
+        assert loaded.config == each.config
+        assert torch.equal(loaded(tokens), each(tokens))
+    scales = {f"blocks.{i}.mixer.key_scale" for i in (0, 1)}
+    assert model.state_dict().keys() - plain.state_dict().keys() == scales
     (tmp_path / "plain" / WEIGHTS).replace(tmp_path / "option" / WEIGHTS)
     with pytest.raises(ValueError, match="was saved with a config other than"):
         SequenceLM.from_pretrained(tmp_path / "option")
@@ -563,9 +588,8 @@ def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
 def test_dtype_is_kept_or_chosen(tmp_path):
     make().to(torch.bfloat16).save_pretrained(tmp_path)
     assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is torch.bfloat16
-    assert (
-        SequenceLM.from_pretrained(tmp_path, dtype=torch.float32).norm.weight.dtype is torch.float32
-    )
+    chosen = SequenceLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert chosen.norm.weight.dtype is torch.float32
 
 
 WEIGHTS = "model.safetensors"
@@ -592,7 +616,8 @@ def test_a_damaged_model_names_the_file(tmp_path, how):
     assert damage(held) != held
     with pytest.raises(ValueError, match=WEIGHTS if how == "other config" else file) as error:
         SequenceLM.from_pretrained(tmp_path)
-    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -602,12 +627,11 @@ def test_no_flipped_bit_of_a_model_is_silent(tmp_path, dtype):
     chance = random.Random(0)
     held = path.read_bytes()
     header = 8 + int.from_bytes(held[:8], "little")
-    for at in [
-        *range(0, header, 7),
-        *(chance.randrange(header, len(held)) for _ in range(80)),
-        len(held) - 1,
-    ]:
-        path.write_bytes(held[:at] + bytes([held[at] ^ 1 << chance.randrange(8)]) + held[at + 1 :])
+    in_tensors = [chance.randrange(header, len(held)) for _ in range(80)]
+    for at in [*range(0, header, 7), *in_tensors, len(held) - 1]:
+        damaged = bytearray(held)
+        damaged[at] ^= 1 << chance.randrange(8)
+        path.write_bytes(damaged)
         with pytest.raises(ValueError, match=WEIGHTS):
             SequenceLM.from_pretrained(tmp_path)
     path.write_bytes(held)
@@ -621,11 +645,10 @@ def test_models_of_earlier_versions_without_a_digest_are_read(tmp_path):
     model.save_pretrained(tmp_path)
     state = load_file(tmp_path / WEIGHTS)
     config = json.dumps(model.config.to_dict(), indent=1)
-    for about in (None, {"format": "pt"}, {"format": "pt", "config": config}):
-        save_file(state, tmp_path / WEIGHTS, about)
-        assert torch.equal(
-            SequenceLM.from_pretrained(tmp_path).embedding.weight, model.embedding.weight
-        )
+    for metadata in (None, {"format": "pt"}, {"format": "pt", "config": config}):
+        save_file(state, tmp_path / WEIGHTS, metadata)
+        loaded = SequenceLM.from_pretrained(tmp_path)
+        assert torch.equal(loaded.embedding.weight, model.embedding.weight)
 
 
 def test_a_config_of_a_billion_blocks_is_refused_before_they_are_built(tmp_path):
@@ -635,24 +658,17 @@ def test_a_config_of_a_billion_blocks_is_refused_before_they_are_built(tmp_path)
     save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS)
     settings = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(settings | {"n_layer": 10**9}))
-    with pytest.raises(
-        ValueError, match="tensors, too few for the 1000000000 blocks of .*config.json"
-    ):
+    message = "tensors, too few for the 1000000000 blocks of .*config.json"
+    with pytest.raises(ValueError, match=message):
         SequenceLM.from_pretrained(tmp_path)
 
 
 def test_a_model_card_cannot_be_broken_by_words_of_a_record():
-    card = files.model_card(
-        LMConfig(),
-        {
-            "Data": "a | b\n# c <script>\x1b[31m",
-            "Command": files.as_code("longhorn --data 'a`b|c'"),
-        },
-    )
-    assert (
-        "| Data | a \\| b # c &lt;script>\ufffd[31m |" in card
-        and "| Command | `` longhorn --data 'a`b\\|c' `` |" in card
-    )
+    command = files.as_code("longhorn --data 'a`b|c'")
+    facts = {"Data": "a | b\n# c <script>\x1b[31m", "Command": command}
+    card = files.model_card(LMConfig(), facts)
+    assert "| Data | a \\| b # c &lt;script>\ufffd[31m |" in card
+    assert "| Command | `` longhorn --data 'a`b\\|c' `` |" in card
 
 
 @pytest.mark.parametrize("missing", [CONFIG, WEIGHTS, "nowhere"])
@@ -704,10 +720,11 @@ def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop
     with pytest.raises(type(stop)) as error:
         make(seed=1).save_pretrained(tmp_path)
     if isinstance(stop, OSError):
-        assert "model.safetensors" in str(error.value) and "No space left" in str(error.value)
+        assert "model.safetensors" in str(error.value)
+        assert "No space left" in str(error.value)
     monkeypatch.undo()
-    again = SequenceLM.from_pretrained(tmp_path)
-    assert torch.equal(again.embedding.weight, old.embedding.weight)
+    loaded = SequenceLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.embedding.weight, old.embedding.weight)
     assert sorted(os.listdir(tmp_path)) == ["config.json", "model.safetensors"], (
         "no temporary file is left"
     )
@@ -727,26 +744,22 @@ def official_shapes(V, d, L, N, W=4, expand=2, mixer="longhorn"):
         top + "backbone.norm_f.weight": (d,),
         top + "lm_head.weight": (V, d),
     }
+    of_mixer = {
+        "in_proj.weight": (2 * D, d),
+        "conv1d.weight": (D, 1, W),
+        "conv1d.bias": (D,),
+        "x_proj.weight": (R + 2 * N, D),
+        rate + ".weight": (D, R),
+        rate + ".bias": (D,),
+        "D": (D,),
+        "out_proj.weight": (d, D),
+    }
+    if mixer == "mamba":
+        of_mixer["A_log"] = (D, N)
     for i in range(L):
         layer = f"{top}backbone.layers.{i}."
-        shapes |= {
-            layer + "norm.weight": (d,),
-            **{
-                layer + "mixer." + name: shape
-                for name, shape in {
-                    "in_proj.weight": (2 * D, d),
-                    "conv1d.weight": (D, 1, W),
-                    "conv1d.bias": (D,),
-                    "x_proj.weight": (R + 2 * N, D),
-                    rate + ".weight": (D, R),
-                    rate + ".bias": (D,),
-                    "D": (D,),
-                    "out_proj.weight": (d, D),
-                }.items()
-            },
-        }
-        if mixer == "mamba":
-            shapes[layer + "mixer.A_log"] = (D, N)
+        shapes[layer + "norm.weight"] = (d,)
+        shapes |= {layer + "mixer." + name: shape for name, shape in of_mixer.items()}
     return shapes
 
 
@@ -768,17 +781,19 @@ def official_mixer(w, h, N):
     u, z = torch.einsum("ed,btd->bet", w["in_proj.weight"], h).split(D, 1)
     u = F.silu(F.conv1d(F.pad(u, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=D))
     dt, k, q = torch.einsum("ed,bdt->bet", w["x_proj.weight"], u).split([R, N, N], 1)
-    dt = torch.sigmoid(
-        torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None]
-    )
+    dt = torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None]
+    dt = torch.sigmoid(dt)
     dt = dt / (1 + dt * k.square().sum(1, keepdim=True))
     x = torch.zeros(B, D, N, dtype=h.dtype)
     ys = []
     for t in range(T):
-        keep = 1 - torch.einsum("bd,bn->bdn", dt[..., t], k[..., t].square())
-        x = keep * x + torch.einsum("bd,bn->bdn", dt[..., t] * u[..., t], k[..., t])
+        k_t = k[..., t]
+        dt_t = dt[..., t]
+        keep = 1 - torch.einsum("bd,bn->bdn", dt_t, k_t.square())
+        x = keep * x + torch.einsum("bd,bn->bdn", dt_t * u[..., t], k_t)
         ys.append(torch.einsum("bdn,bn->bd", x, q[..., t]))
-    y = (torch.stack(ys, -1) + w["D"][:, None] * u) * F.silu(z)
+    y = torch.stack(ys, -1) + w["D"][:, None] * u
+    y = y * F.silu(z)
     return torch.einsum("ed,bdt->bte", w["out_proj.weight"], y)
 
 
@@ -787,12 +802,10 @@ def official_logits(state, tokens, L, mixer):
     h = w["backbone.embedding.weight"][tokens]
     for i in range(L):
         layer = f"backbone.layers.{i}."
-        own = {
-            name.removeprefix(layer + "mixer."): tensor
-            for name, tensor in w.items()
-            if name.startswith(layer + "mixer.")
-        }
-        h = h + mixer(own, rms(h, w[layer + "norm.weight"]))
+        prefix = layer + "mixer."
+        names = [name for name in w if name.startswith(prefix)]
+        of_mixer = {name.removeprefix(prefix): w[name] for name in names}
+        h = h + mixer(of_mixer, rms(h, w[layer + "norm.weight"]))
     return rms(h, w["backbone.norm_f.weight"]) @ w["lm_head.weight"].T
 
 
@@ -819,13 +832,11 @@ def test_official_models_compute_the_same(name, layers, mixer, close):
 def test_wrappers_leave_a_prefix(prefix):
     config = LMConfig(23, 20, 2, mixer_options=dict(d_state=5))
     state = official_weights(V=23, d=20, L=2, N=5)
-    wrapped = {
-        prefix + name.removeprefix("" if prefix else "transformer."): t for name, t in state.items()
-    }
-    ours = load_official_state_dict(wrapped, config)
-    assert torch.equal(
-        ours["blocks.1.mixer.D_skip"], state["transformer.backbone.layers.1.mixer.D"]
-    )
+    removed = "" if prefix else "transformer."
+    wrapped = {prefix + name.removeprefix(removed): tensor for name, tensor in state.items()}
+    renamed = load_official_state_dict(wrapped, config)
+    expected = state["transformer.backbone.layers.1.mixer.D"]
+    assert torch.equal(renamed["blocks.1.mixer.D_skip"], expected)
     assert official_name("blocks.1.mixer.b_proj.bias") == "backbone.layers.1.mixer.dt_head.bias"
 
 
@@ -833,8 +844,8 @@ def test_untied_official_head_is_kept():
     state = official_weights(V=23, d=20, L=1, N=5)
     state["transformer.lm_head.weight"] = torch.randn(23, 20)
     options = dict(vocab_size=23, d_model=20, n_layer=1, mixer_options=dict(d_state=5))
-    ours = load_official_state_dict(state, LMConfig(**options, tie_embeddings=False))
-    assert torch.equal(ours["lm_head.weight"], state["transformer.lm_head.weight"])
+    renamed = load_official_state_dict(state, LMConfig(**options, tie_embeddings=False))
+    assert torch.equal(renamed["lm_head.weight"], state["transformer.lm_head.weight"])
     with pytest.raises(ValueError, match="is not its embedding"):
         load_official_state_dict(state, LMConfig(**options))
 
@@ -963,10 +974,13 @@ TOKENS = torch.zeros(2, 3, dtype=torch.long)
         (lambda m: m.step(TOKENS, m.empty_cache(2)), r"tokens has shape \(2, 3\); expected \(B,\)"),
         (lambda m: m.generate(TOKENS[:, :0], 2), "generation needs at least one token"),
         *(
-            (lambda m, wrong=wrong: m.generate(TOKENS, **dict(n_new=2) | wrong), message)
+            (lambda m, wrong=wrong: m.generate(TOKENS, **dict(max_new_tokens=2) | wrong), message)
             for wrong, message in [
-                (dict(n_new=-1), "n_new is -1; expected an integer of at least 0"),
-                (dict(n_new=2.0), "n_new is 2.0; expected an integer"),
+                (
+                    dict(max_new_tokens=-1),
+                    "max_new_tokens is -1; expected an integer of at least 0",
+                ),
+                (dict(max_new_tokens=2.0), "max_new_tokens is 2.0; expected an integer"),
                 (dict(temperature=-0.5), "temperature is -0.5; expected a number of at least 0"),
                 (dict(temperature=math.nan), "temperature is nan"),
                 (dict(top_k=0), "top_k is 0; expected an integer of at least 1"),
@@ -1031,26 +1045,25 @@ def test_integers_of_numpy_are_integers():
     json.dumps(model.config.to_dict())
     assert model.generate(TOKENS, two, top_k=two, seed=0).shape == (2, 5)
     layer = Longhorn(np.int64(16), **options)
-    torch.testing.assert_close(
-        torch.compile(layer, fullgraph=True, backend="eager")(torch.ones(1, 4, 16)),
-        layer(torch.ones(1, 4, 16)),
-    )
+    compiled = torch.compile(layer, fullgraph=True, backend="eager")
+    h = torch.ones(1, 4, 16)
+    torch.testing.assert_close(compiled(h), layer(h))
 
 
 @pytest.mark.parametrize("mixer", ("longhorn", slow_case("attention"), slow_case("mamba2")))
 def test_a_model_compiles_as_one_graph_and_its_blocks_read_packed_documents(mixer):
     model, tokens, bounds = packed_case(mixer)
     torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        torch.testing.assert_close(
-            torch.compile(model, fullgraph=True, backend="aot_eager")(tokens), model(tokens)
-        )
+        torch.testing.assert_close(compiled(tokens), model(tokens))
 
-    def run():
-        return torch.autograd.grad(model(tokens, tokens, bounds)[1], [*model.parameters()])
+    def gradients():
+        _, loss = model(tokens, tokens, bounds)
+        return torch.autograd.grad(loss, list(model.parameters()))
 
-    want = run()
+    expected = gradients()
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(run(), want)
+    torch.testing.assert_close(gradients(), expected)

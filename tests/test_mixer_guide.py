@@ -1,4 +1,4 @@
-"""The contributing guide on mixers: its layer passes the checks of the command that it names, and broken layers read what is wrong."""
+"""The guide on mixers: its layer passes the checks of its command, and broken layers fail."""
 
 import os
 import re
@@ -17,84 +17,82 @@ GUIDE = (
     .partition("## Add a mixer")[2]
     .partition("\n## ")[0]
 )
-PLUGIN = (
-    "from typing import NamedTuple\nimport torch\nfrom torch import nn\nfrom longhorn_kit.models.mixer import Mixer, register_mixer\n"
-    + textwrap.dedent(re.search(r"```python\n(.*?)```", GUIDE, re.S)[1])
-    + """
-class Broken(Decay):
-    def run(self, x, cache=None, keep_cache=False):
-        return self.spoil(x, *super().run(x, None if self.forgets else cache, keep_cache))
-    forgets = False
+LAYER = textwrap.dedent(re.search(r"```python\n(.*?)```", GUIDE, re.S)[1])
+BROKEN = """
+from longhorn_kit.models.mixer import Mixer, register_mixer
 
 @register_mixer("decay_ahead") # sees the future
-class Ahead(Broken):
-    def spoil(self, x, y, cache): return y + x.mean(1, keepdim=True), cache
+class Ahead(Decay):
+    def run(self, x, cache=None, keep_cache=False):
+        y, cache = super().run(x, cache, keep_cache)
+        return y + x.mean(1, keepdim=True), cache
 
 @register_mixer("decay_narrow") # returns the wrong shape
-class Narrow(Broken):
-    def spoil(self, x, y, cache): return y[..., 1:], cache
+class Narrow(Decay):
+    def run(self, x, cache=None, keep_cache=False):
+        y, cache = super().run(x, cache, keep_cache)
+        return y[..., 1:], cache
 
 @register_mixer("decay_forgets") # does not carry its state while it decodes
-class Forgets(Broken):
-    forgets = True
-    def spoil(self, x, y, cache): return y, cache
+class Forgets(Decay):
+    def run(self, x, cache=None, keep_cache=False):
+        return super().run(x, None, keep_cache)
 """
-)
+# broken layer -> check that it fails -> start of the message
 DEMANDS = {
     "ahead": {
-        "changing_a_token_changes_nothing_before_it": "Changing a token changes no output before it, and all outputs from there on. "
-        "AssertionError: an output before the token changed"
+        "changing_a_token_changes_nothing_before_it": (
+            "Changing a token changes no output before it, and all outputs from there on. "
+            "AssertionError: an output before the token changed"
+        )
     },
-    "narrow": {"shapes": "Outputs have the shape (B,T,d_model) of the inputs"},
+    "narrow": {"shapes": "Outputs have the shape of the inputs"},
     "forgets": {
-        "any_split_into_prefills_and_steps_equals_one_pass": "Any split into prefills and steps (a length of zero stands for a `step`) "
-        "gives the outputs of one pass: the cache carries the whole state.",
+        "any_split_into_prefills_and_steps_equals_one_pass": (
+            "Any split into prefills and steps (a length of zero) gives the outputs of one pass."
+        ),
         "gradients_flow_through_the_cache": "Two prefills in a row have the gradients of one pass",
     },
 }
+RESULT = re.compile(
+    r"^(PASSED|FAILED) \S+::test_(\w+)\[(?:[\w.-]+-)?(decay\w*)(?:-[\w.-]+)?\](?: - (.*))?$", re.M
+)
+OPTIONS = (
+    "-p guide -p no:cacheprovider -q --tb=no -rfp -W ignore -o addopts="  # prints one line per test
+)
+
+
+def run_guides_command(folder):
+    "Run the command of the guide with the layers that `guide.py` in a folder registers."
+    command = shlex.split(re.search(r"`\.venv/bin/python (-m pytest .*? -k decay)`", GUIDE)[1])
+    return subprocess.run(
+        [sys.executable, *command, *OPTIONS.split()],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "COLUMNS": "400"},
+    )
 
 
 @pytest.mark.slow
 def test_the_command_of_the_guide_accepts_its_layer_and_says_what_broken_ones_lack(tmp_path):
     "Layers named decay_... are broken; the command's -k takes all of them."
-    (tmp_path / "guide.py").write_text(PLUGIN)
-    command = shlex.split(re.search(r"`\.venv/bin/python (-m pytest .*? -k decay)`", GUIDE)[1])
-    options = [
-        "-p",
-        "guide",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "--tb=no",
-        "-rfp",
-        "-W",
-        "ignore",
-        "-o",
-        "addopts=",
-    ]
-    done = subprocess.run(
-        [sys.executable, *command, *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "COLUMNS": "400"},
-    )
-    found = {
-        (kind, check, name): says
-        for kind, check, name, says in re.findall(
-            r"^(PASSED|FAILED) \S+::test_(\w+)\[(?:[\w.-]+-)?(decay\w*)(?:-[\w.-]+)?\](?: - (.*))?$",
-            done.stdout,
-            re.M,
-        )
-    }
-    assert done.returncode == 1 and not [
-        key for key in found if key[0] == "FAILED" and key[2] == "decay"
-    ], done.stdout
-    assert len({check for kind, check, name in found if (kind, name) == ("PASSED", "decay")}) >= 20
+    (tmp_path / "guide.py").write_text(LAYER + BROKEN)
+    done = run_guides_command(tmp_path)
+    passed = set()
+    failures = {}
+    for outcome, check, name, message in RESULT.findall(done.stdout):
+        if outcome == "PASSED":
+            passed.add((check, name))
+        else:
+            failures[check, name] = message
+    assert done.returncode == 1, done.stdout
+    assert not [check for check, name in failures if name == "decay"], done.stdout
+    assert len([check for check, name in passed if name == "decay"]) >= 20
     for name, demands in DEMANDS.items():
         for check, demand in demands.items():
-            assert found["FAILED", check, f"decay_{name}"].startswith(demand), (name, check, found)
-    assert all(
-        re.match(r"[A-Z][^\n]+\.", says) for (kind, *_), says in found.items() if kind == "FAILED"
-    )
+            message = failures[check, f"decay_{name}"]
+            assert message.startswith(demand), (name, check, message)
+    for message in failures.values():
+        assert re.match(r"[A-Z][^\n]+\.", message), message

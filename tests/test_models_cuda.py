@@ -1,4 +1,4 @@
-"""The models on a GPU: the same decoding, sampling and files as on the CPU (no extra packages needed)."""
+"""The models on a GPU: the same decoding, sampling and files as on the CPU."""
 
 import pytest
 import torch
@@ -13,14 +13,12 @@ pytestmark = pytest.mark.cuda
 def make(name):
     torch.manual_seed(0)
     mixer, options = parts(name)
-    return SequenceLM(
-        LMConfig(vocab_size=40, d_model=64, n_layer=2, mixer=mixer, mixer_options=options, d_mlp=96)
-    )
+    return SequenceLM(LMConfig(40, 64, 2, mixer, options, d_mlp=96))
 
 
 @every_layer
 def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
-    "On a GPU a model computes what it computes on the CPU, packed or not, and decodes what one pass computes."
+    "On a GPU a model computes what it computes on the CPU, packed or not, and decodes the same."
     model = make(name)
     tokens = torch.randint(40, (2, 37))
     bounds = document_bounds(tokens, 7)
@@ -29,9 +27,8 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
     model = model.cuda()
     tokens = tokens.cuda()
     torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(
-        model(tokens, cu_seqlens=bounds.cuda()).cpu(), packed, atol=1e-4, rtol=1e-4
-    )
+    packed_on_gpu = model(tokens, cu_seqlens=bounds.cuda())
+    torch.testing.assert_close(packed_on_gpu.cpu(), packed, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         logits, cache = model.prefill(tokens[:, :20])
         parts = [logits]
@@ -39,9 +36,8 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
             logits, cache = model.step(tokens[:, t], cache)
             parts.append(logits[:, None])
         logits, cache = model.prefill(tokens[:, 24:], cache)
-        torch.testing.assert_close(
-            torch.cat([*parts, logits], 1), model(tokens), atol=1e-5, rtol=1e-5
-        )
+        pieces = torch.cat([*parts, logits], 1)
+        torch.testing.assert_close(pieces, model(tokens), atol=1e-5, rtol=1e-5)
 
 
 @every_layer
@@ -49,7 +45,7 @@ def test_gpu_autocast_trains(name):
     "On a GPU, autocast changes loss and gradients little, and a scan's state stays in float32."
     model = make(name).cuda()
     tokens = torch.randint(40, (2, 33), device="cuda")
-    plain = model(tokens, tokens)[1]
+    _, plain = model(tokens, tokens)
     plain.backward()
     exact = {n: p.grad.clone() for n, p in model.named_parameters()}
     model.zero_grad()
@@ -57,7 +53,8 @@ def test_gpu_autocast_trains(name):
         logits, loss = model(tokens, tokens)
         _, cache = model.prefill(tokens)
     loss.backward()
-    assert abs(loss.item() - plain.item()) < 0.02 and loss.dtype is torch.float32
+    assert abs(loss.item() - plain.item()) < 0.02
+    assert loss.dtype is torch.float32
     for n, p in model.named_parameters():
         assert (p.grad - exact[n]).norm() < 0.1 * exact[n].norm() + 1e-4, n
     if hasattr(cache[0], "S"):
@@ -70,9 +67,8 @@ def test_gpu_generates_and_saves(name, tmp_path):
     model = make(name).cuda()
     prompt = torch.randint(40, (2, 5), device="cuda")
     first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
-    assert first.is_cuda and torch.equal(
-        first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)
-    )
+    assert first.is_cuda
+    assert torch.equal(first, model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9))
     model.save_pretrained(tmp_path)
-    again = SequenceLM.from_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16)
-    assert again.generate(prompt, 4, temperature=0).shape == (2, 9)
+    loaded = SequenceLM.from_pretrained(tmp_path, device="cuda", dtype=torch.bfloat16)
+    assert loaded.generate(prompt, 4, temperature=0).shape == (2, 9)

@@ -1,4 +1,6 @@
-"""Layers, steps and language models as ONNX files, computed by ONNX Runtime, against the kit itself."""
+"""Layers, steps and language models as ONNX files: ONNX Runtime computes what the kit does."""
+
+import itertools
 
 import pytest
 import torch
@@ -15,14 +17,11 @@ for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package, reason='needs the extra "onnx"')
 import onnxruntime
 
-pytestmark = [
-    pytest.mark.numeric,
-    pytest.mark.filterwarnings("ignore"),
-]  # the exporter's own warnings
+# the exporter warns
+pytestmark = [pytest.mark.numeric, pytest.mark.filterwarnings("ignore")]
 QUICK = ("longhorn_exact",)
-layers = pytest.mark.parametrize(
-    "name", [name if name in QUICK else slow_case(name) for name in (*NAMES, *OPTIONS)]
-)
+CASES = [name if name in QUICK else slow_case(name) for name in (*NAMES, *OPTIONS)]
+layers = pytest.mark.parametrize("name", CASES)
 OPEN = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 
 
@@ -34,15 +33,18 @@ def make(name):
 
 def exported(module, given, folder, shapes=None):
     "Return a function of tensors that ONNX Runtime computes."
-    torch.onnx.export(
-        module, given, folder / "module.onnx", dynamo=True, verbose=False, dynamic_shapes=shapes
-    )
-    session = onnxruntime.InferenceSession(folder / "module.onnx")
+    path = folder / "module.onnx"
+    options = dict(dynamo=True, verbose=False, dynamic_shapes=shapes)
+    torch.onnx.export(module, given, path, **options)
+    session = onnxruntime.InferenceSession(path)
     names = [given.name for given in session.get_inputs()]
-    return lambda *tensors: [
-        torch.from_numpy(out)
-        for out in session.run(None, dict(zip(names, [t.numpy() for t in tensors])))
-    ]
+
+    def run(*tensors):
+        arrays = [tensor.numpy() for tensor in tensors]
+        outputs = session.run(None, dict(zip(names, arrays)))
+        return [torch.from_numpy(output) for output in outputs]
+
+    return run
 
 
 class Step(nn.Module):
@@ -54,13 +56,16 @@ class Step(nn.Module):
 
     def forward(self, x_t, *states):
         empty = self.module.empty_cache(1)
-        several = isinstance(empty, list)
-        left = list(states)
-        entries = []
-        for entry in empty if several else [empty]:
-            entries.append(type(entry)(*(left.pop(0) for _ in entry)))
-        y_t, after = self.module.step(x_t, entries if several else entries[0])
-        return y_t, *(state for entry in (after if several else [after]) for state in entry)
+        if not isinstance(empty, list):
+            y_t, after = self.module.step(x_t, type(empty)(*states))
+            return y_t, *after
+        rest = list(states)
+        cache = []
+        for entry in empty:
+            cache.append(type(entry)(*rest[: len(entry)]))
+            rest = rest[len(entry) :]
+        y_t, after = self.module.step(x_t, cache)
+        return y_t, *itertools.chain(*after)
 
 
 @torch.no_grad()
@@ -133,29 +138,26 @@ def test_a_file_does_not_grow_with_the_length(tmp_path):
 def test_packed_sequences_are_refused():
     q = torch.randn(1, 9, 4)
     x = torch.randn(1, 9, 3)
-    with pytest.raises(
-        ValueError, match="cu_seqlens. cannot be exported to ONNX; read each as a separate row"
-    ):
+    message = "cu_seqlens. cannot be exported to ONNX; read each as a separate row"
+    with pytest.raises(ValueError, match=message):
         onnx_scan(q, q, x, x, None, torch.zeros(2, 3, 4), torch.tensor([0, 3, 9]), "diagonal")
 
 
 @pytest.mark.slow
 def test_the_older_exporter_is_refused(tmp_path):
-    with pytest.raises(
-        ValueError, match="the scans of longhorn_kit need torch.onnx.export.*dynamo=True"
-    ):
-        torch.onnx.export(
-            Longhorn(16).eval(), (torch.randn(1, 9, 16),), tmp_path / "old.onnx", dynamo=False
-        )
+    layer = Longhorn(16).eval()
+    h = torch.randn(1, 9, 16)
+    message = "the scans of longhorn_kit need torch.onnx.export.*dynamo=True"
+    with pytest.raises(ValueError, match=message):
+        torch.onnx.export(layer, (h,), tmp_path / "old.onnx", dynamo=False)
 
 
 def test_other_tracers_keep_the_custom_operations():
-    "Fake tensors, torch.compile and torch.export know the kit's operations, with gradients, and not their ONNX form."
+    "torch.compile and torch.export see the kit's operations, and not their ONNX form."
     operations = torch.ops.longhorn_kit
-    assert (
-        not {operations.chunked_scan.default, operations.rotary.default}
-        & torch._decomp.decomposition_table.keys()
-    )
+    table = torch._decomp.decomposition_table
+    assert operations.chunked_scan.default not in table
+    assert operations.rotary.default not in table
     program = torch.export.export(Longhorn(16), (torch.randn(1, 9, 16),))
     assert any(node.target is operations.chunked_scan.default for node in program.graph.nodes)
 
@@ -163,19 +165,19 @@ def test_other_tracers_keep_the_custom_operations():
 @torch.no_grad()
 @pytest.mark.parametrize("masked", (slow_case(False), slow_case(True)))
 def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
-    transformers = pytest.importorskip(
-        "longhorn_kit.models.transformers", reason='needs the extra "hf"'
-    )
+    module = "longhorn_kit.models.transformers"
+    transformers = pytest.importorskip(module, reason='needs the extra "hf"')
     torch.manual_seed(0)
-    config = transformers.LonghornConfig(
-        vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False
-    )
+    sizes = dict(vocab_size=50, d_model=32, n_layer=2)
+    config = transformers.LonghornConfig(**sizes, mixer="longhorn_exact", use_cache=False)
     model = transformers.LonghornForCausalLM(config).eval()
     tokens = torch.randint(50, (3, 31))
     mask = torch.ones(3, 31, dtype=torch.long)
     mask[0, :5] = 0
     mask[1, 7:9] = 0
-    given = {"input_ids": tokens} | ({"attention_mask": mask} if masked else {})
+    given = {"input_ids": tokens}
+    if masked:
+        given["attention_mask"] = mask
     small = {name: torch.ones_like(t[:2, :20]) for name, t in given.items()}
     torch.onnx.export(
         model,
@@ -186,13 +188,14 @@ def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
         verbose=False,
         dynamic_shapes=dict.fromkeys(given, OPEN),
     )
-    out, *_ = onnxruntime.InferenceSession(tmp_path / "hf.onnx").run(
-        None, {name: t.numpy() for name, t in given.items()}
-    )
-    read = mask.bool() if masked else torch.ones_like(mask, dtype=torch.bool)
-    torch.testing.assert_close(
-        torch.from_numpy(out)[read], model(**given).logits[read], atol=1e-4, rtol=1e-4
-    )
+    session = onnxruntime.InferenceSession(tmp_path / "hf.onnx")
+    logits, *_ = session.run(None, {name: t.numpy() for name, t in given.items()})
+    logits = torch.from_numpy(logits)
+    expected = model(**given).logits
+    if masked:
+        logits = logits[mask.bool()]
+        expected = expected[mask.bool()]
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"The bridge to transformers: the same numbers as the kit's model, padded or not, cached or not, saved or not."
+"The bridge to transformers: the kit's numbers, padded or not, cached or not, saved or not."
 
 import copy
 import math
@@ -38,6 +38,7 @@ from transformers import (
 pytestmark = pytest.mark.numeric
 
 RECURRENT = ("longhorn", "longhorn_exact", "longhorn_scalar", "mamba")
+GREEDY_WITH_LOGITS = dict(do_sample=False, output_logits=True, return_dict_in_generate=True)
 
 
 def make(mixer="longhorn_exact", **options):
@@ -75,17 +76,19 @@ def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
     out.loss.backward()
     loss.backward()
     for name, parameter in lm.named_parameters():
-        ours = hf.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
-        torch.testing.assert_close(ours.grad, parameter.grad, msg=name)
+        converted = hf.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
+        torch.testing.assert_close(converted.grad, parameter.grad, msg=name)
+    assert_same_state(from_transformers(hf), lm)
     half = SequenceLM(lm.config, dtype=torch.bfloat16)
-    for before, back in (
-        (lm, from_transformers(hf)),
-        (half, from_transformers(to_transformers(half))),
-    ):
-        assert all(
-            torch.equal(a, b) and a.dtype == b.dtype
-            for a, b in zip(before.state_dict().values(), back.state_dict().values(), strict=True)
-        )
+    assert_same_state(from_transformers(to_transformers(half)), half)
+
+
+def assert_same_state(model, expected):
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(state[name], value), name
+        assert state[name].dtype == value.dtype, name
 
 
 @pytest.mark.parametrize("mixer", RECURRENT)
@@ -97,35 +100,31 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
         out = hf(tokens, attention_mask=mask, use_cache=keep)
         for row, prompt in zip(range(4), alone):
             torch.testing.assert_close(out.logits[row][mask[row].bool()], hf(prompt).logits[0])
-    for layer, single in zip(
-        out.past_key_values.layers if keep else hf(tokens, mask).past_key_values.layers,
-        hf(alone[1]).past_key_values.layers,
-    ):
+    batch_layers = hf(tokens, mask).past_key_values.layers
+    single_layers = hf(alone[1]).past_key_values.layers
+    for layer, single in zip(batch_layers, single_layers):
         torch.testing.assert_close(layer.get().S[1:2], single.get().S)
 
 
 @every_family
 @pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), slow_case((3, 5), 1), ((3, 3, 5), 2)])
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, rows):
-    "In transformers, generation from a padded batch gives each prompt the tokens that it gets alone (also where all rows are padded alike: of the last batches only those are given)."
+    "In transformers, generation from a padded batch gives each prompt the tokens it gets alone."
+    # with fewer rows than lengths, all rows are padded alike
     hf = to_transformers(make(name))
     lm = make(name)
     tokens, mask, alone = (t[:rows] for t in padded(*lengths))
-    options = dict(
-        max_new_tokens=7, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
+    options = dict(max_new_tokens=7, **GREEDY_WITH_LOGITS)
     together = hf.generate(tokens, attention_mask=mask, **options)
     careless = hf.generate(tokens, attention_mask=torch.ones_like(mask), **options)
     for row, prompt in enumerate(alone):
-        own = lm.generate(prompt, 7, temperature=0)
+        expected = lm.generate(prompt, 7, temperature=0)
         logits = torch.cat(hf.generate(prompt, **options).logits)
-        assert torch.equal(together.sequences[row, max(lengths) :], own[0, -7:])
-        torch.testing.assert_close(
-            torch.stack([step[row] for step in together.logits]), logits, rtol=1e-4, atol=1e-5
-        )
-        if len(prompt[0]) < max(
-            lengths
-        ):  # an untrained model says the same words whatever it has read; its logits tell
+        assert torch.equal(together.sequences[row, max(lengths) :], expected[0, -7:])
+        of_row = torch.stack([step[row] for step in together.logits])
+        torch.testing.assert_close(of_row, logits, rtol=1e-4, atol=1e-5)
+        if prompt.shape[1] < max(lengths):
+            # an untrained model says the same words whatever it has read; its logits differ
             assert (careless.logits[0][row] - logits[0]).abs().max() > 1e-3
 
 
@@ -141,40 +140,39 @@ def scattered(rows=5, length=14, seed=0):
 
 @every_family_of_kit
 def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
-    "Zeros anywhere in a mask are skipped: outputs, states after two calls, and gradients are those of each text alone, in one pass."
+    "Zeros anywhere in a mask are skipped: outputs and gradients are those of each text alone."
     hf = to_transformers(make(name)).double()
     tokens = torch.randint(50, (5, 20))
     mask = scattered(length=20)
     batches = []
-    hf.model.blocks[0].mixer.out_proj.register_forward_hook(
-        lambda layer, inputs, out: batches.append(out.shape[:2])
-    )
-    hf.model.blocks[0].mixer.register_forward_pre_hook(
-        lambda layer, inputs: batches.append(inputs[0].shape[:2])
-    )
+    mixer = hf.model.blocks[0].mixer
+    mixer.out_proj.register_forward_hook(lambda layer, inputs, y: batches.append(y.shape[:2]))
+    mixer.register_forward_pre_hook(lambda layer, inputs: batches.append(inputs[0].shape[:2]))
     first = hf(tokens[:, :14], attention_mask=mask[:, :14], use_cache=True)
-    then = hf(tokens[:, 14:18], attention_mask=mask[:, :18], past_key_values=first.past_key_values)
-    last = hf(
-        tokens[:, 18:], past_key_values=then.past_key_values
-    )  # after padding, a call without any
+    cache = first.past_key_values
+    then = hf(tokens[:, 14:18], attention_mask=mask[:, :18], past_key_values=cache)
+    last = hf(tokens[:, 18:], past_key_values=then.past_key_values)  # no padding any more
     assert batches == [(5, 14)] * 2 + [(5, 4)] * 2 + [(5, 2)] * 2
     mask[:, 18:] = 1
+    is_text = mask.bool()
     together = torch.cat([first.logits, then.logits, last.logits], 1)
-    torch.testing.assert_close(
-        hf(tokens, attention_mask=mask).logits[mask.bool()], together[mask.bool()]
-    )
+    whole = hf(tokens, attention_mask=mask).logits
+    torch.testing.assert_close(whole[is_text], together[is_text])
     weight = torch.randn_like(together) * mask[..., None]
     outputs = []
-    for row in range(5):
-        own = tokens[row][mask[row].bool()][None]
-        text = mask[row].bool()
-        torch.testing.assert_close(together[row][text], hf(own).logits[0])
-        outputs.append((hf(own).logits[0] * weight[row][text]).sum())
-    expected = torch.autograd.grad(sum(outputs), hf.parameters(), allow_unused=True)
-    found = torch.autograd.grad((together * weight).sum(), hf.parameters(), allow_unused=True)
-    torch.testing.assert_close(found, expected)
+    for row, text in enumerate(is_text):
+        alone = hf(tokens[row][text][None]).logits[0]
+        torch.testing.assert_close(together[row][text], alone)
+        outputs.append((alone * weight[row][text]).sum())
+
+    def gradients(value):
+        return torch.autograd.grad(value, hf.parameters(), allow_unused=True)
+
+    torch.testing.assert_close(gradients((together * weight).sum()), gradients(sum(outputs)))
     careless = hf(tokens, use_cache=False).logits  # the padding matters
-    assert min((careless - together)[row][mask[row].bool()].abs().max() for row in (2, 4)) > 1e-4
+    for row in (2, 4):
+        change = (careless - together)[row][is_text[row]]
+        assert change.abs().max() > 1e-4
 
 
 class Running(Mixer):
@@ -231,28 +229,22 @@ def test_generation_after_padding_behind_or_inside_prompts(mixer):
     hf = to_transformers(make(mixer))
     tokens, mask, alone = padded(3, 8, 5, side="right")
     gap = torch.tensor([[1, 1, 0, 0, 1, 0, 1, 1]] * 3)
-    options = dict(
-        max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True
-    )
-    for given, texts in ((mask, alone), (gap, [row[gap[0].bool()][None] for row in tokens])):
+    options = dict(max_new_tokens=5, **GREEDY_WITH_LOGITS)
+    with_gaps = [row[gap[0].bool()][None] for row in tokens]
+    for given, texts in ((mask, alone), (gap, with_gaps)):
         for keep in (True, False):
             together = hf.generate(tokens, attention_mask=given, use_cache=keep, **options)
+            logits = torch.stack(together.logits, 1)
             for row, text in enumerate(texts):
-                own = hf.generate(text, **options)
-                torch.testing.assert_close(
-                    torch.stack(together.logits, 1)[row],
-                    torch.stack(own.logits, 1)[0],
-                    rtol=1e-4,
-                    atol=1e-5,
-                )
-    hf.config.pad_token_id = hf.generation_config.pad_token_id = (
-        7  # transformers then infers a mask from a prompt
-    )
+                (expected,) = torch.stack(hf.generate(text, **options).logits, 1)
+                torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
+    hf.config.pad_token_id = 7
+    hf.generation_config.pad_token_id = 7  # transformers then infers a mask from a prompt
     prompt = torch.tensor([[5, 7, 9, 3]])
-    assert torch.equal(
-        hf.generate(prompt, max_new_tokens=5, do_sample=False)[:, 4:],
-        hf.generate(prompt[:, [0, 2, 3]], max_new_tokens=5, do_sample=False)[:, 3:],
-    )
+    options = dict(max_new_tokens=5, do_sample=False)
+    continued = hf.generate(prompt, **options)[:, 4:]
+    without_padding = hf.generate(prompt[:, [0, 2, 3]], **options)[:, 3:]
+    assert torch.equal(continued, without_padding)
 
 
 def test_padding_shows_the_last_text_token_before_it():
@@ -260,19 +252,17 @@ def test_padding_shows_the_last_text_token_before_it():
     tokens = torch.tensor([[1, 2, 3, 4, 5]])
     mask = torch.tensor([[0, 1, 0, 1, 0]])
     out = hf(tokens, attention_mask=mask, labels=tokens, output_hidden_states=True)
-    own = hf(tokens[:, [1, 3]], output_hidden_states=True)
-    for found, expected in zip(
-        (out.logits, *out.hidden_states), (own.logits, *own.hidden_states), strict=True
-    ):
-        torch.testing.assert_close(found[0, 1:], expected[0, [0, 0, 1, 1]])
-        assert not found[0, 0].any()
-    spread = hf(
-        tokens[:, [1, 3]], inputs_embeds=None, labels=tokens[:, [1, 3]]
-    ).loss  # label 4 follows token 2 across the gap
-    gap = tokens.masked_fill(mask == 0, -100)
-    torch.testing.assert_close(
-        hf(tokens, attention_mask=mask, labels=gap).loss * 2, spread + math.log(50)
-    )
+    text = tokens[:, [1, 3]]
+    alone = hf(text, output_hidden_states=True)
+    results = (out.logits, *out.hidden_states)
+    references = (alone.logits, *alone.hidden_states)
+    for result, expected in zip(results, references, strict=True):
+        torch.testing.assert_close(result[0, 1:], expected[0, [0, 0, 1, 1]])
+        assert not result[0, 0].any()
+    loss_of_text = hf(text, labels=text).loss  # label 4 follows token 2 across the gap
+    labels = tokens.masked_fill(mask == 0, -100)
+    loss = hf(tokens, attention_mask=mask, labels=labels).loss
+    torch.testing.assert_close(loss * 2, loss_of_text + math.log(50))
 
 
 def test_values_at_padding_that_are_not_finite_do_not_spread():
@@ -290,52 +280,64 @@ def collated(texts, **options):
     return collate([dict(input_ids=text[0].tolist()) for text in texts])
 
 
+def packed_row():
+    "Return a row of four texts, the texts, their bounds, positions and numbers."
+    _, _, texts = padded(4, 7, 1, 8)
+    bounds = torch.tensor([0, 4, 11, 12, 20])
+    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
+    number = torch.repeat_interleave(torch.arange(4), bounds.diff())[None]
+    return torch.cat(texts, 1), texts, bounds, positions, number
+
+
 @every_family
 def test_packed_texts_share_no_state(name):
-    "Every way to mark packed texts, alone or with others, gives each text what it gives alone, also beside padding."
+    "Every way to mark packed texts gives each text what it gives alone."
     hf = to_transformers(make(name)).double()
-    _, _, texts = padded(4, 7, 1, 8)
-    row = torch.cat(texts, 1)
-    bounds = torch.tensor([0, 4, 11, 12, 20])
-    places = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
-    number = torch.repeat_interleave(torch.arange(4), bounds.diff())[None]
+    row, texts, bounds, positions, number = packed_row()
     alone = torch.cat([hf(text).logits for text in texts], 1)
+    of_queries = dict(cu_seq_lens_q=bounds.int(), max_length_q=8)
+    of_keys = dict(cu_seq_lens_k=bounds.int(), max_length_k=8)
     ways = [
         dict(cu_seqlens=bounds),
-        dict(
-            cu_seq_lens_q=bounds.int(), cu_seq_lens_k=bounds.int(), max_length_q=8, max_length_k=8
-        ),
+        of_queries | of_keys,
         dict(seq_idx=number.int()),
-        dict(position_ids=places),
-        dict(position_ids=places + 3, seq_idx=number),
+        dict(position_ids=positions),
+        dict(position_ids=positions + 3, seq_idx=number),
     ]
+    ones = torch.ones_like(row)
     for way in ways:
         out = hf(row, **way)
         torch.testing.assert_close(out.logits, alone)
         assert out.past_key_values is None
-        torch.testing.assert_close(
-            hf.model(
-                row, attention_mask=torch.ones_like(row), output_hidden_states=True, **way
-            ).hidden_states[-1],
-            out.logits.new_tensor(hf.model(row, **way).last_hidden_state.tolist()),
-        )
-    assert (
-        hf(row, position_ids=torch.arange(20)[None]).logits - alone
-    ).abs().max() > 1e-4  # one text
+        features = hf.model(row, **way).last_hidden_state
+        stream = hf.model(row, attention_mask=ones, output_hidden_states=True, **way).hidden_states
+        torch.testing.assert_close(stream[-1], features)
+    one_text = hf(row, position_ids=torch.arange(20)[None]).logits
+    assert (one_text - alone).abs().max() > 1e-4
+    # two rows: a row starts a text too, so the second text is cut
     two = row.view(2, 10)
-    four = alone.view(2, 10, -1)  # a row starts a text too: the second one is cut
-    cut = torch.cat([hf(text).logits for text in (texts[1][:, :6], texts[1][:, 6:])], 1)
-    four.view(20, -1)[4:11] = cut
-    torch.testing.assert_close(hf(two, seq_idx=number.view(2, 10)).logits, four)
-    torch.testing.assert_close(hf(two, position_ids=places.view(2, 10)).logits, four)
+    expected = alone.clone()
+    expected[:, 4:10] = hf(texts[1][:, :6]).logits
+    expected[:, 10:11] = hf(texts[1][:, 6:]).logits
+    expected = expected.view(2, 10, -1)
+    torch.testing.assert_close(hf(two, seq_idx=number.view(2, 10)).logits, expected)
+    torch.testing.assert_close(hf(two, position_ids=positions.view(2, 10)).logits, expected)
+
+
+@every_family
+def test_packed_texts_with_padding_share_no_state(name):
+    "Packed texts with padding inside give what each text gives alone."
+    hf = to_transformers(make(name)).double()
+    row, texts, bounds, _, number = packed_row()
     mask = torch.ones(1, 20, dtype=torch.long)  # padding at the start of one text and in two others
     mask[0, [0, 1, 6, 17, 19]] = 0
-    kept = [text[:, mask[0, a:b].bool()] for text, a, b in zip(texts, bounds, bounds[1:])]
-    packed = torch.cat([hf(text).logits for text in kept], 1)
+    is_text = mask.bool()
+    parts = is_text[0].tensor_split(bounds[1:-1].tolist())
+    kept = [text[:, part] for text, part in zip(texts, parts)]
+    expected = torch.cat([hf(text).logits for text in kept], 1)
     for way in (dict(cu_seqlens=bounds), dict(seq_idx=number)):
-        torch.testing.assert_close(
-            hf(row, attention_mask=mask, **way).logits[mask.bool()], packed[0]
-        )
+        logits = hf(row, attention_mask=mask, **way).logits
+        torch.testing.assert_close(logits[is_text], expected[0])
 
 
 def test_collators_that_pack_train_as_padded_rows_do():
@@ -389,7 +391,7 @@ def test_position_ids_beside_padding_pack_nothing():
 
 @pytest.mark.parametrize("count", ("columns", "text"))
 def test_a_gap_in_the_mask_starts_no_text(count):
-    "Positions may count all columns, as callers do who make them without the mask, or the text alone."
+    "Positions may count all columns, as without a mask, or the text alone."
     hf = to_transformers(make())
     tokens = torch.randint(50, (5, 14))
     mask = scattered()
@@ -403,11 +405,11 @@ def test_a_gap_in_the_mask_starts_no_text(count):
     places = torch.arange(14)[None] if count == "columns" else mask.cumsum(1) - 1
     places[:, 7:] -= places[0, 7].item()  # a second text
     packed = hf(tokens, attention_mask=mask, position_ids=places).logits[mask.bool()]
-    texts = [
-        part[part_mask.bool()]
-        for part, part_mask in ((tokens[0, :7], mask[0, :7]), (tokens[0, 7:], mask[0, 7:]))
-    ]
-    torch.testing.assert_close(packed, torch.cat([hf(text[None]).logits[0] for text in texts]))
+    is_text = mask[0].bool()
+    one = tokens[:, :7][:, is_text[:7]]
+    two = tokens[:, 7:][:, is_text[7:]]
+    expected = torch.cat([hf(one).logits[0], hf(two).logits[0]])
+    torch.testing.assert_close(packed, expected)
 
 
 @pytest.mark.parametrize("way", ("plain", "beams", "padded", "inputs_embeds"))
@@ -419,18 +421,17 @@ def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixe
             parameter.data *= 4  # so that the tokens vary
     tokens, mask, _ = padded(4, 7, 5)
     options = dict(max_new_tokens=6, do_sample=False, num_beams=3 if way == "beams" else 1)
-    inputs = (
-        dict(inputs=tokens[1:2]) if way != "padded" else dict(inputs=tokens, attention_mask=mask)
-    )
+    inputs = dict(inputs=tokens[1:2])
+    if way == "padded":
+        inputs = dict(inputs=tokens, attention_mask=mask)
     if way == "inputs_embeds":
-        inputs = dict(inputs_embeds=hf.model.embedding(inputs["inputs"]).detach())
+        inputs = dict(inputs_embeds=hf.model.embedding(tokens[1:2]).detach())
     expected = hf.generate(**inputs, **options)
     hf.gradient_checkpointing_enable()
     hf.train()
     assert torch.equal(hf.generate(**inputs, **options), expected)
-    assert (
-        hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7
-    )  # also where gradients are wanted
+    # also with gradients
+    assert hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7
     assert hf(tokens).past_key_values is None
 
 
@@ -443,16 +444,13 @@ def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_toke
 
     class Sample(TrainerCallback):
         def on_step_end(self, arguments, state, control, model, **others):
-            options = dict(
-                max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True
-            )
-            assert model.training and model.is_gradient_checkpointing
-            sampled.append(
-                [
-                    torch.cat(each.generate(prompt, **options).logits)
-                    for each in (model, copy.deepcopy(model).eval())
-                ]
-            )
+            assert model.training
+            assert model.is_gradient_checkpointing
+            options = dict(max_new_tokens=6, **GREEDY_WITH_LOGITS)
+            training = torch.cat(model.generate(prompt, **options).logits)
+            other = copy.deepcopy(model).eval()
+            evaluation = torch.cat(other.generate(prompt, **options).logits)
+            sampled.append((training, evaluation))
 
     data = [
         dict(input_ids=torch.arange(i, i + 16) % 50, labels=torch.arange(i, i + 16) % 50)
@@ -480,11 +478,8 @@ def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
     tokens = torch.randint(50, (2, 6))
 
     def loss():
-        return hf(
-            tokens[:, 3:],
-            past_key_values=hf(tokens[:, :3], use_cache=True).past_key_values,
-            labels=tokens[:, 3:],
-        ).loss
+        cache = hf(tokens[:, :3], use_cache=True).past_key_values
+        return hf(tokens[:, 3:], past_key_values=cache, labels=tokens[:, 3:]).loss
 
     expected = torch.autograd.grad(loss(), hf.parameters())
     hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
@@ -498,9 +493,8 @@ def test_the_cache_holds_plain_tuples(name):
     tokens = torch.randint(50, (2, 6))
     cache = hf(tokens, use_cache=True).past_key_values
     for layer, block in zip(cache.layers, hf.model.blocks, strict=True):
-        assert type(layer.state) is tuple and all(
-            type(part) is torch.Tensor for part in layer.state
-        )
+        assert type(layer.state) is tuple
+        assert all(type(part) is torch.Tensor for part in layer.state)
         assert type(layer.get()) is type(block.mixer.empty_cache(2))
 
 
@@ -508,10 +502,8 @@ def test_crop_keeps_all_tokens_or_none():
     hf = to_transformers(make())
     tokens = torch.randint(50, (2, 6))
     expected = hf(tokens).logits
-    for keep in (
-        0,
-        4,
-    ):  # transformers counts removed tokens; the length itself is its older spelling
+    # transformers counts removed tokens; the length itself is its older spelling
+    for keep in (0, 4):
         cache = hf(tokens[:, :4], use_cache=True).past_key_values
         cache.crop(keep)
         torch.testing.assert_close(hf(tokens[:, 4:], past_key_values=cache).logits, expected[:, 4:])
@@ -543,22 +535,17 @@ def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
 
     words = hf_tokenizer(get_tokenizer("bytes"))
     folder = export_folder(SequenceLM(LMConfig(256, 16, 1)), tmp_path / "hf", words)
-    again = AutoModelForCausalLM.from_pretrained(folder)
-    read = AutoTokenizer.from_pretrained(folder)
-    assert (
-        read.padding_side == "left"
-        and again.generation_config.eos_token_id == words.eos_token_id == 0
-    )
-    assert (
-        again.generation_config.pad_token_id
-        == again.config.pad_token_id
-        == words.pad_token_id
-        == 255
-    )
-    mine = to_transformers(make("longhorn"))
-    mine.generation_config.eos_token_id = [7, 9]
-    export_folder(mine, tmp_path / "mine", words)
-    assert mine.generation_config.eos_token_id == [7, 9]
+    loaded = AutoModelForCausalLM.from_pretrained(folder)
+    assert AutoTokenizer.from_pretrained(folder).padding_side == "left"
+    assert words.eos_token_id == 0
+    assert words.pad_token_id == 255
+    assert loaded.generation_config.eos_token_id == 0
+    assert loaded.generation_config.pad_token_id == 255
+    assert loaded.config.pad_token_id == 255
+    model = to_transformers(make("longhorn"))
+    model.generation_config.eos_token_id = [7, 9]
+    export_folder(model, tmp_path / "other", words)
+    assert model.generation_config.eos_token_id == [7, 9]
 
 
 def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
@@ -578,10 +565,9 @@ def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
 )
 def test_beams_follow_their_states(mixer):
     lm = make(mixer)
+    # larger weights: the past matters more, so beams with wrong states choose other tokens
     for parameter in lm.parameters():
-        parameter.data *= (
-            3  # what came before matters, so beams with wrong states choose other tokens
-        )
+        parameter.data *= 3
     hf = to_transformers(lm)
     prompt = torch.randint(50, (2, 6))
     options = dict(max_new_tokens=12, num_beams=4, do_sample=False, num_return_sequences=2)
@@ -620,9 +606,11 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
 def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
     hf = to_transformers(make()).train()
     tokens = torch.randint(50, (5, 14))
-    more = dict(
-        whole={}, padded=dict(attention_mask=scattered()), packed=dict(seq_idx=scattered())
-    )[way]
+    more = {}
+    if way == "padded":
+        more = dict(attention_mask=scattered())
+    if way == "packed":
+        more = dict(seq_idx=scattered())
     hf(tokens, labels=tokens, **more).loss.backward()
     expected = [p.grad.clone() for p in hf.parameters()]
     hf.zero_grad()
@@ -685,31 +673,25 @@ def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
 
     whole = trained(1)
     parts = trained(4)
-    for a, b, before in zip(
-        whole.parameters(), parts.parameters(), start.parameters(), strict=True
-    ):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert not torch.equal(a, before)
+    torch.testing.assert_close(parts.state_dict(), whole.state_dict(), atol=1e-5, rtol=1e-4)
+    assert not torch.equal(whole.model.norm.weight, start.model.norm.weight)
 
 
 def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
     hf = to_transformers(make())
-    state = {
-        name: t
-        for name, t in hf.state_dict().items()
-        if "blocks.1" not in name and name != "lm_head.weight"
-    }
+    state = dict(hf.state_dict())
+    for name in list(state):
+        if "blocks.1" in name or name == "lm_head.weight":
+            del state[name]
     hf.save_pretrained(tmp_path, state_dict=state)
-    again = LonghornForCausalLM.from_pretrained(tmp_path)
-    for name, parameter in again.named_parameters():
+    loaded = LonghornForCausalLM.from_pretrained(tmp_path)
+    for name, parameter in loaded.named_parameters():
         assert torch.isfinite(parameter).all(), name
         if "blocks.1" not in name:
             assert torch.equal(parameter, hf.get_parameter(name))
-    fresh = again.model.blocks[1].mixer
-    assert (
-        torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
-        and fresh.in_proj.weight.std() > 0.05
-    )
+    fresh = loaded.model.blocks[1].mixer
+    assert torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
+    assert fresh.in_proj.weight.std() > 0.05
 
 
 @pytest.mark.slow
@@ -717,14 +699,14 @@ def test_a_sharded_model_without_memory_draws_the_kits_weights():
     "The flow of FSDP2: build on meta, shard, `to_empty`, `init_weights`."
     from torch.distributed.fsdp import fully_shard
 
-    from test_lm import alone
+    from test_lm import one_process
 
     torch.manual_seed(0)
     config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2)
     fresh = LonghornForCausalLM(config)
     with torch.device("meta"):
         hf = LonghornForCausalLM(config)
-    with alone() as mesh:
+    with one_process() as mesh:
         for part in (*hf.model.blocks, hf):
             fully_shard(part, mesh=mesh)
         hf.to_empty(device="cpu")
@@ -741,7 +723,8 @@ def test_auto_classes_know_the_model(tmp_path):
     to_transformers(make("mamba")).save_pretrained(tmp_path)
     assert isinstance(AutoConfig.from_pretrained(tmp_path), LonghornConfig)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert model.dtype == torch.bfloat16 and model.config.mixer == "mamba"
+    assert model.dtype == torch.bfloat16
+    assert model.config.mixer == "mamba"
     assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
 
 
@@ -755,13 +738,9 @@ def test_loading_in_16_bits_keeps_the_parameters_that_stay_in_float32(mixer, dty
     built = SequenceLM(lm.config, dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
     drawn = AutoModelForCausalLM.from_config(hf.config, dtype=dtype)
-    wide = [
-        name for name, parameter in built.named_parameters() if parameter.dtype == torch.float32
-    ]
-    assert {name.rpartition(".")[2] for name in wide} >= {
-        "mamba": {"A_log", "D_skip"},
-        "longhorn": {"D_skip", "key_scale"},
-    }.get(mixer, {"A_log"})
+    wide = [name for name, p in built.named_parameters() if p.dtype == torch.float32]
+    expected = {"mamba": {"A_log", "D_skip"}, "longhorn": {"D_skip", "key_scale"}}
+    assert {name.rpartition(".")[2] for name in wide} >= expected.get(mixer, {"A_log"})
     for model in (
         SequenceLM.from_pretrained(tmp_path / "lm", dtype=dtype),
         from_transformers(loaded),
@@ -769,12 +748,12 @@ def test_loading_in_16_bits_keeps_the_parameters_that_stay_in_float32(mixer, dty
     ):
         for name, parameter in model.named_parameters():
             assert parameter.dtype == (torch.float32 if name in wide else dtype), name
-            if (
-                name in wide and "A_log" not in name or mixer == "mamba" and name in wide
-            ):  # the others are drawn
+            is_random = "A_log" in name and mixer != "mamba"
+            if name in wide and not is_random:
                 assert torch.equal(parameter, lm.get_parameter(name)), name
     tokens = torch.randint(50, (1, 5))
-    assert torch.isfinite(loaded(tokens).logits).all() and loaded.dtype == dtype
+    assert torch.isfinite(loaded(tokens).logits).all()
+    assert loaded.dtype == dtype
 
 
 def test_sequence_classification_reads_the_last_text_token(tmp_path):
@@ -785,15 +764,12 @@ def test_sequence_classification_reads_the_last_text_token(tmp_path):
     scores = model(tokens, attention_mask=mask, labels=torch.tensor([0, 1, 2])).logits
     torch.testing.assert_close(scores, torch.cat([model(text).logits for text in alone]))
     model.save_pretrained(tmp_path)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert type(again) is LonghornForSequenceClassification
-    torch.testing.assert_close(again(tokens, attention_mask=mask).logits, scores)
-    fresh = to_transformers(make())
-    fresh.save_pretrained(tmp_path / "lm")
-    assert (
-        AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm").score.weight.std()
-        > 0.005
-    )
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert type(loaded) is LonghornForSequenceClassification
+    torch.testing.assert_close(loaded(tokens, attention_mask=mask).logits, scores)
+    to_transformers(make()).save_pretrained(tmp_path / "lm")
+    classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm")
+    assert classifier.score.weight.std() > 0.005
 
 
 def test_bad_input_is_one_line():
@@ -864,41 +840,32 @@ def left_padded(vocab_size=31):
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba2", "attention"])
 def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
     torch.manual_seed(0)
-    model = LonghornForCausalLM(
-        LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)
-    ).eval()
+    config = LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)
+    model = LonghornForCausalLM(config).eval()
     batch = left_padded()
-    alone = [
-        model(row[None], labels=row[None]).loss
-        for row in (batch["input_ids"][0, 3:], batch["input_ids"][1])
-    ]
+    short = batch["input_ids"][:1, 3:]
+    long = batch["input_ids"][1:]
+    total = 3 * model(short, labels=short).loss + 6 * model(long, labels=long).loss
     for keep in (True, False):
-        found = model(**batch, use_cache=keep).loss
-        torch.testing.assert_close(found, (3 * alone[0] + 6 * alone[1] + math.log(31)) / 10)
-    batch["labels"][0, 3] = -100  # whoever does not want it
-    torch.testing.assert_close(model(**batch).loss, (3 * alone[0] + 6 * alone[1]) / 9)
-    with pytest.raises(
-        ValueError, match=r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"
-    ):
+        loss = model(**batch, use_cache=keep).loss
+        torch.testing.assert_close(loss, (total + math.log(31)) / 10)
+    batch["labels"][0, 3] = -100  # leaves the label behind the padding out
+    torch.testing.assert_close(model(**batch).loss, total / 9)
+    message = r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"
+    with pytest.raises(ValueError, match=message):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
 
 
 @pytest.mark.parametrize("mixer", ["llama", "longhorn", "attention"])
 def test_trainer_counts_the_labels_of_a_padded_batch_that_the_loss_counts(mixer, tmp_path):
     torch.manual_seed(0)
-    model = (
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=31,
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-            )
-        )
-        if mixer == "llama"
-        else LonghornForCausalLM(LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer))
-    )
+    if mixer == "llama":
+        sizes = dict(vocab_size=31, hidden_size=16, intermediate_size=16)
+        config = LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2)
+        model = LlamaForCausalLM(config)
+    else:
+        config = LonghornConfig(vocab_size=31, d_model=16, n_layer=1, mixer=mixer)
+        model = LonghornForCausalLM(config)
     batch = left_padded()
     trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True))
     counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
@@ -910,12 +877,13 @@ def test_an_exported_model_equals_the_eager_one_at_any_batch_and_length(learning
     from exported import assert_exported_equals_eager
 
     torch.manual_seed(0)
-    config = LonghornConfig(
-        vocab_size=50, d_model=32, n_layer=2, mixer="longhorn_exact", use_cache=False
-    )
-    assert_exported_equals_eager(
-        LonghornForCausalLM(config), lambda B, T: torch.randint(0, 50, (B, T)), learning
-    )
+    sizes = dict(vocab_size=50, d_model=32, n_layer=2)
+    model = LonghornForCausalLM(LonghornConfig(**sizes, mixer="longhorn_exact", use_cache=False))
+
+    def tokens(B, T):
+        return torch.randint(0, 50, (B, T))
+
+    assert_exported_equals_eager(model, tokens, learning)
 
 
 @pytest.mark.parametrize("mixer", ("longhorn_exact", slow_case("attention"), slow_case("mamba2")))

@@ -1,9 +1,11 @@
-"""transformers' own common model tests, run on our two classes.
+"""transformers' own common model tests, run on the kit's two classes.
 
-They come with the source distribution of the installed transformers, which pip fetches (about 10 MB) into a temporary
-folder; without a network the file is skipped. Three modules that its tests import are not in the source distribution
-(exporting, generation and a table of configuration defaults), so empty stand-ins take their place: what is tested here is
-loading, saving, resizing, initialisation, gradient checkpointing, batching and outputs; tests/test_transformers.py has the rest.
+They come with the source distribution of the installed transformers, which pip fetches (about
+10 MB) into a temporary folder; without a network the file is skipped. Three modules that its
+tests import are not in the source distribution (exporting, generation and a table of
+configuration defaults), so empty stand-ins take their place. Tested are loading, saving,
+resizing, initialisation, gradient checkpointing, batching and outputs;
+tests/test_transformers.py has the rest.
 """
 
 import io
@@ -22,8 +24,8 @@ models = pytest.importorskip("longhorn_kit.models.transformers")
 
 pytestmark = pytest.mark.numeric
 
-SKIPPED = {
-    "test_generation_tester_mixin_inheritance": "the generation tests are not in the source distribution"
+SKIPPED = {  # the generation tests are not in the source distribution
+    "test_generation_tester_mixin_inheritance"
 }
 
 
@@ -32,32 +34,20 @@ def suite(tmp_path_factory):
     "The common test class, made from the fetched tests."
     folder = tmp_path_factory.mktemp("transformers")
     package = f"transformers=={metadata.version('transformers')}"
-    fetch = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "-q",
-        "--no-deps",
-        "--no-binary",
-        "transformers",
-        "-d",
-        folder,
-        package,
-    ]
+    options = ["-q", "--no-deps", "--no-binary", "transformers", "-d"]
+    fetch = [sys.executable, "-m", "pip", "download", *options, folder, package]
     if subprocess.run(fetch, capture_output=True).returncode:
         pytest.skip("pip could not fetch the source distribution of transformers")
     archive = next(Path(folder).glob("transformers-*.tar.gz"))
     with tarfile.open(archive) as tar:
-        tar.extraction_filter = getattr(
-            tarfile, "data_filter", None
-        )  # Python 3.11.0 to 3.11.3 have none
+        # Python 3.11.0 to 3.11.3 have none
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(folder, [m for m in tar.getmembers() if "/tests/" in m.name])
     return make_suite(folder / archive.name.removesuffix(".tar.gz") / "tests")
 
 
-def make_suite(folder):
-    "The tests in `folder` as a package under a separate name, applied to our classes."
+def import_tests(folder):
+    "Import the tests in `folder` as a package under a separate name, with stand-ins."
     (folder / "__init__.py").touch()
     package = types.ModuleType("hf_tests")
     package.__path__ = [str(folder)]
@@ -75,6 +65,11 @@ def make_suite(folder):
         module.__dict__["__doc__"] = "stand-in"
         vars(module).update(content)
         sys.modules[module.__name__] = module
+
+
+def make_suite(folder):
+    "Apply the tests in `folder` to the kit's classes."
+    import_tests(folder)
     from hf_tests.test_configuration_common import ConfigTester
     from hf_tests.test_modeling_common import ModelTesterMixin, ids_tensor
     from transformers.models.auto.modeling_auto import (
@@ -82,9 +77,8 @@ def make_suite(folder):
         MODEL_MAPPING_NAMES,
     )
 
-    MODEL_MAPPING_NAMES["longhorn"] = (
-        "LonghornModel"  # how the tests tell a base model from one with a loss
-    )
+    # how the tests tell a base model from one with a loss
+    MODEL_MAPPING_NAMES["longhorn"] = "LonghornModel"
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["longhorn"] = "LonghornForCausalLM"
 
     class ModelTester:

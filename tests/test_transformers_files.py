@@ -1,4 +1,4 @@
-"Folders for other people: with the kit and without it, fine-tuned, with adapters, and with a card that invents nothing."
+"Exported folders: with the kit and without it, fine-tuned, with adapters, and their cards."
 
 import inspect
 import json
@@ -41,7 +41,8 @@ WITHOUT_KIT = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name == "longhorn_kit": raise ModuleNotFoundError("No module named 'longhorn_kit'", name=name)
+        if name == "longhorn_kit":
+            raise ModuleNotFoundError("No module named 'longhorn_kit'", name=name)
 sys.meta_path.insert(0, Absent())
 try: import torchvision
 except Exception: sys.modules["torchvision"] = None # an extension built for another PyTorch
@@ -52,11 +53,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 def export(folder, mixer="longhorn_exact", **options):
     torch.manual_seed(1)
-    return export_folder(
-        SequenceLM(LMConfig(256, 32, 2, mixer=mixer, **options)),
-        folder,
-        hf_tokenizer(get_tokenizer("bytes")),
-    )
+    model = SequenceLM(LMConfig(256, 32, 2, mixer=mixer, **options))
+    return export_folder(model, folder, hf_tokenizer(get_tokenizer("bytes")))
 
 
 def outputs(folder):
@@ -89,51 +87,52 @@ def finetune(folder, out):
 
 
 def in_python_without_the_kit(code, tmp_path):
-    "Run code; return what it saves as `found`."
+    "Run code; return what it assigns to `result`."
     functions = "\n".join(map(inspect.getsource, (outputs, finetune)))
-    script = (
-        f"{WITHOUT_KIT}\n{functions}\n{code}\ntorch.save(found, {str(tmp_path / 'found.pt')!r})\n"
-    )
-    cache = os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    path = tmp_path / "result.pt"
+    script = f"{WITHOUT_KIT}\n{functions}\n{code}\ntorch.save(result, {str(path)!r})\n"
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env=cache
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"HF_MODULES_CACHE": str(tmp_path / "modules")},
     )
     assert done.returncode == 0, done.stderr
-    return torch.load(tmp_path / "found.pt")
+    return torch.load(path)
 
 
 @pytest.mark.parametrize("options", ({}, slow_case(dict(key_norm=True))))
 def test_an_export_runs_and_is_saved_again_where_the_kit_is_not_installed(options, tmp_path):
     folder = export(tmp_path / "hf", mixer_options=options)
     code = f"""
-again = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)
-AutoTokenizer.from_pretrained({str(folder)!r}) # a question would be an end of file here
-again.save_pretrained("again")
-found = [outputs({str(folder)!r}), outputs("again"), sys.modules[type(again).__module__].__file__]
+folder = {str(folder)!r}
+model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+AutoTokenizer.from_pretrained(folder) # a question would be an end of file here
+model.save_pretrained("copy")
+result = [outputs(folder), outputs("copy"), sys.modules[type(model).__module__].__file__]
 """
-    *found, place = in_python_without_the_kit(code, tmp_path)
-    assert re.fullmatch(
-        r"longhorn_source/longhorn_kit_[0-9a-f]{16}\.models\.transformers\.py", place
-    )
-    for logits, tokens in (*found, outputs(tmp_path / "again")):
-        torch.testing.assert_close(logits, outputs(folder)[0])
-        assert torch.equal(tokens, outputs(folder)[1])
+    original, copied, path = in_python_without_the_kit(code, tmp_path)
+    module = r"longhorn_source/longhorn_kit_[0-9a-f]{16}\.models\.transformers\.py"
+    assert re.fullmatch(module, path)
+    expected_logits, expected_tokens = outputs(folder)
+    for logits, tokens in (original, copied, outputs(tmp_path / "copy")):
+        torch.testing.assert_close(logits, expected_logits)
+        assert torch.equal(tokens, expected_tokens)
     names = ("modeling_longhorn.py", "longhorn_source.py", "config.json", "generation_config.json")
-    assert all(
-        (folder / name).read_text() == (tmp_path / "again" / name).read_text() for name in names
-    )
+    for name in names:
+        assert (folder / name).read_text() == (tmp_path / "copy" / name).read_text(), name
 
 
 def other_version(folder, out):
     "Copy an export; its code has another version, and norms that give other numbers."
     shutil.copytree(folder, out)
     source = out / "longhorn_source.py"
-    text = (
-        source.read_text()
-        .replace(f'"{__version__}"', '"9.9.9"')
-        .replace("RMSNorm(lm.d_model, lm.norm_eps)", "RMSNorm(lm.d_model, 10.0)")
-    )
-    assert text != source.read_text() and text.count('"9.9.9"') == 2
+    text = source.read_text()
+    assert text.count("RMSNorm(lm.d_model, lm.norm_eps)") == 1
+    text = text.replace("RMSNorm(lm.d_model, lm.norm_eps)", "RMSNorm(lm.d_model, 10.0)")
+    text = text.replace(f'"{__version__}"', '"9.9.9"')
+    assert text.count('"9.9.9"') == 2
     source.write_text(text)
     return out
 
@@ -144,42 +143,54 @@ def test_two_exports_in_one_process_without_the_kit_run_each_its_own_code(tmp_pa
     shutil.copytree(one, tmp_path / "same")
     two = other_version(one, tmp_path / "two")
     names = [str(path) for path in (one, two, tmp_path / "same")]
-    alone = [
-        in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names[:2]
-    ]
+    alone = [logits_without_the_kit(name, tmp_path) for name in names[:2]]
     code = f"""
 models = [AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True) for name in {names}]
 versions = [sys.modules[type(model).__module__].__version__ for model in models]
 logits = [model(torch.arange(30, 50)[None]).logits.detach() for model in models]
-models[1].save_pretrained("again")
-found = [versions, type(models[0]) is type(models[2]), logits, outputs("again")[0], "longhorn_kit" in sys.modules]
+models[1].save_pretrained("copy")
+shared = type(models[0]) is type(models[2])
+result = [versions, shared, logits, outputs("copy")[0], "longhorn_kit" in sys.modules]
 """
-    versions, shared, logits, again, public = in_python_without_the_kit(code, tmp_path)
-    assert versions == [__version__, "9.9.9", __version__] and shared and not public
+    versions, shared, logits, copied, public = in_python_without_the_kit(code, tmp_path)
+    assert versions == [__version__, "9.9.9", __version__]
+    assert shared
+    assert not public
     torch.testing.assert_close(logits, [*alone, alone[0]])
-    torch.testing.assert_close(again, alone[1])
+    torch.testing.assert_close(copied, alone[1])
     assert (alone[0] - alone[1]).abs().max() > 1e-2
-    assert (tmp_path / "again" / "longhorn_source.py").read_text() == (
-        two / "longhorn_source.py"
-    ).read_text()
+    source = (tmp_path / "copy" / "longhorn_source.py").read_text()
+    assert source == (two / "longhorn_source.py").read_text()
+
+
+def logits_without_the_kit(folder, tmp_path):
+    return in_python_without_the_kit(f"result = outputs({folder!r})[0]", tmp_path)
 
 
 @pytest.mark.slow
 def test_operations_of_two_exports_stay_apart_where_a_graph_calls_them(tmp_path):
-    "A compiled graph calls operations by name: the second export must not replace those of the first."
+    "A graph calls operations by name: the second export must not replace those of the first."
     one = export(tmp_path / "one")
     names = [str(one), str(other_version(one, tmp_path / "two"))]
     code = f"""
-models = [AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval() for name in {names}]
-models = [torch.export.export(m, (), dict(input_ids=torch.arange(30, 50)[None], use_cache=False)).module() for m in models]
-found = [model(input_ids=torch.arange(30, 50)[None], use_cache=False).logits for model in models]
-namespaces = [{{str(node.target).partition(".")[0] for node in m.graph.nodes if "longhorn_kit" in str(node.target)}} for m in models]
-found = [found, namespaces]
+batch = dict(input_ids=torch.arange(30, 50)[None], use_cache=False)
+programs = []
+for name in {names}:
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True).eval()
+    programs.append(torch.export.export(model, (), batch).module())
+logits = [program(**batch).logits for program in programs]
+namespaces = []
+for program in programs:
+    targets = [str(node.target) for node in program.graph.nodes]
+    namespaces.append({{t.partition(".")[0] for t in targets if "longhorn_kit" in t}})
+result = [logits, namespaces]
 """
     logits, namespaces = in_python_without_the_kit(code, tmp_path)
-    alone = [in_python_without_the_kit(f"found = outputs({name!r})[0]", tmp_path) for name in names]
+    alone = [logits_without_the_kit(name, tmp_path) for name in names]
     torch.testing.assert_close(logits, alone)
-    assert all(len(names) == 1 for names in namespaces) and namespaces[0] != namespaces[1]
+    (first,) = namespaces[0]
+    (second,) = namespaces[1]
+    assert first != second
 
 
 def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
@@ -190,7 +201,8 @@ def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
     )
     with pytest.warns(UserWarning, match=message) as raised:
         model = AutoModelForCausalLM.from_pretrained(two, trust_remote_code=True)
-    assert type(model) is LonghornForCausalLM and len(raised) == 1
+    assert type(model) is LonghornForCausalLM
+    assert len(raised) == 1
     with pytest.warns(UserWarning, match=message):
         load_pair(two)
     with warnings.catch_warnings():
@@ -202,17 +214,20 @@ def test_an_installed_kit_of_another_version_warns_once_and_runs(tmp_path):
 @pytest.mark.slow
 def test_training_and_resuming_survives_every_change_between_with_and_without_the_kit(tmp_path):
     folder = export(tmp_path / "hf")
-    ours = tmp_path / "ours"
-    theirs = tmp_path / "theirs"
-    made = finetune(folder, ours)
-    code = f"found = [(name, outputs(name)) for name in {made} + finetune({str(folder)!r}, {str(theirs)!r})]"
-    found = dict(in_python_without_the_kit(code, tmp_path))
-    before = outputs(folder)[0]
-    for name, (logits, tokens) in found.items():
-        with_kit = outputs(name)
-        torch.testing.assert_close(logits, with_kit[0], msg=name)
-        assert torch.equal(tokens, with_kit[1]), name
-        torch.testing.assert_close(logits, found[made[0]][0], msg=f"{name} is trained otherwise")
+    with_kit = finetune(folder, tmp_path / "with_kit")
+    code = f"""
+without_kit = finetune({str(folder)!r}, {str(tmp_path / "without_kit")!r})
+result = [(name, outputs(name)) for name in {with_kit} + without_kit]
+"""
+    results = dict(in_python_without_the_kit(code, tmp_path))
+    assert len(results) == 2 * len(with_kit)
+    before, _ = outputs(folder)
+    first, _ = results[with_kit[0]]
+    for name, (logits, tokens) in results.items():
+        expected_logits, expected_tokens = outputs(name)
+        torch.testing.assert_close(logits, expected_logits, msg=name)
+        assert torch.equal(tokens, expected_tokens), name
+        torch.testing.assert_close(logits, first, msg=f"{name} is trained otherwise")
         assert (logits - before).abs().max() > 0.1
 
 
@@ -228,12 +243,8 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
     tokens = torch.arange(40, 60)[None]
     base = AutoModelForCausalLM.from_pretrained(folder)
     rows = [1, 2] if targets == "all-linear" else None
-    adapted = peft.get_peft_model(
-        base,
-        peft.LoraConfig(
-            task_type="CAUSAL_LM", target_modules=targets, trainable_token_indices=rows, r=4
-        ),
-    )
+    options = dict(target_modules=targets, trainable_token_indices=rows)
+    adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
     optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
     start = adapted(tokens).logits.detach()
     changed = [p for name, p in adapted.named_parameters() if "lora_B" in name]
@@ -241,23 +252,20 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
         optimizer.zero_grad()
         adapted(tokens, labels=tokens).loss.backward()
         optimizer.step()
-    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4) and all(
-        p.abs().max() > 0 for p in changed
-    )
+    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4)
+    assert all(p.abs().max() > 0 for p in changed)
     trained = adapted.eval()(tokens).logits
     assert (trained - start).abs().max() > 1e-2
     adapted.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter"
-    ).eval()
-    torch.testing.assert_close(again(tokens).logits, trained)
-    again.merge_and_unload().save_pretrained(tmp_path / "merged")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    torch.testing.assert_close(loaded(tokens).logits, trained)
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
     logits, sequence = outputs(tmp_path / "merged")
     prompt = torch.arange(30, 50)[None]
     torch.testing.assert_close(logits, adapted(prompt).logits, rtol=1e-4, atol=1e-5)
-    assert torch.equal(
-        sequence, adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
-    )
+    expected = adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
+    assert torch.equal(sequence, expected)
 
 
 def adapted_model(mixer="longhorn", **options):
@@ -291,14 +299,14 @@ def test_each_row_of_a_padded_batch_has_its_own_adapter(mixer, keep, mask):
     tokens = torch.randint(64, (3, 6))
     mask = torch.tensor(mask)
     names = ["default", "__base__", "other"]
-    logits = adapted(
-        input_ids=tokens, attention_mask=mask, adapter_names=names, use_cache=keep
-    ).logits
+    batch = dict(input_ids=tokens, attention_mask=mask)
+    logits = adapted(**batch, adapter_names=names, use_cache=keep).logits
     for row, name in enumerate(names):
         text = mask[row].bool()
         alone = adapted(input_ids=tokens[row][text][None], adapter_names=[name]).logits[0]
         torch.testing.assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
-    assert (adapted(input_ids=tokens, attention_mask=mask).logits[1] - logits[1]).abs().max() > 1e-2
+    of_default = adapted(**batch).logits
+    assert (of_default[1] - logits[1]).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
@@ -307,10 +315,9 @@ def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mix
     adapted = adapted_model(mixer, alora_invocation_tokens=[5, 9])
     mask = torch.tensor(MASKS[side])
     tokens = torch.randint(10, 64, (3, 6))
-    for row in range(3):
-        tokens[row, mask[row].nonzero()[1:3, 0]] = torch.tensor(
-            [5, 9]
-        )  # the adapter acts from the second token on
+    for row in range(3):  # the adapter acts from the second token on
+        second_and_third = mask[row].nonzero()[1:3, 0]
+        tokens[row, second_and_third] = torch.tensor([5, 9])
     with torch.no_grad():  # aLoRA writes into its inputs
         logits = adapted(input_ids=tokens, attention_mask=mask).logits
         for row in range(3):
@@ -329,9 +336,8 @@ def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mix
 def test_soft_prompts_stand_before_padding(mixer, kind):
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
-    tuned = peft.get_peft_model(
-        model, getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    ).eval()
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(model, config).eval()
     tokens = torch.randint(64, (3, 6))
     mask = torch.tensor(MASKS["left"])
     logits = tuned(input_ids=tokens, attention_mask=mask).logits
@@ -343,33 +349,24 @@ def test_soft_prompts_stand_before_padding(mixer, kind):
         text = mask[row].bool()
         alone = tokens[row][text][None]
         by_hand = torch.cat([tuned.get_prompt(1), model.model.embedding(alone)], 1)
-        torch.testing.assert_close(
-            logits[row, 4:][text], model(inputs_embeds=by_hand).logits[0, 4:], atol=1e-5, rtol=1e-4
-        )
-        own = tuned.generate(input_ids=alone, **options)
-        torch.testing.assert_close(
-            torch.stack(together.logits, 1)[row],
-            torch.stack(own.logits, 1)[0],
-            atol=1e-5,
-            rtol=1e-4,
-        )
+        expected = model(inputs_embeds=by_hand).logits[0, 4:]
+        torch.testing.assert_close(logits[row, 4:][text], expected, atol=1e-5, rtol=1e-4)
+        steps = torch.stack(together.logits, 1)[row]
+        (expected,) = torch.stack(tuned.generate(input_ids=alone, **options).logits, 1)
+        torch.testing.assert_close(steps, expected, atol=1e-5, rtol=1e-4)
     tuned.train()
-    tuned(
-        input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)
-    ).loss.backward()
+    labels = tokens.masked_fill(mask == 0, -100)
+    tuned(input_ids=tokens, attention_mask=mask, labels=labels).loss.backward()
     assert all(p.grad.abs().max() > 0 for p in tuned.parameters() if p.requires_grad)
 
 
 def test_prefix_tuning_is_refused_with_its_cause():
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 2)))
-    tuned = peft.get_peft_model(
-        model, peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    )
-    with pytest.raises(
-        ValueError,
-        match="prefix tuning gives keys and values of attention, which a recurrent state does not have",
-    ):
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    tuned = peft.get_peft_model(model, config)
+    message = "prefix tuning gives keys and values of attention, which a recurrent state does not"
+    with pytest.raises(ValueError, match=message):
         tuned(input_ids=torch.arange(5)[None])
 
 
@@ -385,96 +382,83 @@ def test_an_adapted_model_generates_in_training_mode_with_checkpointing_as_in_ev
 
 @every_mixer
 def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
-    "LoRA on `all-linear` reaches every linear layer: the layer calls its layers, or `bias_apart`, and does not read their weights."
+    "LoRA reaches every linear layer: a mixer calls them, or `split_bias`, and reads no weight."
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=name, d_mlp=32)))
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+    adapted = peft.get_peft_model(model, config)
     tokens = torch.arange(20)[None]
     adapters = {name: p for name, p in adapted.named_parameters() if "lora_" in name}
     for p in adapters.values():
         torch.nn.init.normal_(p, std=0.1)
     adapted(tokens, labels=tokens).loss.backward()
-    linear = [
-        name
-        for name, layer in SequenceLM(model.config.lm_config()).named_modules()
-        if isinstance(layer, torch.nn.Linear)
-    ]
-    assert len(adapters) == 2 * len(linear) and not [
-        name for name, p in adapters.items() if not p.grad.abs().max() > 0
-    ]
+    layers = SequenceLM(model.config.lm_config()).modules()
+    linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
+    assert len(adapters) == 2 * len(linear)
+    for name, p in adapters.items():
+        assert p.grad.abs().max() > 0, name
 
 
 @every_family
 def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
-    "A block whose weights stay on disk until its modules are called gives the same logits, with a cache and without."
+    "A block whose weights stay on disk until its modules are called gives the same logits."
     pytest.importorskip("accelerate")
     model = to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval()
     tokens = torch.arange(20)[None]
     model.save_pretrained(tmp_path / "model")
-    places = {
+    devices = {
         "model.embedding": "cpu",
         "lm_head": "cpu",
         "model.norm": "cpu",
         "model.blocks.0": "cpu",
         "model.blocks.1": "disk",
     }
-    other = LonghornForCausalLM.from_pretrained(
-        tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk"
-    )
+    options = dict(device_map=devices, offload_folder=tmp_path / "disk")
+    offloaded = LonghornForCausalLM.from_pretrained(tmp_path / "model", **options)
     with torch.no_grad():
+        expected = model(tokens).logits
         for use_cache in (False, True):
-            torch.testing.assert_close(
-                other(tokens, use_cache=use_cache).logits,
-                model(tokens).logits,
-                atol=1e-5,
-                rtol=1e-5,
-            )
+            logits = offloaded(tokens, use_cache=use_cache).logits
+            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["offloaded", "adapted"])
 def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
     model = SequenceLM(LMConfig(40, 16, 2)).eval()
     tokens = torch.randint(40, (2, 7))
-    peft = pytest.importorskip("peft")
-    model = (
-        peft.get_peft_model(
-            model, peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False)
-        )
-        if how == "adapted"
-        else model
-    )
+    if how == "adapted":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["embedding"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
 
-    def outputs():
-        return (
-            model(tokens),
-            model.step(tokens[:, 0], model.empty_cache(2, "cpu"))[0],
-            *(model.loss(tokens, tokens, chunk=n) for n in (0, 3)),
-        )
+    def results(model):
+        step, _ = model.step(tokens[:, 0], model.empty_cache(2, "cpu"))
+        losses = [model.loss(tokens, tokens, chunk=chunk) for chunk in (0, 3)]
+        return [model(tokens), step, *losses]
 
-    want = outputs()
-    model = (
-        pytest.importorskip("accelerate").cpu_offload(model, "cpu")
-        if how == "offloaded"
-        else model.merge_and_unload()
-    )
-    torch.testing.assert_close(outputs(), want)
+    expected = results(model)
+    if how == "adapted":
+        model = model.merge_and_unload()
+    else:
+        model = pytest.importorskip("accelerate").cpu_offload(model, "cpu")
+    torch.testing.assert_close(results(model), expected)
 
 
 def test_a_linear_layer_returns_a_tensor():
     model = SequenceLM(LMConfig(50, 32, 1, mixer="longhorn"))
+    names = {layer: name for name, layer in model.named_modules()}
     returned = {}
-    for name, layer in model.named_modules():
+
+    def note(layer, inputs, output):
+        returned[names[layer]] = output
+
+    for layer in names:
         if isinstance(layer, torch.nn.Linear):
-            layer.register_forward_hook(
-                lambda layer, inputs, out, name=name: returned.update({name: out})
-            )
+            layer.register_forward_hook(note)
     model(torch.arange(9)[None])
-    assert set(returned) == {
-        f"blocks.0.mixer.{name}" for name in ("in_proj", "x_proj", "b_proj", "out_proj")
-    }
-    assert all(isinstance(out, torch.Tensor) for out in returned.values())
+    projections = ("in_proj", "x_proj", "b_proj", "out_proj")
+    assert returned.keys() == {f"blocks.0.mixer.{name}" for name in projections}
+    assert all(isinstance(output, torch.Tensor) for output in returned.values())
 
 
 def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
@@ -484,77 +468,66 @@ def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
     folder = export(tmp_path / "hf")
     words = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
-    texts = [
-        {"input_ids": words(text)["input_ids"] + [words.eos_token_id]} for text in ("ab", "abcd")
-    ]
-    labels = DataCollatorForLanguageModeling(words, mlm=False)(texts)["labels"].tolist()
-    assert labels == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
-    assert (words.pad_token_id, words.eos_token_id) == (255, 0) and len(words) == 256
+    texts = []
+    for text in ("ab", "abcd"):
+        texts.append({"input_ids": words(text)["input_ids"] + [words.eos_token_id]})
+    batch = DataCollatorForLanguageModeling(words, mlm=False)(texts)
+    assert batch["labels"].tolist() == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
+    assert (words.pad_token_id, words.eos_token_id) == (255, 0)
+    assert len(words) == 256
     for config in (model.config, model.generation_config):
         assert (config.pad_token_id, config.eos_token_id) == (255, 0)
-    assert (
-        "Padding is token 255, which no text contains, and not the end mark (token 0)"
-        in (folder / "README.md").read_text()
-    )
-    assert (
-        words("ÿ")["input_ids"] == [*"ÿ".encode()]
-        and words.decode([97, 255], skip_special_tokens=True) == "a"
-    )
+    note = "Padding is token 255, which no text contains, and not the end mark (token 0)"
+    assert note in (folder / "README.md").read_text()
+    assert words("ÿ")["input_ids"] == [*"ÿ".encode()]
+    assert words.decode([97, 255], skip_special_tokens=True) == "a"
 
 
 def test_padding_takes_a_byte_that_no_longer_token_needs():
     letters = {"ÿ": 0, "xÿ": 1, "þ": 2, "<|endoftext|>": 3}
-    assert free_word(letters) == "þ" and free_word({"a": 0}) is None
+    assert free_word(letters) == "þ"
+    assert free_word({"a": 0}) is None
     words = hf_tokenizer(get_tokenizer("bytes"))
     words.pad_token = words.eos_token  # as in exports of other tools
-    assert "Padding is the end mark (token 0)" in padding_note(words) and padding_note(None) == ""
+    assert "Padding is the end mark (token 0)" in padding_note(words)
+    assert padding_note(None) == ""
 
 
 def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 400)
-    train_lm(
-        "laptop",
-        "longhorn",
-        str(tmp_path / "text.txt"),
-        tmp_path / "run",
-        steps=2,
-        n_layer=1,
-        d_model=32,
-    )
-    card = (export_checkpoint(tmp_path / "run/model", tmp_path / "hf") / "README.md").read_text()
-    last = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()][
-        -1
-    ]
-    record = json.loads((tmp_path / "run/config.json").read_text())["attempts"][-1]
-    for known in (
+    run = tmp_path / "run"
+    data = str(tmp_path / "text.txt")
+    train_lm("laptop", "longhorn", data, run, steps=2, n_layer=1, d_model=32)
+    card = (export_checkpoint(run / "model", tmp_path / "hf") / "README.md").read_text()
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    record = json.loads((run / "config.json").read_text())["attempts"][-1]
+    for fact in (
         f"{last['tokens']:,} seen",
         f"{last['val_loss']:.4f} nats",
         str(record["environment"]["commit"]),
-        json.loads((tmp_path / "run/text.json").read_text())["source"],
+        json.loads((run / "text.json").read_text())["source"],
         "1 block of width 32",
         record["command"],
     ):
-        assert known in card, known
+        assert fact in card, fact
     assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == 0
-    shape = tmp_path / "run/model/config.json"
-    shape.write_text(shape.read_text().replace('"dropout": 0.0', '"dropout": 0.5'))
-    assert run_facts(tmp_path / "run/model") == {}  # a record of another model
-    assert not any(
-        row in (export(tmp_path / "bare") / "README.md").read_text()
-        for row in ("Tokens", "Loss", "Commit", "Data")
-    )
+    config = run / "model/config.json"
+    config.write_text(config.read_text().replace('"dropout": 0.0', '"dropout": 0.5'))
+    assert run_facts(run / "model") == {}  # a record of another model
+    card = (export(tmp_path / "bare") / "README.md").read_text()
+    for row in ("Tokens", "Loss", "Commit", "Data"):
+        assert row not in card
 
 
 def test_saving_in_a_process_with_the_kit_needs_no_file_of_the_kit_beside_it(tmp_path):
     folder = export(tmp_path / "hf")
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     assert type(model) is LonghornForCausalLM
-    model.register_for_auto_class(
-        "AutoModelForCausalLM"
-    )  # as transformers does after running a folder's code
-    model.save_pretrained(tmp_path / "again")
-    made = {path.name for path in Path(tmp_path / "again").iterdir()}
-    assert made == {
+    # as transformers does after running a folder's code
+    model.register_for_auto_class("AutoModelForCausalLM")
+    model.save_pretrained(tmp_path / "copy")
+    written = {path.name for path in Path(tmp_path / "copy").iterdir()}
+    assert written == {
         "config.json",
         "generation_config.json",
         "model.safetensors",

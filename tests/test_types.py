@@ -63,7 +63,7 @@ print(longhorn_kit.models.vision.VisionLonghorn(img_size=8, patch_size=2)(images
 WRONG = {
     'Longhorn(d_model="wide")': '"d_model" to "Longhorn" has incompatible type "str"',
     "longhorn_scan(q, k, x, b, frm=1)": '"frm"',
-    "model.generate(tokens)": '"n_new"',
+    "model.generate(tokens)": '"max_new_tokens"',
     "longhorn_step(q, k, x, b, state) + 1": "__add__",
     "longhorn_kit.no": '"no"',
 }

@@ -1,5 +1,6 @@
-"""The vision backbones: timm's own checks on them, reversal, positions at other sizes, bad input."""
+"""The vision backbones: timm's own checks, reversal, positions at other sizes, bad input."""
 
+import copy
 import math
 import subprocess
 import sys
@@ -63,44 +64,43 @@ def test_the_import_that_registers_models_says_if_timm_is_missing():
 )
 def test_memory_without_values_gets_the_constructors_weights(name, options):
     "Every parameter, at every call, by both names; the same seed gives the same bits."
-    want = build(name, **options)
+    expected = build(name, **options)
     model = build(name, device="meta", **options).to_empty(device="cpu")
     for draw in (model.init_weights, model.reset_parameters):
         for parameter in model.parameters():
             parameter.data.fill_(math.nan)
         torch.manual_seed(0)
         draw()
-        assert [
-            n for n, p in model.named_parameters() if not torch.equal(p, want.get_parameter(n))
-        ] == []
-    before = {n: p.clone() for n, p in model.named_parameters()}
-    model.init_weights(
-        needs_reset=False
-    )  # of a model whose layers have values: tokens, filters of the patches, head
-    changed = {
-        n.split(".")[0] for n, p in model.named_parameters() if not torch.equal(p, before[n])
-    }
-    assert changed == {"pos_embed", "cls_token", "patch_embed"} | (
-        {"head"} if model.num_classes else set()
-    )
+        assert different(model, expected) == []
+    before = copy.deepcopy(model)
+    # of a model whose layers have values: tokens, filters of the patches, head
+    model.init_weights(needs_reset=False)
+    changed = {n.split(".")[0] for n in different(model, before)}
+    head = {"head"} if model.num_classes else set()
+    assert changed == {"pos_embed", "cls_token", "patch_embed"} | head
+
+
+def different(model, other):
+    "The names of the parameters whose bits differ."
+    named = model.named_parameters()
+    return [name for name, p in named if not torch.equal(p, other.get_parameter(name))]
 
 
 def test_layers_that_are_reset_one_by_one_get_the_constructors_weights():
-    "As sharded models do it: each module with the name, in any order; tokens, filters and head come from the model."
-    want = build(NANO[2])
+    "As sharded models do it; tokens, filters and head come from the model."
+    expected = build(NANO[2])
     model = build(NANO[2], device="meta").to_empty(device="cpu")
     torch.manual_seed(0)
     for name, module in model.named_modules():
         if name and hasattr(module, "reset_parameters"):
             module.reset_parameters()
-    for n, p in want.blocks.named_parameters():
-        got = model.blocks.get_parameter(n)
-        assert got.isfinite().all() and got.std(unbiased=False).item() == pytest.approx(
-            p.std(unbiased=False).item(), rel=0.2
-        ), n
-        assert got.mean().item() == pytest.approx(
-            p.mean().item(), abs=0.2 * p.abs().mean().item()
-        ), n
+    for name, p in expected.blocks.named_parameters():
+        drawn = model.blocks.get_parameter(name)
+        assert drawn.isfinite().all(), name
+        std = p.std(unbiased=False).item()
+        assert drawn.std(unbiased=False).item() == pytest.approx(std, rel=0.2), name
+        size = p.abs().mean().item()
+        assert drawn.mean().item() == pytest.approx(p.mean().item(), abs=0.2 * size), name
 
 
 def test_a_changed_model_draws_all_its_weights_again():
@@ -117,16 +117,13 @@ def test_a_changed_model_draws_all_its_weights_again():
 
 
 def test_device_and_dtype_are_arguments_as_in_pytorch():
-    plain, half, far = (
-        build(NANO[2], **place).state_dict()
-        for place in ({}, dict(dtype=torch.bfloat16), dict(device="meta"))
-    )
-    assert all(
-        torch.equal(p, plain[n].to(p.dtype))
-        and far[n].is_meta
-        and (p.dtype is torch.float32) == n.endswith(("A_log", "D_skip"))
-        for n, p in half.items()
-    )
+    plain = build(NANO[2]).state_dict()
+    half = build(NANO[2], dtype=torch.bfloat16).state_dict()
+    on_meta = build(NANO[2], device="meta").state_dict()
+    for name, value in half.items():
+        assert torch.equal(value, plain[name].to(value.dtype)), name
+        assert on_meta[name].is_meta, name
+        assert (value.dtype is torch.float32) == name.endswith(("A_log", "D_skip")), name
 
 
 def test_a_pruned_convolution_computes_its_weight_anew():
@@ -138,25 +135,21 @@ def test_a_pruned_convolution_computes_its_weight_anew():
         for layer in layers:
             prune.l1_unstructured(layer, "weight", 0.5)
             layer.weight_orig += 1
-        found = model(images(model))
+        called = model(images(model))
         for layer in layers:
             prune.remove(layer, "weight")
-        torch.testing.assert_close(found, model(images(model)))
+        torch.testing.assert_close(called, model(images(model)))
 
 
 def test_rates_in_float64_are_not_rounded():
     torch.manual_seed(0)
-    q, k, x, b, A_log = (
-        torch.randn(*shape, dtype=torch.float64)
-        for shape in ((1, 9, 3), (1, 9, 3), (1, 9, 4), (1, 9, 4), (4, 3))
-    )
-    found = vision.vision_scan(q, k, x, b, None, torch.ones(4).double(), A_log, "mamba")
-    torch.testing.assert_close(
-        found,
-        selective_scan(q, k, x, b, -A_log.exp(), None, torch.ones(4).double()),
-        rtol=1e-13,
-        atol=1e-13,
-    )
+    q, k = torch.randn(2, 1, 9, 3, dtype=torch.float64)
+    x, b = torch.randn(2, 1, 9, 4, dtype=torch.float64)
+    A_log = torch.randn(4, 3, dtype=torch.float64)
+    D_skip = torch.ones(4, dtype=torch.float64)
+    y = vision.vision_scan(q, k, x, b, None, D_skip, A_log, "mamba")
+    expected = selective_scan(q, k, x, b, -A_log.exp(), None, D_skip)
+    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
 
 
 # timm's own model tests, on the small models
@@ -167,11 +160,11 @@ def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options
     model = build(name, num_classes=42, **options).eval()
     x = images(model)
     y = model(x)
-    assert y.shape == (2, 42) and not y.isnan().any()
-    assert all(
-        build(name, in_chans=chans, **options)(torch.randn(1, chans, 8, 8)).shape == (1, 10)
-        for chans in (1, 3, 5)
-    )
+    assert y.shape == (2, 42)
+    assert not y.isnan().any()
+    for chans in (1, 3, 5):
+        other = build(name, in_chans=chans, **options)
+        assert other(torch.randn(1, chans, 8, 8)).shape == (1, 10)
     model.set_grad_checkpointing()
     assert torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
     model.set_grad_checkpointing(False)
@@ -184,18 +177,20 @@ def test_default_cfg_and_classifier(name):
     model = build(name).eval()
     cfg = model.default_cfg
     weights = model.state_dict()
-    assert model.num_classes > 0 and model.num_features > 0 and model.head_hidden_size > 0
+    assert model.num_classes > 0
+    assert model.num_features > 0
+    assert model.head_hidden_size > 0
     x = images(model, 1)
     features = model.forward_features(x)
     before = model.forward_head(features, pre_logits=True)
-    assert features.shape == (1, 17, model.num_features) and before.shape == (
-        1,
-        model.head_hidden_size,
-    )
-    assert f"{cfg['classifier']}.weight" in weights and f"{cfg['first_conv']}.weight" in weights
+    assert features.shape == (1, 17, model.num_features)
+    assert before.shape == (1, model.head_hidden_size)
+    assert f"{cfg['classifier']}.weight" in weights
+    assert f"{cfg['first_conv']}.weight" in weights
     assert model.get_classifier() is model.head
     model.reset_classifier(0)
-    assert model.num_classes == 0 and model(x).shape == before.shape
+    assert model.num_classes == 0
+    assert model(x).shape == before.shape
     model.reset_classifier(0, "")
     assert torch.equal(model(x), features)
     model.reset_classifier(7, "avg")
@@ -234,7 +229,8 @@ def test_features_of_every_block(name):
     assert len(kept) == len(info.channels()) == 3  # timm's tests want at least as many
     for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
         side = math.ceil(8 / reduction)
-        assert feature.shape == (1, channels, side, side) and not feature.isnan().any()
+        assert feature.shape == (1, channels, side, side)
+        assert not feature.isnan().any()
     assert torch.allclose(final, model.forward_features(x))
     normed = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)
     assert torch.allclose(normed[0], final[:, 1:])
@@ -248,21 +244,23 @@ def test_exported_traced_and_scripted_models_have_the_gradients_of_eager_mode(na
     model = build(name, **options)
     x = images(model).requires_grad_()
     (model(x) ** 2).sum().backward()
-    want = {n: p.grad for n, p in model.named_parameters()} | {"x": x.grad}
+    expected = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
     model.zero_grad(set_to_none=True)
     x.grad = None
     if how == "export":
         other = torch.export.export(model, (x.detach(),)).module()
+    elif how == "trace":
+        other = torch.jit.trace(model, x.detach())
     else:
-        other = torch.jit.trace(model, x.detach()) if how == "trace" else torch.jit.script(model)
+        other = torch.jit.script(model)
     (other(x) ** 2).sum().backward()
-    got = {n: p.grad for n, p in other.named_parameters()} | {"x": x.grad}
-    for n, slope in want.items():
-        torch.testing.assert_close(got[n], slope, rtol=1e-4, atol=1e-5 * slope.abs().max().item())
+    gradients = {name: p.grad for name, p in other.named_parameters()} | {"x": x.grad}
+    for name, gradient in expected.items():
+        atol = 1e-5 * gradient.abs().max().item()
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=atol)
     if how == "trace":
-        with pytest.raises(
-            RuntimeError, match="a scripted or traced vision model has no second derivative"
-        ):
+        message = "a scripted or traced vision model has no second derivative"
+        with pytest.raises(RuntimeError, match=message):
             torch.autograd.grad((other(x) ** 2).sum(), x, create_graph=True)
 
 
@@ -310,7 +308,8 @@ def test_features_only_and_pruning():
     assert features.feature_info.reduction() == [2, 2]
     model = build(NANO[0])
     assert model.prune_intermediate_layers(indices=[1]) == [1]
-    assert len(model.blocks) == 2 and model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
+    assert len(model.blocks) == 2
+    assert model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
 
 
 # what timm's training tools read
@@ -320,22 +319,21 @@ def test_parameter_groups():
     from timm.models import group_parameters
     from timm.optim import param_groups_weight_decay
 
-    assert (
-        len(
-            [n for n in build(NANO[1], key_norm=True).no_weight_decay() if n.endswith(".key_scale")]
-        )
-        == 6
-    )
+    without_decay = build(NANO[1], key_norm=True).no_weight_decay()
+    assert sum(name.endswith(".key_scale") for name in without_decay) == 6
     model = build("mamba_vim_nano_patch2_8")
     kept = model.no_weight_decay()
     assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
     assert {name.split(".")[-1] for name in kept} == {"cls_token", "pos_embed", "A_log", "D_skip"}
     frozen, decayed = param_groups_weight_decay(model, 0.05, model.no_weight_decay())
-    assert frozen["weight_decay"] == 0 and all(p.ndim > 1 for p in decayed["params"])
+    assert frozen["weight_decay"] == 0
+    assert all(p.ndim > 1 for p in decayed["params"])
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers["cls_token"] == layers["patch_embed.proj.weight"] == 0
-    assert layers["blocks.0.norm.weight"] == 1 and layers["blocks.1.norm.weight"] == 2
-    assert layers["norm.weight"] == 3 and layers["head.weight"] == 4  # as timm groups its own ViT
+    assert layers["blocks.0.norm.weight"] == 1
+    assert layers["blocks.1.norm.weight"] == 2
+    assert layers["norm.weight"] == 3
+    assert layers["head.weight"] == 4  # as timm groups its own ViT
 
 
 def test_drop_path_and_dropout_are_off_in_evaluation():
@@ -361,14 +359,14 @@ def blocks_by_hand(model, x):
             v = u.flip(1) if turn else u
             padded = torch.nn.functional.pad(v, (0, 0, 3, 0))
             taps = part.conv1d.weight[:, 0]  # (D,4)
-            x_ = torch.stack([(padded[:, t : t + 4] * taps.T).sum(1) for t in range(v.shape[1])], 1)
-            x_ = torch.nn.functional.silu(x_ + part.conv1d.bias)
+            windows = [padded[:, t : t + 4] for t in range(v.shape[1])]
+            convolved = torch.stack([(window * taps.T).sum(1) for window in windows], 1)
+            x_ = torch.nn.functional.silu(convolved + part.conv1d.bias)
             dt_low_rank, k, q = part.x_proj(x_).split(part.sizes, -1)
             if part.key_scale is not None:
                 k = part.key_scale * k / torch.sqrt((k * k).sum(-1, keepdim=True))
-            y, _ = reference_scan(
-                q, k, x_, dt_low_rank @ part.b_proj.weight.T, part.b_proj.bias, part.D_skip
-            )
+            b = dt_low_rank @ part.b_proj.weight.T
+            y, _ = reference_scan(q, k, x_, b, part.b_proj.bias, part.D_skip)
             total = total + (y.flip(1) if turn else y)
         tokens = tokens + mixer.out_proj(total / 2 * torch.nn.functional.silu(z))
     return model.head(model.norm(tokens)[:, (tokens.shape[1] - 1) // 2])
@@ -385,17 +383,18 @@ def test_model_equals_the_written_out_equations(key_norm):
 
 
 def test_turned_image_and_exchanged_directions():
-    "An image turned by 180 degrees is the reversed sequence: exchanging the directions undoes it (no positions)."
-    model = VisionLonghorn(
-        8, 2, 1, 10, embed_dim=16, depth=2, global_pool="avg", class_token=False
-    ).eval()
+    "An image turned by 180 degrees is the reversed sequence: exchanged directions undo it."
+    options = dict(embed_dim=16, depth=2, global_pool="avg", class_token=False)
+    model = VisionLonghorn(8, 2, 1, 10, **options).eval()
     torch.nn.init.zeros_(model.pos_embed)
     weight = model.patch_embed.proj.weight
     weight.data = (weight + weight.flip(-1, -2)) / 2  # a patch and the turned patch look the same
     x = torch.randn(1, 1, 8, 8)
     y = model(x)
     for block in model.blocks:
-        block.mixer.ahead, block.mixer.back = block.mixer.back, block.mixer.ahead
+        ahead = block.mixer.ahead
+        block.mixer.ahead = block.mixer.back
+        block.mixer.back = ahead
     assert torch.allclose(model(x.flip(-1, -2)), y, atol=1e-6)
     assert not torch.allclose(model(x), y, atol=1e-6)
 
@@ -409,20 +408,20 @@ def test_trained_at_224_evaluated_at_384():
     larger = build("longhorn_vim_tiny_patch16_224", depth=1, img_size=384).eval()
     larger.load_state_dict(vision_timm.checkpoint_filter_fn(checkpoint, larger))
     assert larger.pos_embed.shape == (1, 1 + 24 * 24, 192)
-    again = build("longhorn_vim_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
-    again.load_state_dict(model.state_dict())
+    dynamic = build("longhorn_vim_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
+    dynamic.load_state_dict(model.state_dict())
     moved = build("longhorn_vim_tiny_patch16_224", depth=1).eval()
     moved.load_state_dict(model.state_dict())
     moved.set_input_size(img_size=384)
     x = torch.randn(1, 3, 384, 384)
     with torch.no_grad():
         y = larger(x)
-        assert torch.allclose(again(x), y, atol=1e-5) and torch.allclose(moved(x), y, atol=1e-5)
+        assert torch.allclose(dynamic(x), y, atol=1e-5)
+        assert torch.allclose(moved(x), y, atol=1e-5)
         small = torch.randn(1, 3, 224, 224)
-        assert torch.equal(again(small), model(small))
-    assert torch.equal(
-        larger.pos_embed[:, 0], model.pos_embed[:, 0]
-    )  # the class token keeps its own
+        assert torch.equal(dynamic(small), model(small))
+    # the class token keeps its position
+    assert torch.equal(larger.pos_embed[:, 0], model.pos_embed[:, 0])
 
 
 def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
@@ -430,19 +429,14 @@ def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
     same = build(NANO[0], img_size=(4, 12))
     other = build(NANO[0], img_size=(12, 8))
     state = model.state_dict()
-    with pytest.raises(
-        ValueError,
-        match="^the weights have 12 positions, which are not a square grid; .* then call set_input_size$",
-    ):
+    message = "^the weights have 12 positions, which are not a square grid; .* set_input_size$"
+    with pytest.raises(ValueError, match=message):
         vision_timm.checkpoint_filter_fn(state, other)
     same.load_state_dict(vision_timm.checkpoint_filter_fn(state, same))
     same.set_input_size((12, 8))
     grid = model.pos_embed[:, 1:].unflatten(1, (2, 6)).permute(0, 3, 1, 2)
-    assert torch.allclose(
-        same.pos_embed[:, 1:].mT,
-        torch.nn.functional.interpolate(grid, (6, 4), mode="bicubic", antialias=True).flatten(2),
-        atol=1e-6,
-    )
+    resized = torch.nn.functional.interpolate(grid, (6, 4), mode="bicubic", antialias=True)
+    assert torch.allclose(same.pos_embed[:, 1:].mT, resized.flatten(2), atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 6), (2, 2), (2, 10)])
@@ -462,20 +456,17 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
     filters = model.patch_embed.proj.weight.detach()
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     overlay = dict(file=str(tmp_path / "weights.pt"))
-    loaded, other, coarse = (
-        timm.create_model(
-            NANO[0], pretrained=True, pretrained_cfg_overlay=overlay, **options
-        ).eval()
-        for options in ({}, dict(num_classes=3), dict(patch_size=4))
-    )
+    pretrained = dict(pretrained=True, pretrained_cfg_overlay=overlay)
+    loaded = timm.create_model(NANO[0], **pretrained).eval()
+    other = timm.create_model(NANO[0], num_classes=3, **pretrained).eval()
+    coarse = timm.create_model(NANO[0], patch_size=4, **pretrained).eval()
     assert torch.equal(loaded(x), model(x))
-    assert coarse.patch_embed.proj.weight.shape[-1] == 4 and coarse(images(coarse)).isfinite().all()
-    assert torch.allclose(
-        coarse.patch_embed.proj.weight, resample_patch_embed(filters, [4, 4]), atol=1e-6
-    )
-    assert other(x).shape == (2, 3) and torch.equal(
-        other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight
-    )
+    coarse_filters = coarse.patch_embed.proj.weight
+    assert coarse_filters.shape[-1] == 4
+    assert coarse(images(coarse)).isfinite().all()
+    assert torch.allclose(coarse_filters, resample_patch_embed(filters, [4, 4]), atol=1e-6)
+    assert other(x).shape == (2, 3)
+    assert torch.equal(other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight)
 
 
 @pytest.mark.parametrize(
@@ -483,28 +474,27 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
 )
 @pytest.mark.parametrize("name", (NANO[0], "longhorn_vim_tiny_patch16_224"))
 def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
-    "As the message says, and without the number of classes; with another number the model gets a new head."
+    "As the message says; with another number of classes the model gets a new head."
     small = dict(depth=1, embed_dim=16, img_size=32, num_classes=classes, **options)
     trained = build(name, **small).eval()
     torch.save(trained.state_dict(), tmp_path / "weights.pt")
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as error:
         timm.create_model(name, pretrained=True)
-    assert "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)" in str(told.value)
+    assert "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)" in str(error.value)
     file = dict(file=str(tmp_path / "weights.pt"))
     x = torch.randn(2, trained.in_chans, 32, 32)
+
+    def load(overlay, **options):
+        options = dict(pretrained=True, pretrained_cfg_overlay=overlay) | options
+        return timm.create_model(name, **options).eval()
+
     for overlay in (file | dict(num_classes=classes), file):
-        loaded = timm.create_model(
-            name, pretrained=True, pretrained_cfg_overlay=overlay, **small
-        ).eval()
-        assert (
-            torch.equal(loaded(x), trained(x)) and loaded.pretrained_cfg["num_classes"] == classes
-        )
-    other = timm.create_model(
-        name, pretrained=True, pretrained_cfg_overlay=file, **small | dict(num_classes=3)
-    ).eval()
-    assert other(x).shape == (2, 3) and torch.equal(
-        other.forward_features(x), trained.forward_features(x)
-    )
+        loaded = load(overlay, **small)
+        assert torch.equal(loaded(x), trained(x))
+        assert loaded.pretrained_cfg["num_classes"] == classes
+    other = load(file, **small | dict(num_classes=3))
+    assert other(x).shape == (2, 3)
+    assert torch.equal(other.forward_features(x), trained.forward_features(x))
 
 
 # timm's contract of models that change
@@ -514,9 +504,8 @@ def test_resizing_freezes_and_unfreezes_nothing():
     for learns in (False, True):
         model = build(NANO[0]).requires_grad_(learns)
         model.set_input_size((16, 12))
-        assert {p.requires_grad for p in model.parameters()} == {
-            learns
-        } and model.pos_embed.shape == (1, 1 + 48, 64)
+        assert {p.requires_grad for p in model.parameters()} == {learns}
+        assert model.pos_embed.shape == (1, 1 + 48, 64)
 
 
 @pytest.mark.parametrize("training", (True, False))
@@ -564,19 +553,16 @@ def test_a_changed_model_is_saved_and_loaded(change, tmp_path):
     save_for_hf(model, tmp_path)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     x = torch.randn(2, model.in_chans, *model.patch_embed.img_size)
-    assert (
-        loaded.patch_embed.img_size == model.patch_embed.img_size
-        and loaded.global_pool == model.global_pool
-    )
+    assert loaded.patch_embed.img_size == model.patch_embed.img_size
+    assert loaded.global_pool == model.global_pool
     assert torch.equal(loaded(x), model(x))
 
 
 def test_an_unknown_pool_is_both_errors():
     "A ValueError as everywhere in the kit, and an AssertionError as in timm's models."
+    message = "global_pool is 'map'; expected one of '', 'token', 'avg', 'avgmax', 'max'"
     for error in (ValueError, AssertionError):
-        with pytest.raises(
-            error, match="global_pool is 'map'; expected one of '', 'token', 'avg', 'avgmax', 'max'"
-        ):
+        with pytest.raises(error, match=message):
             build(NANO[0], global_pool="map")
         with pytest.raises(error, match="global_pool is 'map'"):
             build(NANO[0]).reset_classifier(3, "map")
@@ -606,15 +592,13 @@ def test_bad_options(options, message):
 def test_every_adapter_of_peft_learns(name):
     peft = pytest.importorskip("peft")
     model = build(name)
-    adapted = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
-    )
+    config = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
     adapted(images(model)).square().sum().backward()
-    assert not [
-        n
-        for n, p in adapted.named_parameters()
-        if p.requires_grad and (p.grad is None or not p.grad.any())
-    ]
+    for name, p in adapted.named_parameters():
+        if p.requires_grad:
+            assert p.grad is not None, name
+            assert p.grad.any(), name
 
 
 @pytest.mark.cuda
@@ -624,10 +608,9 @@ def test_gpu_agrees_with_cpu(name, options):
     x = images(model)
     model(x).sum().backward()
     expected = model(x).detach()
-    slope = model.blocks[0].mixer.in_proj.weight.grad.clone()
+    in_proj = model.blocks[0].mixer.in_proj
+    gradient = in_proj.weight.grad.clone()
     model.zero_grad()
     model.cuda()(x.cuda()).sum().backward()
     assert torch.allclose(model(x.cuda()).cpu(), expected, atol=1e-3)
-    assert torch.allclose(
-        model.blocks[0].mixer.in_proj.weight.grad.cpu(), slope, rtol=1e-2, atol=1e-3
-    )
+    assert torch.allclose(in_proj.weight.grad.cpu(), gradient, rtol=1e-2, atol=1e-3)

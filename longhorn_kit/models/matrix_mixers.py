@@ -15,16 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .baselines import Attention, rotate, time_step_bias
-from longhorn_kit.models.mixer import (
-    Mixer,
-    ScanMixer,
-    TextMask,
+from longhorn_kit.models.building import (
+    Device,
+    Dtype,
     check_number,
     check_sizes,
-    check_stream,
     register_mixer,
     start_with,
 )
+from .mixer import Mixer, ScanMixer, TextMask, check_stream
 from .recompute import convolve, product_dtype, weight_of, wide
 from ..scan.arguments import check_tensor
 from ..scan.matrix import matrix_scan, matrix_step, pick_matrix_backend
@@ -42,7 +41,14 @@ class MatrixCache(NamedTuple):
 class MatrixMixer(Mixer):
     "A layer with a matrix state: subclasses define `inputs` (what fades and what is written)."
 
-    def __init__(self, d_model: int, n_heads: int, d_key: int, d_value: int, past: tuple = (0, 0)):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,  # H
+        d_key: int,  # N, per head
+        d_value: int,  # P, per head
+        past: tuple = (0, 0),  # (C,W) inputs that the layer needs from before
+    ):
         super().__init__(d_model)
         self.n_heads = n_heads
         self.d_key = d_key
@@ -52,15 +58,15 @@ class MatrixMixer(Mixer):
         self.values = n_heads * d_value
         self.out_proj = nn.Linear(self.values, d_model, bias=False)
 
-    def heads(self, t: Tensor) -> Tensor:
-        return t.unflatten(-1, (self.n_heads, -1))  # (B,T,H*F) -> (B,T,H,F)
+    def heads(self, t: Tensor) -> Tensor:  # (B,T,H*F)
+        "Split features into heads, (B,T,H,F)."
+        return t.unflatten(-1, (self.n_heads, -1))
 
     def empty_cache(
-        self,
-        batch_size: int,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, batch_size: int, device: Device = None, dtype: Dtype = None
     ) -> MatrixCache:
+        "Return the cache before the first token."
+
         def zeros(*shape, dtype=dtype):
             return self.zeros(device, dtype, batch_size, *shape)
 
@@ -68,66 +74,95 @@ class MatrixMixer(Mixer):
         return MatrixCache(zeros(*self.past_shape), S, zeros(dtype=torch.int64))
 
     def read_out(
-        self, y: Tensor, gate: Any
-    ) -> Tensor:  # (B,T,H,P) -> (B,T,H*P): heads normalised, gated if asked
+        self,
+        y: Tensor,  # (B,T,H,P)
+        gate: Any,  # (B,T,H*P), or None
+    ) -> Tensor:  # (B,T,H*P)
+        "Normalise the heads, and gate them."
         y = head_norm(y, getattr(self, "norm_weight", None)).flatten(2)
         return y if gate is None else y * F.silu(gate)
 
     def check_cache(self, cache: Any, rows: int) -> Any:
-        "Return the cache of `rows` sequences, or raise a `ValueError` if it belongs to another layer."
+        "Return the cache of `rows` sequences; a `ValueError` if it belongs to another layer."
         check_tensor("cache.S", getattr(cache, "S", cache), (rows, self.n_heads, "P", "N"))
         check_tensor("cache.past", cache.past, (rows, *self.past_shape))
         return cache
 
     def run(
-        self, x: Tensor, cache: Any = None, keep_cache: bool = False, text: TextMask | None = None
+        self,
+        x: Tensor,  # (B,T,d_model)
+        cache: Any = None,
+        keep_cache: bool = False,
+        text: TextMask | None = None,
     ) -> tuple:
-        rows = x.shape[0]
-        read = x.shape[1]
-        cache = (
-            self.empty_cache(rows, x.device, x.dtype)
-            if cache is None
-            else self.check_cache(cache, rows)
-        )
+        "Return the outputs (B,T,d_model), and the cache after x or None."
+        rows, read, _ = x.shape
+        if cache is None:
+            cache = self.empty_cache(rows, x.device, x.dtype)
+        else:
+            self.check_cache(cache, rows)
         if text is None:
             scan, gate, past = self.inputs(x, cache)
         else:
             scan, gate, past = self.inputs(x, cache, text)
-            scan |= {name: text.fill(scan[name]) for name in ("k", "log_decay") if name in scan}
+            for name in ("k", "log_decay"):  # padding writes nothing and fades nothing
+                if name in scan:
+                    scan[name] = text.fill(scan[name])
             read = text.length
         y, S = matrix_scan(**scan, initial_state=cache.S, output_final_state=True)
         y = self.out_proj(self.read_out(y, gate))
-        return y, MatrixCache(past, S, cache.position + read) if keep_cache else None
+        if not keep_cache:
+            return y, None
+        return y, MatrixCache(past, S, cache.position + read)
 
-    def step(self, x_t: Tensor, cache: Any) -> tuple:
-        x = check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))[:, None]
+    def step(
+        self,
+        x_t: Tensor,  # (B,d_model)
+        cache: Any,
+    ) -> tuple:
+        "Return the output (B,d_model) of one token and the cache after it."
+        check_stream(x_t, 2, self.d_model, weight_of(self.out_proj))
+        x = x_t[:, None]
         scan, gate, past = self.inputs(x, self.check_cache(cache, x.shape[0]))
         bonus = scan.pop("bonus", None)
-        y, S = matrix_step(
-            **{name + "_t": t[:, 0] for name, t in scan.items()}, state=cache.S, bonus=bonus
-        )
-        return self.out_proj(self.read_out(y[:, None], gate))[:, 0], MatrixCache(
-            past, S, cache.position + 1
-        )
+        token = {name + "_t": t[:, 0] for name, t in scan.items()}
+        y, S = matrix_step(**token, state=cache.S, bonus=bonus)
+        y = self.out_proj(self.read_out(y[:, None], gate))
+        return y[:, 0], MatrixCache(past, S, cache.position + 1)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-010
 def head_sizes(
-    d_model, n_heads, key, value, near
-) -> tuple:  # key, value: width of all keys, values / d_model
-    "Return heads H, key size N, value size P, rounded; without `n_heads`, keys have about the size `near`."
+    d_model: int,
+    n_heads: int | None,
+    key: float,  # width of all keys / d_model
+    value: float,  # width of all values / d_model
+    near: int,  # size of a key if `n_heads` is None
+) -> tuple[int, int, int]:  # H, N, P
+    "Return the number of heads, and the rounded sizes of a key and of a value."
     check_sizes(d_model=d_model)
-    n_heads = max(1, round(key * d_model / near)) if n_heads is None else n_heads
+    if n_heads is None:
+        n_heads = max(1, round(key * d_model / near))
     check_sizes(n_heads=n_heads)
-    return n_heads, max(1, round(key * d_model / n_heads)), max(1, round(value * d_model / n_heads))
+    d_key = round(key * d_model / n_heads)
+    d_value = round(value * d_model / n_heads)
+    return n_heads, max(1, d_key), max(1, d_value)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-014
-def head_norm(y: Tensor, weight: Tensor | None = None) -> Tensor:  # read-outs (...,P), weight (P,)
+def head_norm(
+    y: Tensor,  # (...,P) read-outs
+    weight: Tensor | None = None,  # (P,)
+) -> Tensor:
     "Divide every vector by its root mean square, in y's dtype."
     normed = F.rms_norm(wide(y), y.shape[-1:], eps=1e-5)
-    return (normed if weight is None else normed * weight).to(y.dtype)
+    if weight is not None:
+        normed = normed * weight
+    return normed.to(y.dtype)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-018
-def start_small(layer: nn.Linear, *sizes: int):  # stacked projections; rows of each
+def start_small(
+    layer: nn.Linear,  # stacked projections
+    *sizes: int,  # rows of each
+):
     "Start with Xavier's values times 2^-2.5 for each projection, as RetNet and GLA do."
     for part in layer.weight[: sum(sizes)].split(sizes):
         nn.init.xavier_uniform_(part, gain=2**-2.5)
@@ -139,13 +174,13 @@ class RetNet(MatrixMixer):
 
     def __init__(
         self,
-        d_model: int,
+        d_model: int,  # width of input and output
         n_heads: int | None = None,  # None: keys of about 256
         expand: float = 2,  # width of the values / d_model
         rope_base: float = 1e4,  # base of the rotary frequencies
     ):
-        for name, value in dict(expand=expand, rope_base=rope_base).items():
-            check_number(name, value, lambda v: 0 < v < float("inf"), "above 0")
+        check_number("expand", expand, lambda v: 0 < v < float("inf"), "above 0")
+        check_number("rope_base", rope_base, lambda v: 0 < v < float("inf"), "above 0")
         H, N, P = head_sizes(d_model, n_heads, 1, expand, 256)
         super().__init__(d_model, H, N + N % 2, P)  # rotations need an even size
         self.rope_base = rope_base
@@ -153,25 +188,35 @@ class RetNet(MatrixMixer):
         start_with(self.in_proj, start_small, self.keys, self.keys, self.values, self.values)
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
-        q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
-        start = cache.position if text is None else cache.position[:, None] + text.positions()
+        "Return the arguments of the scan, the gate and the cache's past."
+        sizes = [self.keys, self.keys, self.values, self.values]
+        q, k, v, gate = self.in_proj(x).split(sizes, -1)
+        start = cache.position
+        if text is not None:
+            start = start[:, None] + text.positions()
 
         def turn(t):
-            return rotate(self.heads(t).transpose(1, 2), start, self.rope_base).transpose(1, 2)
+            heads = self.heads(t).transpose(1, 2)
+            return rotate(heads, start, self.rope_base).transpose(1, 2)
 
-        decay = torch.log1p(-(2.0 ** (-5 - torch.arange(self.n_heads, device=x.device))))
-        scan = dict(q=turn(q) * self.d_key**-0.5, k=turn(k), x=self.heads(v))
-        return scan | dict(log_decay=decay.expand(*x.shape[:2], -1)), g, cache.past
+        q = turn(q) * self.d_key**-0.5
+        k = turn(k)
+        head = torch.arange(self.n_heads, device=x.device)
+        log_decay = torch.log1p(-(2.0 ** (-5 - head)))
+        log_decay = log_decay.expand(*x.shape[:2], -1)
+        return dict(q=q, k=k, x=self.heads(v), log_decay=log_decay), gate, cache.past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-022
 @register_mixer("gla")
 class GLA(MatrixMixer):
-    "Gated linear attention: a decay per key coordinate, from the token. Source: Yang et al., arXiv 2312.06635."
+    """Gated linear attention: a decay per key coordinate, from the token.
+
+    Source: Yang et al., arXiv 2312.06635."""
 
     def __init__(
         self,
-        d_model: int,
-        n_heads: int = 4,
+        d_model: int,  # width of input and output
+        n_heads: int = 4,  # number of heads
         gate_rank: int = 16,  # rank of the projection to the decays
         temperature: float = 16.0,  # the decay is a sigmoid to the power 1 / temperature
     ):
@@ -187,10 +232,13 @@ class GLA(MatrixMixer):
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
-        q, k, v, g = self.in_proj(x).split([self.keys] * 2 + [self.values] * 2, -1)
-        decay = F.logsigmoid(wide(self.decay_proj(x))) / self.temperature
-        q, k, v, decay = map(self.heads, (q * self.d_key**-0.5, k, v, decay))
-        return dict(q=q, k=k, x=v, log_decay=decay), g, cache.past
+        "Return the arguments of the scan, the gate and the cache's past."
+        sizes = [self.keys, self.keys, self.values, self.values]
+        q, k, v, gate = self.in_proj(x).split(sizes, -1)
+        log_decay = F.logsigmoid(wide(self.decay_proj(x))) / self.temperature
+        scan = dict(q=q * self.d_key**-0.5, k=k, x=v, log_decay=log_decay)
+        scan = {name: self.heads(t) for name, t in scan.items()}
+        return scan, gate, cache.past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-025
 @register_mixer("hgrn2")
@@ -199,7 +247,7 @@ class HGRN2(MatrixMixer):
 
     def __init__(
         self,
-        d_model: int,
+        d_model: int,  # width of input and output
         n_heads: int | None = None,  # None: keys of about 128
         lower_bound: float = 0.0,  # smallest decay
     ):
@@ -210,16 +258,21 @@ class HGRN2(MatrixMixer):
         self.norm_weight = nn.Parameter(torch.ones(self.values))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        "Return the arguments of the scan, no gate and the cache's past."
         q, f, v = self.in_proj(x).split([self.keys, self.keys, self.values], -1)
         k = (1 - self.lower_bound) * torch.sigmoid(-wide(f))
-        kept = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(
-            wide(f)
-        )  # 1 - k, which could round to 0
-        decay = kept.log() if self.lower_bound else F.logsigmoid(wide(f))
-        q, k, v, decay = map(self.heads, (F.silu(q) * self.d_key**-0.5, k.to(v.dtype), v, decay))
-        return dict(q=q, k=k, x=v, log_decay=decay), None, cache.past
+        if self.lower_bound:  # the decay is 1 - k, but that difference could round to 0
+            decay = self.lower_bound + (1 - self.lower_bound) * torch.sigmoid(wide(f))
+            log_decay = decay.log()
+        else:
+            log_decay = F.logsigmoid(wide(f))
+        q = F.silu(q) * self.d_key**-0.5
+        scan = dict(q=q, k=k.to(v.dtype), x=v, log_decay=log_decay)
+        scan = {name: self.heads(t) for name, t in scan.items()}
+        return scan, None, cache.past
 
     def read_out(self, y: Tensor, gate: Any) -> Tensor:
+        "Normalise all heads together."
         return head_norm(y.flatten(2), self.norm_weight)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
@@ -231,70 +284,92 @@ def start_within(layer: nn.Linear, bound: float):
 class TokenShift(MatrixMixer):
     "Shift, projections and read-out of RWKV."
 
-    def __init__(self, d_model, n_heads, *powers):
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int | None,
+        *powers: float,  # per projection: the token before counts 1 - share^power in a channel
+    ):
         H, N, _ = head_sizes(d_model, n_heads, 1, 1, 64)
         super().__init__(d_model, H, N, N, (d_model, 1))
-        share = (
-            torch.arange(d_model) / d_model
-        )  # a row of `mix` per projection: the token before counts 1 - share^power
-        self.mix = nn.Parameter(1 - share ** torch.tensor(powers)[:, None])
-
-        def linear():
-            return nn.Linear(d_model, self.keys, bias=False)
-
-        self.k_proj, self.v_proj, self.r_proj, self.g_proj = (linear() for _ in "kvrg")
-        for proj, size in ((self.k_proj, 0.25), (self.v_proj, 0.5), (self.r_proj, 0.5)):
-            start_with(proj, start_within, size * d_model**-0.5)
+        share = torch.arange(d_model) / d_model
+        power = torch.tensor(powers)[:, None]
+        self.mix = nn.Parameter(1 - share**power)
+        self.k_proj = nn.Linear(d_model, self.keys, bias=False)
+        self.v_proj = nn.Linear(d_model, self.keys, bias=False)
+        self.r_proj = nn.Linear(d_model, self.keys, bias=False)
+        self.g_proj = nn.Linear(d_model, self.keys, bias=False)
+        unit_bound = d_model**-0.5
+        start_with(self.k_proj, start_within, 0.25 * unit_bound)
+        start_with(self.v_proj, start_within, 0.5 * unit_bound)
+        start_with(self.r_proj, start_within, 0.5 * unit_bound)
         self.norm = nn.GroupNorm(H, self.values, eps=64e-5)
 
-    def shift(self, x, past, text=None):
-        "Return the token before minus this one (B,T,d_model), and the new past (B,d_model,1)."
+    def shift(
+        self,
+        x: Tensor,  # (B,T,d_model)
+        past: Tensor,  # (B,d_model,1) the token before x
+        text: TextMask | None = None,
+    ) -> tuple[Tensor, Tensor]:  # like x, like past
+        "Return the token before minus this one, and the new past."
         if text is not None:
-            together = text.together(x)
-            delta, _ = self.shift(together, past)
-            return text.apart(delta), text.last(past, together)
-        both = torch.cat([past.mT.to(x.dtype), x], 1)
-        return both[:, :-1] - x, both[:, -1:].mT.clone()
+            aligned = text.align(x)
+            delta, _ = self.shift(aligned, past)
+            return text.restore(delta), text.last(past, aligned)
+        all_tokens = torch.cat([past.mT.to(x.dtype), x], 1)
+        return all_tokens[:, :-1] - x, all_tokens[:, -1:].mT.clone()
 
-    def project(self, k, v, r, g):
-        "Return the scan's arguments and the gate from the four mixtures."
-        q, k, x = (self.heads(t) for t in (self.r_proj(r), self.k_proj(k), self.v_proj(v)))
+    def project(self, k: Tensor, v: Tensor, r: Tensor, g: Tensor) -> tuple[dict, Tensor]:
+        "Return the scan's arguments and the gate from the four mixtures (B,T,d_model)."
+        q = self.heads(self.r_proj(r))
+        k = self.heads(self.k_proj(k))
+        x = self.heads(self.v_proj(v))
         return dict(q=q, k=k, x=x), self.g_proj(g)
 
-    def read_out(self, y, g):
+    def read_out(self, y: Tensor, gate: Tensor) -> Tensor:
+        "Normalise each head by a group norm, and gate."
         rows = y.flatten(0, 1).flatten(1).to(self.norm.weight.dtype)
-        return self.norm(rows).unflatten(0, y.shape[:2]).to(y.dtype) * F.silu(g)
+        normed = self.norm(rows).unflatten(0, y.shape[:2])
+        return normed.to(y.dtype) * F.silu(gate)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-031
-def slow_to_fast(
-    size: int,
-) -> tuple:  # -> places from 0 to 1 (size,) and logarithms of decay rates (size,)
-    "Return places and rates whose logarithms run from -6 to -1."
-    place = torch.arange(size) / max(1, size - 1)
-    return place, -6 + 5 * place**1.35
+def slow_to_fast(size: int) -> tuple[Tensor, Tensor]:  # (size,) twice
+    "Return positions from 0 to 1, and logarithms of decay rates from -6 to -1."
+    position = torch.arange(size) / max(1, size - 1)
+    return position, -6 + 5 * position**1.35
 
 
 def start_slow_to_fast(layer: nn.Linear):
-    "Start with such rates as biases."
-    layer.bias.copy_(slow_to_fast(len(layer.bias))[1])
+    "Start with the rates of `slow_to_fast` as biases."
+    _, log_rates = slow_to_fast(len(layer.bias))
+    layer.bias.copy_(log_rates)
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-032
 @register_mixer("rwkv5")
 class RWKV5(TokenShift):
-    "RWKV-5 with one learnt decay and bonus per head. Source: Peng et al., arXiv 2404.05892, as x051a of RWKV-LM."
+    """RWKV-5 with one learnt decay and bonus per head.
 
-    def __init__(self, d_model: int, n_heads: int | None = None):  # None: of a size near 64
+    Source: Peng et al., arXiv 2404.05892, as x051a of RWKV-LM."""
+
+    def __init__(
+        self,
+        d_model: int,  # width of input and output
+        n_heads: int | None = None,  # None: of a size near 64
+    ):
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25)  # for k, v, r and g
-        place, rate = slow_to_fast(self.n_heads)
-        self.decay = nn.Parameter(rate)
-        self.bonus = nn.Parameter(0.5 * (1 - place))
+        position, log_rates = slow_to_fast(self.n_heads)
+        self.decay = nn.Parameter(log_rates)
+        self.bonus = nn.Parameter(0.5 * (1 - position))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        "Return the arguments of the scan, the gate and the new past."
         delta, past = self.shift(x, cache.past, text)
-        scan, g = self.project(*((x + delta * mix).to(x.dtype) for mix in self.mix))
-        decay = -wide(self.decay).exp().expand(*x.shape[:2], -1)
-        bonus = self.bonus[:, None].expand(-1, self.d_key)
-        return scan | dict(log_decay=decay, bonus=bonus), g, past
+        mixtures = [(x + delta * mix).to(x.dtype) for mix in self.mix]
+        scan, gate = self.project(*mixtures)
+        rate = wide(self.decay).exp()
+        scan["log_decay"] = -rate.expand(*x.shape[:2], -1)
+        scan["bonus"] = self.bonus[:, None].expand(-1, self.d_key)
+        return scan, gate, past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-034
 @register_mixer("rwkv6")
@@ -303,35 +378,39 @@ class RWKV6(TokenShift):
 
     def __init__(
         self,
-        d_model: int,
+        d_model: int,  # width of input and output
         n_heads: int | None = None,  # None: of a size near 64
         mix_rank: int = 32,  # of what the token adds to its mixtures
         decay_rank: int = 64,  # of what the token adds to its decay
     ):
         check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
-        super().__init__(
-            d_model, n_heads, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25
-        )  # first look, then w, k, v, r, g
+        powers = (0.5, 0.5, 0.5, 0.5, 0.25, 0.25)  # for the low rank, then w, k, v, r and g
+        super().__init__(d_model, n_heads, *powers)
         self.mix_down = nn.Linear(d_model, 5 * mix_rank, bias=False)
         self.mix_up = nn.Parameter(torch.empty(5, mix_rank, d_model).uniform_(-0.01, 0.01))
         self.decay_down = nn.Linear(d_model, decay_rank, bias=False)
         self.decay_up = nn.Linear(decay_rank, self.keys)
-        place, _ = slow_to_fast(self.keys)
-        self.bonus = nn.Parameter(0.5 * (1 - place).view(self.n_heads, self.d_key))
+        position, _ = slow_to_fast(self.keys)
+        position = position.view(self.n_heads, self.d_key)
+        self.bonus = nn.Parameter(0.5 * (1 - position))
         start_with(self.mix_down, start_within, 1e-4)
         start_with(self.decay_down, start_within, 1e-4)
         start_with(self.decay_up, start_slow_to_fast)
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        "Return the arguments of the scan, the gate and the new past."
         delta, past = self.shift(x, cache.past, text)
         low_rank = torch.tanh(self.mix_down(x + delta * self.mix[0])).unflatten(-1, (5, -1))
-        mix = torch.einsum("btir,ird->ibtd", low_rank, self.mix_up.to(low_rank.dtype))
-        w, *kvrg = (
-            (x + delta * (start + more)).to(x.dtype) for start, more in zip(self.mix[1:], mix)
-        )
-        decay = -wide(self.decay_up(torch.tanh(self.decay_down(w)))).exp()
-        scan, g = self.project(*kvrg)
-        return scan | dict(log_decay=self.heads(decay), bonus=self.bonus), g, past
+        from_token = torch.einsum("btir,ird->ibtd", low_rank, self.mix_up.to(low_rank.dtype))
+        mixtures = []
+        for start, more in zip(self.mix[1:], from_token):
+            mixtures.append((x + delta * (start + more)).to(x.dtype))
+        w, *kvrg = mixtures
+        log_rate = self.decay_up(torch.tanh(self.decay_down(w)))
+        scan, gate = self.project(*kvrg)
+        scan["log_decay"] = self.heads(-wide(log_rate).exp())
+        scan["bonus"] = self.bonus
+        return scan, gate, past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-039
 class ConvMixer(MatrixMixer):
@@ -340,11 +419,11 @@ class ConvMixer(MatrixMixer):
     def __init__(
         self,
         d_model: int,
-        n_heads: int,
-        d_key: int,
-        d_value: int,
-        d_conv: int,
-        channels: int | None = None,
+        n_heads: int,  # H
+        d_key: int,  # N, per head
+        d_value: int,  # P, per head
+        d_conv: int,  # width of the convolution
+        channels: int | None = None,  # of the convolution; None: all keys, queries and values
         bias: bool = False,
     ):
         check_sizes(d_conv=d_conv)
@@ -352,7 +431,12 @@ class ConvMixer(MatrixMixer):
         super().__init__(d_model, n_heads, d_key, d_value, (channels, d_conv - 1))
         self.conv1d = nn.Conv1d(channels, channels, d_conv, groups=channels, bias=bias)
 
-    def qkv(self, t: Tensor, past: Tensor | None, text: TextMask | None = None) -> tuple:
+    def qkv(
+        self,
+        t: Tensor,  # (B,T,C) projections before the convolution
+        past: Tensor | None,  # (B,C,d_conv-1)
+        text: TextMask | None = None,
+    ) -> tuple:
         "Return q, k (B,T,H,N) of length one, x (B,T,H,P) and the new past."
         t, past = convolve(self.conv1d, t, past, self.past_shape[1] + 1, text=text)
         q, k, x = map(self.heads, t.split([self.keys, self.keys, self.values], -1))
@@ -366,11 +450,13 @@ def unit(t: Tensor) -> Tensor:  # (...,N)
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-043
 @register_mixer("mamba2")
 class Mamba2(ConvMixer):
-    "Mamba-2 (SSD): one decay per head, keys and queries shared by all. Source: Dao and Gu, arXiv 2405.21060."
+    """Mamba-2 (SSD): one decay per head, keys and queries shared by all.
+
+    Source: Dao and Gu, arXiv 2405.21060."""
 
     def __init__(
         self,
-        d_model: int,
+        d_model: int,  # width of input and output
         d_state: int = 128,  # N, size of keys and queries
         d_conv: int = 4,  # width of the convolution
         expand: int = 2,  # width of the values / d_model
@@ -378,7 +464,8 @@ class Mamba2(ConvMixer):
     ):
         check_sizes(d_state=d_state, expand=expand)
         H, P, _ = head_sizes(d_model, n_heads, expand, expand, 64)
-        P = P if n_heads else min(64, expand * d_model)
+        if not n_heads:
+            P = min(64, expand * d_model)
         super().__init__(d_model, H, d_state, P, d_conv, H * P + 2 * d_state, bias=True)
         self.in_proj = nn.Linear(d_model, 2 * self.values + 2 * d_state + H, bias=False)
         self.dt_bias = nn.Parameter(time_step_bias(H))
@@ -387,19 +474,21 @@ class Mamba2(ConvMixer):
         self.norm_weight = nn.Parameter(torch.ones(self.values))
 
     def inputs(self, h: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        "Return the arguments of the scan, values and gate, and the new past."
         N = self.d_key
         z, xkq, dt = self.in_proj(h).split([self.values, self.values + 2 * N, self.n_heads], -1)
         xkq, past = convolve(self.conv1d, xkq, cache.past, self.past_shape[1] + 1, text=text)
         x, k, q = xkq.split([self.values, N, N], -1)
-        q, k = (t[:, :, None].expand(-1, -1, self.n_heads, -1) for t in (q, k))
+        q = q[:, :, None].expand(-1, -1, self.n_heads, -1)
+        k = k[:, :, None].expand(-1, -1, self.n_heads, -1)
         x = self.heads(x)
         dt = F.softplus(wide(dt) + self.dt_bias)
-        scan = dict(
-            q=q, k=k, x=(x * dt[..., None]).to(x.dtype), log_decay=-wide(self.A_log).exp() * dt
-        )
-        return scan, (x, z), past
+        log_decay = -wide(self.A_log).exp() * dt
+        written = (x * dt[..., None]).to(x.dtype)
+        return dict(q=q, k=k, x=written, log_decay=log_decay), (x, z), past
 
     def read_out(self, y: Tensor, gate: Any) -> Tensor:
+        "Add the skip, gate, and normalise all heads together."
         x, z = gate
         y = (y + self.D_skip[:, None] * x).flatten(2)
         return head_norm(y * F.silu(z), self.norm_weight).to(z.dtype)
@@ -407,19 +496,26 @@ class Mamba2(ConvMixer):
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-047
 @register_mixer("deltanet")
 class DeltaNet(ConvMixer):
-    "The delta rule with keys of length one. Sources: Schlag et al., 2102.11174; Yang et al., 2406.06484 (arXiv)."
+    """The delta rule with keys of length one.
+
+    Sources: Schlag et al., arXiv 2102.11174; Yang et al., arXiv 2406.06484."""
 
     def __init__(
-        self, d_model: int, n_heads: int | None = None, d_conv: int = 4
-    ):  # None: keys of about 128
+        self,
+        d_model: int,  # width of input and output
+        n_heads: int | None = None,  # None: keys of about 128
+        d_conv: int = 4,  # width of the convolution
+    ):
         super().__init__(d_model, *head_sizes(d_model, n_heads, 1, 1, 128), d_conv)
         self.in_proj = nn.Linear(d_model, 2 * self.keys + self.values, bias=False)
         self.beta_proj = nn.Linear(d_model, self.n_heads, bias=False)
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
+        "Return the arguments of the scan, no gate and the new past."
         q, k, v, past = self.qkv(self.in_proj(x), cache.past, text)
-        return dict(q=q, k=k, x=v, beta=self.beta_proj(x).sigmoid()), None, past
+        beta = self.beta_proj(x).sigmoid()
+        return dict(q=q, k=k, x=v, beta=beta), None, past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-050
 @register_mixer("gated_deltanet")
@@ -428,11 +524,11 @@ class GatedDeltaNet(ConvMixer):
 
     def __init__(
         self,
-        d_model: int,
-        n_heads: int = 6,
-        d_conv: int = 4,
-        d_key: int | None = None,
-        d_value: int | None = None,  # per head, None: keys 3/4, values 3/2 of d_model in all
+        d_model: int,  # width of input and output
+        n_heads: int = 6,  # number of heads
+        d_conv: int = 4,  # width of the convolution
+        d_key: int | None = None,  # per head; None: 3/4 of d_model in all
+        d_value: int | None = None,  # per head; None: 3/2 of d_model in all
     ):
         H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
         N = N if d_key is None else d_key
@@ -446,34 +542,34 @@ class GatedDeltaNet(ConvMixer):
         self.norm_weight = nn.Parameter(torch.ones(self.d_value))
 
     def inputs(self, x: Tensor, cache: Any, text: TextMask | None = None) -> tuple:
-        qkv, g = self.in_proj(x).split([2 * self.keys + self.values, self.values], -1)
+        "Return the arguments of the scan, the gate and the new past."
+        qkv, gate = self.in_proj(x).split([2 * self.keys + self.values, self.values], -1)
         q, k, v, past = self.qkv(qkv, cache.past, text)
         beta, dt = wide(self.rate_proj(x)).chunk(2, -1)
-        decay = -wide(self.A_log).exp() * F.softplus(dt + self.dt_bias)
-        return dict(q=q, k=k, x=v, log_decay=decay, beta=beta.sigmoid()), g, past
+        dt = F.softplus(dt + self.dt_bias)
+        log_decay = -wide(self.A_log).exp() * dt
+        scan = dict(q=q, k=k, x=v, log_decay=log_decay, beta=beta.sigmoid())
+        return scan, gate, past
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-060
 def scan_backend(
     mixer: nn.Module,
-    dtype: torch.dtype
-    | None = None,  # of the activations; None: autocast's, or that of the weights
+    dtype: Dtype = None,  # of the activations; None: autocast's, or that of the weights
 ) -> str:
-    "Return the backend of a layer's recurrence on the device of its weights, in the words of a run record."
+    "Return the backend of a layer's recurrence, on the device of its weights, for a record."
     weight = weight_of(mixer.out_proj)
     dtype = dtype or product_dtype(weight.device.type, weight.dtype)
     if isinstance(mixer, Attention):
         return "scaled_dot_product_attention"
-    if isinstance(mixer, ScanMixer) or not isinstance(
-        mixer, Mixer
-    ):  # the mixer of vision models has two scans
+    is_scan = isinstance(mixer, ScanMixer)
+    is_vision = not isinstance(mixer, Mixer)  # the mixer of vision models has two scans
+    if is_scan or is_vision:
         return pick_backend("auto", weight.new_empty(1, 1, mixer.d_state, dtype=dtype))
     if not isinstance(mixer, MatrixMixer):  # computed by the layer itself
         return f"{type(mixer).__name__}.run"
     q = weight.new_empty(1, 1, 1, mixer.d_key, dtype=dtype)
     beta = q[..., 0] if isinstance(mixer, (DeltaNet, GatedDeltaNet)) else None
     name = pick_matrix_backend("auto", q, q, beta)
-    return (
-        f"flash-linear-attention {importlib.import_module('fla').__version__}"
-        if name == "fla"
-        else name
-    )
+    if name == "fla":
+        return f"flash-linear-attention {importlib.import_module('fla').__version__}"
+    return name

@@ -34,7 +34,7 @@ from ...extras import need
 from ..data.text import get_tokenizer
 from ..train.lm import check_finite, check_vocabulary, trained_tokenizer
 from ...models import SequenceLM
-from ...models.mixer import check_sizes
+from ...models.building import check_sizes
 from longhorn_kit.records import (
     atomic_folder,
     cannot_write,
