@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from longhorn_kit.lab import memory_check
-from longhorn_kit.lab.memory_check import check_memory
+from longhorn_kit.lab.train import memory_check
+from longhorn_kit.lab.train.memory_check import check_memory
 from longhorn_kit.lab.train.recipe import Recipe
 
 RECIPE = Recipe(cpu=True)

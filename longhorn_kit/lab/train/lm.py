@@ -34,8 +34,8 @@ from longhorn_kit.lab.data.text import (
     matching_files,
 )
 from ..distributed import check_launcher, is_main_process, make_accelerator, together
-from ..memory_check import check_memory
 from .loop import train
+from .memory_check import check_memory
 from .presets import LMPreset, find_preset, model_config, override
 from .recipe import TrainConfig, evaluate
 from .trackers import check_tracker

@@ -31,9 +31,9 @@ from longhorn_kit.lab.data.images import (
     transforms,
 )
 from ..distributed import is_main_process, make_accelerator, together
-from ..memory_check import check_memory
 from .checkpoint import checkpoints
 from .loop import train
+from .memory_check import check_memory
 from .recipe import LARGEST, LossOnly, Recipe
 from .trackers import check_tracker
 from ...models.vision import timm
