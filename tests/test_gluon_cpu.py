@@ -22,42 +22,25 @@ FP32 = torch.float32
 ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
-def collect(
-    p,
-    q,
-    k,
-    x,
-    b,
-    z,
-    bias,
-    skip,
-    A,
-    dx,
-    db,
-    dz,
-    dtok,
-    dbias,
-    dskip,
-    dA,
-    dinitial,
-    scalar,
-    drate=None,
-):
+def collect(p, q, k, x, b, z, bias, skip, A, written, scalar):
     "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
-    dk, dq, *dA_t = dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N].unbind(2)
-    if drate is not None:
-        dk = 2 * (dk - k.float() * drate.sum(0).view(*k.shape[:2], 1))
-    dA = None if A is None else dA_t[0] if dA_t else dA.sum(0)[..., : p.N]
+    by_token = written.dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N]
+    dk, dq, *dA_by_token = by_token.unbind(2)
+    if written.drate is not None:
+        dk = 2 * (dk - k.float() * written.drate.sum(0).view(*k.shape[:2], 1))
+    dA = None
+    if A is not None:
+        dA = dA_by_token[0] if dA_by_token else written.dA.sum(0)[..., : p.N]
     return (
         dq,
         dk,
-        dx,
-        db.sum(-1, keepdim=True) if scalar else db,
-        dbias.sum(0),
-        dskip.sum(0),
-        dz,
+        written.dx,
+        written.db.sum(-1, keepdim=True) if scalar else written.db,
+        written.dbias.sum(0),
+        written.dskip.sum(0),
+        written.dz,
         dA,
-        dinitial,
+        written.dinitial[..., : p.N],
     )
 
 
@@ -87,7 +70,7 @@ def test_sums_over_programs(form):
         skip=new(D),
         A=dict(s6=new(D, N), s6_time_varying=new(B, T, N)).get(form),
     )
-    parts = dict(
+    written = triton_portable_backward.KernelGradients(
         dx=new(B, T, D),
         db=new(B, T, D),
         dz=None,
@@ -95,17 +78,16 @@ def test_sums_over_programs(form):
         dbias=new(slots, D),
         dskip=new(slots, D),
         dA=new(slots, D, p.NP) if form == "s6" else None,
-        dinitial=None,
+        dinitial=new(B, D, p.NP),
+        drate=new(11, B * T) if form == "diagonal" else None,
     )
     assert p.NP > N
-    options = dict(scalar=False, drate=new(11, B * T) if form == "diagonal" else None)
-    got, want = (
-        sums(p, *a.values(), *parts.values(), **options)
-        for sums in (triton_portable_backward._collect, collect)
-    )
-    assert got[4].dtype == torch.float64 and all(t is None or t.is_contiguous() for t in got)
+    result = triton_portable_backward._collect(p, *a.values(), written, scalar=False)
+    expected = collect(p, *a.values(), written, scalar=False)
+    assert result[4].dtype == torch.float64
+    assert all(t is None or t.is_contiguous() for t in result)
     torch.testing.assert_close(
-        [t.float() for t in got if t is not None], [t for t in want if t is not None]
+        [t.float() for t in result if t is not None], [t for t in expected if t is not None]
     )
 
 
