@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 import triton
 from torch import Tensor
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
@@ -119,6 +120,13 @@ def _add_product(Ah, Al, Bh, Bl, total):
     total = mma_v2(Ah, Bl, total)
     return mma_v2(Ah, Bh, total)
 
+
+@gluon.jit
+def _add_halves(Ah, Al, B, total):
+    # total + (Ah + Al) B with B in bfloat16, the smaller terms first.
+    total = mma_v2(Al, B, total)
+    return mma_v2(Ah, B, total)
+
 # %% ../../../nbs/machine/triton_exact.ipynb #triton_exact-013
 @gluon.jit
 def _finite(v, ONE_MIN: gl.constexpr):
@@ -147,7 +155,8 @@ def _finite(v, ONE_MIN: gl.constexpr):
 
 @gluon.jit
 def _first_channel(pd, DV, BD: gl.constexpr, VEC: gl.constexpr):
-    # First channel of block pd. The last block of a ragged width starts early: no channel is outside.
+    # First channel of block pd. The last block of a ragged width starts early, so that no channel
+    # is outside.
     return gl.maximum(gl.minimum(pd * (BD // VEC), DV - BD // VEC), 0) * VEC
 
 
@@ -250,6 +259,200 @@ def _add_products(a, b, total):
     sums = gl.reshape(_dot(a, b, 1, HELD, SIZE, total), total.shape)
     return gl.convert_layout(sums, total.type.layout, assert_trivial=True)
 
+# %% ../../../nbs/machine/triton_exact.ipynb #triton_exact-101
+@constexpr_function
+def _mma_layout(NW):
+    # Sums of the tensor cores, rows over warps.
+    return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8])
+
+
+@constexpr_function
+def _copy_layout(BD, NW, VEC):
+    # Tiles (16,BD) in copies of VEC elements.
+    return gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
+
+
+@constexpr_function
+def _keys_layout(N):
+    # Rows of N bfloat16, rotated so that no access pattern puts two lanes on one bank.
+    return gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
+
+
+@constexpr_function
+def _channels_layout(BD):
+    # Rows of 16 steps, rotated for the same reason.
+    if BD == 32:
+        bits = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]
+        return gl.SharedLinearLayout(bits)
+    return gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
+
+
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+BY_STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
+
+
+@gluon.jit
+def _copied(
+    tC,  # (16,1) steps of a chunk
+    d0,  # first channel
+    D,  # channels of all blocks
+    sx,  # row stride of x
+    sb,  # row stride of b
+    sz,  # row stride of z
+    sg,  # row stride of g
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    VEC: gl.constexpr,
+):
+    # What the copies of a chunk read: offsets of (x, b, z, g), which of their channels exist; steps
+    # and offsets of keys.
+    COPY: gl.constexpr = _copy_layout(BD, NW, VEC)
+    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
+    dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
+    offsets = tC * sx + dC, tC * sb + dC, tC * sz + dC, tC * sg + dC
+    mC = dC < D
+    tK = gl.arange(0, 16, gl.SliceLayout(1, KEYS))[:, None]
+    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
+    return offsets, mC, tK, oK
+
+
+@gluon.jit
+def _causal(MMA: gl.constexpr):
+    # The lower triangle of a chunk's steps.
+    rows = gl.arange(0, 16, gl.SliceLayout(1, MMA))[:, None]
+    return rows >= gl.arange(0, 16, gl.SliceLayout(0, MMA))[None, :]
+
+
+@gluon.jit
+def _loaded_state(
+    ptr,
+    first,
+    offsets,
+    mask,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    MMA: gl.constexpr,
+    GIVEN: gl.constexpr,
+    NARROW: gl.constexpr,
+):
+    # A state (BD,N) from memory; zeros if none is given.
+    S = gl.zeros([BD, N], gl.float32, MMA)
+    if GIVEN:
+        S = _load(ptr + first, offsets, mask, NARROW).to(gl.float32)
+    return S
+
+
+@gluon.jit
+def _rings(
+    x,
+    b,
+    z,
+    q,
+    out,
+    NS: gl.constexpr,
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    READ: gl.constexpr,
+    HAS_Z: gl.constexpr,
+):
+    # Rings of x, b, z, k and q, and a tile of outputs.
+    KEYS: gl.constexpr = _keys_layout(N)
+    rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, 16, BD], BY_STEP)
+    rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, 16, BD], BY_STEP)
+    rk = gl.allocate_shared_memory(gl.bfloat16, [NS, 16, N], KEYS)
+    rq = rk
+    rz = rx
+    s_y = rx
+    if READ:
+        rq = gl.allocate_shared_memory(gl.bfloat16, [NS, 16, N], KEYS)
+        s_y = gl.allocate_shared_memory(out.dtype.element_ty, [16, BD], BY_STEP)
+    if HAS_Z:
+        rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, 16, BD], BY_STEP)
+    return rx, rb, rz, rk, rq, s_y
+
+
+@gluon.jit
+def _tiles(BD: gl.constexpr):
+    # Tiles of a chunk: rates, right sides and U by channel, and the Gram matrix.
+    CHANNEL: gl.constexpr = _channels_layout(BD)
+    s_e = gl.allocate_shared_memory(gl.float32, [BD, 16], CHANNEL)
+    s_r = gl.allocate_shared_memory(gl.float32, [BD, 16], CHANNEL)
+    s_u = gl.allocate_shared_memory(gl.float32, [BD, 16], CHANNEL)
+    s_gram = gl.allocate_shared_memory(gl.float32, [16, 16], ROWS)
+    return s_e, s_r, s_u, s_gram
+
+
+@gluon.jit
+def _of_channels(
+    bias,
+    skip,
+    d,
+    D,
+    BD: gl.constexpr,
+    MMA: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    NARROW: gl.constexpr,
+):
+    # Bias times -log2(e) and skip of the channels d as columns; zeros if not given.
+    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
+    ds = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
+    if HAS_BIAS:
+        bi = -LOG2E * _load(bias, d, d < D, NARROW).to(gl.float32)[:, None]
+    if HAS_SKIP:
+        ds = _load(skip, d, d < D, NARROW).to(gl.float32)[:, None]
+    return bi, ds
+
+# %% ../../../nbs/machine/triton_exact.ipynb #triton_exact-102
+@gluon.jit
+def _first_chunk(
+    rings,  # of `_rings`
+    tiles,  # of `_tiles`
+    S,  # (BD,N) initial state
+    bi,  # bias
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    MMA: gl.constexpr,
+    READ: gl.constexpr,
+    HAS_H0: gl.constexpr,
+):
+    # Rates, Gram matrix and right sides of chunk 0; return what its outputs get from the state.
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    rx, rb, rz, rk, rq, s_y = rings
+    s_e, s_r, s_u, s_gram = tiles
+    zD = gl.zeros([BD, 16], gl.float32, MMA)
+    k0 = rk.index(0)
+    k0T = k0.permute((1, 0)).load(RIGHT)
+    vn = _fnma(LOG2E, rb.index(0).permute((1, 0)).load(MMA).to(gl.float32), bi)
+    s_e.store(_reciprocal(_one_plus_square(k0T, BD, NW, MMA, LEFT) + gl.exp2(vn)))
+    s_gram.store(mma_v2(k0.load(LEFT), k0T, gl.zeros([16, 16], gl.float32, MMA)))
+    Y = zD
+    xf = rx.index(0).permute((1, 0)).load(MMA).to(gl.float32)
+    if HAS_H0:
+        Sh, Sl = _halves(S, LEFT)
+        s_r.store(xf - _add_halves(Sh, Sl, k0T, zD))
+        if READ:
+            qT = rq.index(0).permute((1, 0)).load(RIGHT)
+            Y = _add_halves(Sh, Sl, qT, zD)
+    else:
+        s_r.store(xf)
+    return Y
+
+
+@gluon.jit
+def _read(Uh, Ul, U, QK, Y, zf, MMA: gl.constexpr, HAS_Z: gl.constexpr, ONE_MIN: gl.constexpr):
+    # The outputs of a chunk: what the state and the skip gave, plus what U gives, times the gate.
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
+    Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
+    # Y becomes NaN where U is inf or NaN
+    Y = gl.fma(gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y)
+    if HAS_Z:
+        Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
+    return Y
+
 # %% ../../../nbs/machine/triton_exact.ipynb #triton_exact-022
 @gluon.jit(do_not_specialize=["T"])
 def _exact_fwd_kernel(
@@ -292,28 +495,14 @@ def _exact_fwd_kernel(
     ONE_MIN: gl.constexpr,  # the GPU has min.xorsign.abs
 ):
     # Chunks of 16 steps. Region 1: substitution of chunk c, and work without its U. Region 2: work
-    # that needs its U. Copies run NS chunks ahead in a ring: no lane reads chunk c after region 1, so
-    # chunk c + NS takes its slot.
+    # that needs its U. Copies run NS chunks ahead in a ring: no lane reads chunk c after region 1,
+    # so chunk c + NS takes its slot.
     C: gl.constexpr = 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8]
-    )
+    MMA: gl.constexpr = _mma_layout(NW)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])  # a lane is a channel
-    COPY: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
-    # rows of 16 steps, rotated so that no access pattern puts two lanes on one bank
-    by_channel: gl.constexpr = (
-        gl.SharedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]
-        )
-        if BD == 32
-        else gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
-    )
-    keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
-    by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    COPY: gl.constexpr = _copy_layout(BD, NW, VEC)
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
     pd = pid % ND
@@ -322,45 +511,20 @@ def _exact_fwd_kernel(
     sx, sb, sz, sg = _row_strides(D, sx_v, sb_v, sz_v, sz_v, VEC, ONE_STRIDE)
     tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
     d0 = _first_channel(pd, DV, BD, VEC)
-    dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
-    oX = tC * sx + dC
-    oB = tC * sb + dC
-    oZ = tC * sz + dC
-    oY = tC * D + dC
-    mC = dC < D
-    tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
-    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
+    offsets, mC, tK, oK = _copied(tC, d0, D, sx, sb, sz, D, N, BD, NW, VEC)
+    oX, oB, oZ, oY = offsets
     dM = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
     oS = dM[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, MMA))[None, :]
     mS = dM[:, None] < D
-    causal = (
-        gl.arange(0, C, gl.SliceLayout(1, MMA))[:, None]
-        >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
-    )
-    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
-    ds = gl.zeros([BD], gl.float32, gl.SliceLayout(1, MMA))[:, None]
-    if HAS_BIAS:
-        bi = -LOG2E * _load(bias, dM, dM < D, NARROW).to(gl.float32)[:, None]
-    if HAS_SKIP:
-        ds = _load(skip, dM, dM < D, NARROW).to(gl.float32)[:, None]
-    rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], by_step)
-    rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], by_step)
-    rk = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
-    if READ:
-        rq = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
-        s_y = gl.allocate_shared_memory(out.dtype.element_ty, [C, BD], by_step)
-    if HAS_Z:
-        rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, C, BD], by_step)
-    s_e = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-    s_r = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-    s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-    s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2)
-    zU = gl.zeros([BD, C], gl.float32, LANE)
+    causal = _causal(MMA)
+    bi, ds = _of_channels(bias, skip, dM, D, BD, MMA, HAS_BIAS, HAS_SKIP, NARROW)
+    rings = _rings(x, b, z, q, out, NS, N, BD, READ, HAS_Z)
+    rx, rb, rz, rk, rq, s_y = rings
+    tiles = _tiles(BD)
+    s_e, s_r, s_u, s_gram = tiles
     zC = gl.zeros([C, C], gl.float32, MMA)
     zD = gl.zeros([BD, C], gl.float32, MMA)
-    S = gl.zeros([BD, N], gl.float32, MMA)
-    if HAS_H0:
-        S = _load(h0 + seq * N * D, oS, mS, NARROW).to(gl.float32)
+    S = _loaded_state(h0, seq * N * D, oS, mS, N, BD, MMA, HAS_H0, NARROW)
     x += batch * sx_bv * VEC + start * sx
     b += batch * sb_bv * VEC + start * sb
     z += batch * sz_bv * VEC + start * sz
@@ -377,31 +541,13 @@ def _exact_fwd_kernel(
     if READ:
         key_rows = key_rows + ((rq, q),)
     for i in gl.static_range(NS):
-        _copy_chunk(
-            i, gl.minimum(last, i), length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC
-        )
+        c = gl.minimum(last, i)
+        _copy_chunk(i, c, length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
         async_copy.commit_group()
     async_copy.wait_group(NS - 2)
-    k0 = rk.index(0)
-    k0T = k0.permute((1, 0)).load(RIGHT)
-    vn = _fnma(LOG2E, rb.index(0).permute((1, 0)).load(MMA).to(gl.float32), bi)
-    s_e.store(_reciprocal(_one_plus_square(k0T, BD, NW, MMA, LEFT) + gl.exp2(vn)))
-    s_gram.store(mma_v2(k0.load(LEFT), k0T, zC))
-    Y = zD
-    xf = rx.index(0).permute((1, 0)).load(MMA).to(gl.float32)
-    if HAS_H0:
-        Sh, Sl = _halves(S, LEFT)
-        KS = mma_v2(Sl, k0T, zD)
-        s_r.store(xf - mma_v2(Sh, k0T, KS))
-        if READ:
-            qT = rq.index(0).permute((1, 0)).load(RIGHT)
-            Y = mma_v2(Sl, qT, zD)
-            Y = mma_v2(Sh, qT, Y)
-    else:
-        s_r.store(xf)
+    Y = _first_chunk(rings, tiles, S, bi, BD, NW, MMA, READ, HAS_H0)
     if READ:
-        # read as chunk -1, which does not exist
-        s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY))
+        s_y.store(gl.zeros([C, BD], out.dtype.element_ty, COPY))  # chunk -1 does not exist
     if SAVE:
         _store(ckpt, oS, S, mS, NARROW)
     async_copy.wait_group(NS - 2)  # its barrier makes another one per iteration unnecessary
@@ -428,46 +574,27 @@ def _exact_fwd_kernel(
                 Y = gl.fma(ds, rx.index(here).permute((1, 0)).load(MMA).to(gl.float32), Y)
         gram_next = mma_v2(kn.load(LEFT), knT, zC)
         vn = _fnma(LOG2E, bn.to(gl.float32), bi)
+        zf = zD
         if HAS_Z:
             zf = rz.index(here).permute((1, 0)).load(MMA).to(gl.float32)
         en = _reciprocal(_one_plus_square(knT, BD, NW, MMA, LEFT) + gl.exp2(vn))
-        s_u.store(_from_columns(_substitute(acc, es, s_gram, zU), BD, LANE))
+        us = _substitute(acc, es, s_gram, gl.zeros([BD, C], gl.float32, LANE))
+        s_u.store(_from_columns(us, BD, LANE))
         # region 2
         U = s_u.load(LEFT)
         Uh, Ul = _halves(U, LEFT)
         s_e.store(en)
         s_gram.store(gram_next)
-        _copy_chunk(
-            here,
-            gl.minimum(c + NS, last),
-            length,
-            wide,
-            key_rows,
-            tC,
-            mC,
-            tK,
-            oK,
-            RAGGED_T,
-            NARROW,
-            VEC,
-        )
+        cn = gl.minimum(c + NS, last)
+        _copy_chunk(here, cn, length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
         async_copy.commit_group()
-        S = mma_v2(Ul, kb, S)
-        S = mma_v2(Uh, kb, S)
+        S = _add_halves(Uh, Ul, kb, S)
         Sh, Sl = _halves(S, LEFT)
-        KS = mma_v2(Sl, knT, zD)
-        KS = mma_v2(Sh, knT, KS)
+        KS = _add_halves(Sh, Sl, knT, zD)
         if READ:
-            Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-            Y = _add_product(_finite(Uh, ONE_MIN), _finite(Ul, ONE_MIN), Mh, Ml, Y)
-            Y = gl.fma(
-                gl.convert_layout(U, MMA, assert_trivial=True), 0.0, Y
-            )  # Y becomes NaN where U is inf or NaN
-            if HAS_Z:
-                Y = Y * (zf * _reciprocal(1.0 + gl.exp2(-LOG2E * zf)))
+            Y = _read(Uh, Ul, U, QK, Y, zf, MMA, HAS_Z, ONE_MIN)
             s_y.permute((1, 0)).store(Y.to(out.dtype.element_ty))
-            Y = mma_v2(Sl, qT, zD)  # S q of the next chunk
-            Y = mma_v2(Sh, qT, Y)
+            Y = _add_halves(Sh, Sl, qT, zD)  # S q of the next chunk
         if SAVE:
             _store(ckpt + (c + 1).to(gl.int64) * (N * D), oS, S, mS, NARROW)
         s_r.store(xn.to(gl.float32) - KS)

@@ -7,22 +7,31 @@ __all__ = []
 
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-004
 from torch import Tensor
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from longhorn_kit.scan.triton.exact import (
+    ROWS,
+    _add_halves,
     _add_product,
     _add_products,
     _and,
     _bounds,
+    _causal,
     _columns,
     _compiled_for,
+    _copied,
     _copy_chunk,
+    _copy_layout,
     _first_channel,
     _from_columns,
     _halves,
+    _keys_layout,
     _leave_to_cache,
+    _loaded_state,
+    _mma_layout,
     _pair,
     _split,
     _substitute,
@@ -61,6 +70,462 @@ def _substitute_both(acc, bac, es, gram, zero):
             acc = _take_out(acc, u, j, j + 1, 16, gram, zero)
             bac = _take_out(bac, w, 15 - j, 0, 15 - j, gram, zero)
     return us, ws
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-101
+@constexpr_function
+def _by_step(BD):
+    # Tiles (16,BD) that lanes store by rows and read by columns.
+    if BD == 32:
+        bits = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]
+        return gl.SharedLinearLayout(bits)
+    return gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0])
+
+
+@constexpr_function
+def _by_channel(BD):
+    # Tiles (BD,16), one channel per lane.
+    bits = [[0, 1], [0, 2], [0, 4], [0, 8]]
+    if BD == 32:
+        return gl.SharedLinearLayout(bits + [[2, 0], [1, 8], [4, 4], [8, 8], [18, 0]])
+    return gl.SharedLinearLayout(bits + [[1, 0], [2, 8], [5, 4], [8, 0]])
+
+
+@constexpr_function
+def _states_layout(N, BD):
+    # Checkpoints (BD,N).
+    if N > 16:
+        return gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
+    bits = [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]]
+    return gl.SharedLinearLayout(bits + [[16, 0]] if BD == 32 else bits)
+
+
+COLUMN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # parts (BD,16) in bfloat16
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-102
+# BD = 16: lanes 0 to 15 do U, 16 to 31 W, in pairs of tiles. Step 15 - i is i with all bits inverted.
+# A tile stored in a layout `UP` and read in the one above it has, in the second tile, reversed
+# steps. Each bit is inverted where lanes hold it: Triton before its pull request 11566 adds
+# registers' places.
+_STEPS = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
+_CHANNELS = [[0, 2, 0], [0, 4, 0], [0, 8, 0]]
+_TILE = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0]]
+RATES = gl.constexpr(gl.SharedLinearLayout(_STEPS + [[1, 8, 0], [1, 9, 0]] + _CHANNELS))
+RATES_UP = gl.constexpr(gl.SharedLinearLayout(_STEPS + [[1, 7, 0], [1, 6, 0]] + _CHANNELS))
+SIDES = gl.constexpr(gl.SharedLinearLayout(_TILE + [[1, 0, 9]]))
+SIDES_UP = gl.constexpr(gl.SharedLinearLayout(_TILE + [[1, 0, 6]]))
+GRAMS = gl.constexpr(gl.SharedLinearLayout(_TILE + [[1, 8, 9]]))
+GRAMS_UP = gl.constexpr(gl.SharedLinearLayout(_TILE + [[1, 7, 6]]))
+BOTH_BY_CHANNEL = gl.constexpr(
+    gl.SharedLinearLayout(_STEPS + [[0, 1, 0], [0, 2, 8], [0, 5, 4], [0, 8, 0], [1, 0, 0]])
+)
+BOTH_HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0]))
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-103
+@gluon.jit
+def _tile_offsets(d0, D, BD: gl.constexpr, TILE: gl.constexpr):
+    # Offsets of a tile (16,BD), which of its channels exist, their numbers, and the steps.
+    d = d0 + gl.arange(0, BD, gl.SliceLayout(0, TILE))
+    t = gl.arange(0, 16, gl.SliceLayout(1, TILE))
+    return t[:, None] * D + d[None, :], d[None, :] < D, d, t
+
+
+@gluon.jit
+def _state_offsets(d0, D, N: gl.constexpr, BD: gl.constexpr, MMA: gl.constexpr):
+    # Offsets of a state (BD,N), which of its channels exist, and the numbers of both.
+    d = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
+    n = gl.arange(0, N, gl.SliceLayout(0, MMA))
+    return d[:, None] * N + n[None, :], d[:, None] < D, d, n
+
+
+@gluon.jit
+def _checkpoint_offsets(
+    d0, D, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NARROW: gl.constexpr
+):
+    # Offsets of a state (BD,N). Beyond D any state will do: dY and W are 0 there.
+    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
+    d = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
+    d = gl.minimum(d, D - 1) if NARROW else d
+    return d * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
+
+
+@gluon.jit
+def _own_channels(
+    d0, first, BD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RAGGED_D: gl.constexpr
+):
+    # Bits that mark the channels from `first` on, which the block before does not have, for `_and`.
+    if RAGGED_D:
+        left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= first).to(gl.int16)
+        right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= first).to(gl.int16)
+        return left[None, :], right[:, None]
+    else:
+        return d0, d0
+
+
+@gluon.jit
+def _copy_back(
+    slot,  # of every ring
+    c,  # chunk
+    length,  # steps of the sequence
+    copies,  # (wide, keys) of `_copy_chunk`, the ring and the pointer of checkpoints
+    tile,  # steps, masks and offsets of `_copied`, and offsets of a checkpoint
+    N: gl.constexpr,
+    D,
+    RAGGED_T: gl.constexpr,
+    NARROW: gl.constexpr,
+    VEC: gl.constexpr,
+):
+    # Start copying chunk c and the state before it.
+    wide, keys, rS, ckpt = copies
+    tC, mC, tK, oK, oR = tile
+    _copy_chunk(slot, c, length, wide, keys, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
+    _copy(rS.index(slot), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _rings(x, b, z, g, NS: gl.constexpr, N: gl.constexpr, BD: gl.constexpr, HAS_Z: gl.constexpr):
+    # Rings of x, b, z, g, k, q and checkpoints; a tile of factors of the gate's gradient.
+    KEYS: gl.constexpr = _keys_layout(N)
+    rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, 16, BD], ROWS)
+    rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, 16, BD], ROWS)
+    rg = gl.allocate_shared_memory(g.dtype.element_ty, [NS, 16, BD], ROWS)
+    rk = gl.allocate_shared_memory(gl.bfloat16, [NS, 16, N], KEYS)
+    rq = gl.allocate_shared_memory(gl.bfloat16, [NS, 16, N], KEYS)
+    rS = gl.allocate_shared_memory(gl.float32, [NS, BD, N], _states_layout(N, BD))
+    rz = rx
+    s_f = rx
+    if HAS_Z:
+        rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, 16, BD], ROWS)
+        s_f = gl.allocate_shared_memory(gl.float32, [16, BD], _by_step(BD))
+    return rx, rb, rz, rg, rk, rq, rS, s_f
+
+
+@gluon.jit
+def _tiles(BD: gl.constexpr):
+    # Tiles of a chunk: x, the rates, exp(-v), dY, U and W; for 16 channels also the pairs of rates
+    # and of U and W that two of them are part of.
+    STEP: gl.constexpr = _by_step(BD)
+    CHANNEL: gl.constexpr = _by_channel(BD)
+    s_x = gl.allocate_shared_memory(gl.float32, [16, BD], STEP)
+    if BD == 32:
+        s_e = gl.allocate_shared_memory(gl.float32, [16, BD], STEP)
+        p_e = s_e
+    else:
+        p_e = gl.allocate_shared_memory(gl.float32, [2, 16, BD], RATES)
+        s_e = p_e._reinterpret(gl.float32, [2, 16, BD], STEP).index(0)
+    s_m = gl.allocate_shared_memory(gl.float32, [16, BD], STEP)
+    s_dy = gl.allocate_shared_memory(gl.float32, [16, BD], STEP)
+    if BD == 32:
+        s_u = gl.allocate_shared_memory(gl.float32, [BD, 16], CHANNEL)
+        s_w = gl.allocate_shared_memory(gl.float32, [BD, 16], CHANNEL)
+        p_uw = s_u
+    else:
+        p_uw = gl.allocate_shared_memory(gl.float32, [2, BD, 16], BOTH_BY_CHANNEL)
+        s_u = p_uw._reinterpret(gl.float32, [2, BD, 16], CHANNEL).index(0)
+        s_w = p_uw._reinterpret(gl.float32, [2, BD, 16], CHANNEL).index(1)
+    return s_x, s_e, s_m, s_dy, s_u, s_w, p_e, p_uw
+
+
+@gluon.jit
+def _halves_of_gradients(N: gl.constexpr, BD: gl.constexpr):
+    # Tiles of the high and low parts of dY and G.
+    STEP: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
+    KEYS: gl.constexpr = _keys_layout(N)
+    d_high = gl.allocate_shared_memory(gl.bfloat16, [16, BD], STEP)
+    d_low = gl.allocate_shared_memory(gl.bfloat16, [16, BD], STEP)
+    g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], KEYS)
+    g_low = gl.allocate_shared_memory(gl.bfloat16, [BD, N], KEYS)
+    return d_high, d_low, g_high, g_low
+
+
+@gluon.jit
+def _of_channels(
+    bias,
+    skip,
+    d,
+    D,
+    BD: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+    NARROW: gl.constexpr,
+):
+    # Bias and skip of the program's channels d, in shared memory.
+    s_bias = gl.allocate_shared_memory(gl.float32, [BD], COLUMN)
+    s_skip = gl.allocate_shared_memory(gl.float32, [BD], COLUMN)
+    if HAS_BIAS:
+        s_bias.store(_load(bias, d, d < D, NARROW).to(gl.float32))
+    if HAS_SKIP:
+        s_skip.store(_load(skip, d, d < D, NARROW).to(gl.float32))
+    return s_bias, s_skip
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-104
+@gluon.jit
+def _bias_and_skip(
+    s_bias,
+    s_skip,
+    BD: gl.constexpr,
+    TILE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_SKIP: gl.constexpr,
+):
+    # Both as rows of a tile; zeros if not given.
+    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+    ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+    if HAS_BIAS:
+        bi = s_bias.load(gl.SliceLayout(0, TILE))[None, :]
+    if HAS_SKIP:
+        ds = s_skip.load(gl.SliceLayout(0, TILE))[None, :]
+    return bi, ds
+
+
+@gluon.jit
+def _rates_and_gates(
+    sk,  # keys of the chunk
+    rx,  # ring of x
+    rb,  # ring of b
+    rz,  # ring of z
+    rg,  # ring of g
+    s,  # slot of the chunk
+    bi,  # bias
+    tiles,  # of `_tiles`
+    s_f,  # tile of factors of the gate's gradient
+    halves,  # of `_halves_of_gradients`
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    NW: gl.constexpr,
+    TILE: gl.constexpr,
+    HAS_Z: gl.constexpr,
+):
+    # Write x, rates, exp(-v), dY and its parts into their tiles; return x and dY.
+    s_x, s_e, s_m, s_dy, s_u, s_w, p_e, p_uw = tiles
+    d_high, d_low, g_high, g_low = halves
+    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
+    kf = sk.load(KEYS).to(gl.float32)
+    kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[:, None]
+    xf = rx.index(s).load(TILE).to(gl.float32)
+    em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
+    ea = 1.0 + kk + em
+    dy = rg.index(s).load(TILE).to(gl.float32)
+    s_x.store(xf)
+    s_m.store(em)
+    if HAS_Z:
+        zf = rz.index(s).load(TILE).to(gl.float32)
+        eb = 1.0 + _exp(gl.minimum(-zf, 40.0))
+        inverse = _reciprocal(ea * eb)
+        gate = inverse * ea
+        e = inverse * eb
+        f = dy * gate * gl.fma(zf, 1.0 - gate, 1.0)
+        dy = dy * zf * gate
+    else:
+        e = _reciprocal(ea)
+    if BD == 32:
+        s_e.store(e)
+    else:
+        p_e._reinterpret(gl.float32, [2, 16, BD], RATES_UP).store(_pair(e, e))
+    if HAS_Z:
+        s_f.store(f)
+    s_dy.store(dy)
+    dh, dl = _split(dy)
+    d_high.store(dh)
+    d_low.store(dl)
+    return xf, dy
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-110
+@gluon.jit
+def _right_sides(sk, sq, sS, G, causal, tiles, halves, BD: gl.constexpr, MMA: gl.constexpr):
+    # The products before the substitutions: the Gram matrix, Q K^T, and the right sides of (2) and
+    # (5). Return also q^T and the parts of S and dY.
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    s_x, s_e, s_m, s_dy, s_u, s_w, p_e, p_uw = tiles
+    d_high, d_low, g_high, g_low = halves
+    zC = gl.zeros([16, 16], gl.float32, MMA)
+    zD = gl.zeros([BD, 16], gl.float32, MMA)
+    kT = sk.permute((1, 0)).load(RIGHT)
+    qT = sq.permute((1, 0)).load(RIGHT)
+    gram = mma_v2(sk.load(LEFT), kT, zC)
+    if BD == 32:
+        s_gram = gl.allocate_shared_memory(gl.float32, [16, 16], ROWS, gram)
+    else:
+        s_gram = gl.allocate_shared_memory(gl.float32, [2, 16, 16], GRAMS_UP, _pair(gram, gram))
+    QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
+    Sh, Sl = _halves(sS.load(LEFT), LEFT)
+    KS = _add_halves(Sh, Sl, kT, zD)
+    if BD == 32:
+        s_u.store(KS)
+    Gh, Gl = _halves(G, LEFT)
+    V = _add_halves(Gh, Gl, kT, zD)
+    Dh = d_high.permute((1, 0)).load(LEFT)
+    Dl = d_low.permute((1, 0)).load(LEFT)
+    Bh, Bl = _halves(QK, RIGHT)
+    V = _add_product(Dh, Dl, Bh, Bl, V)
+    if BD == 32:
+        s_w.store(V)
+    else:
+        sides = p_uw._reinterpret(gl.float32, [2, BD, 16], SIDES_UP)
+        sides.store(_pair(s_x.permute((1, 0)).load(MMA) - KS, V))
+    g_high.store(Gh)
+    g_low.store(Gl)
+    return qT, s_gram, QK, (Sh, Sl), (Dh, Dl)
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-112
+@gluon.jit
+def _substitute_by_lanes(s_gram, tiles, BD: gl.constexpr, NW: gl.constexpr):
+    # 32 channels, one per lane: U and W, and the parts of U and -W.
+    LANE: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [NW, 1], [1, 0])
+    s_x, s_e, s_m, s_dy, s_u, s_w, p_e, p_uw = tiles
+    acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
+    bac = _columns(s_w.load(LANE), BD)
+    es = _columns(s_e.permute((1, 0)).load(LANE), BD)
+    us, ws = _substitute_both(acc, bac, es, s_gram, gl.zeros([BD, 16], gl.float32, LANE))
+    u = _from_columns(us, BD, LANE)
+    w = _from_columns(ws, BD, LANE)
+    s_u.store(u)
+    s_w.store(w)
+    uh, ul = _split(u)
+    u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, 16], HALVES, uh)
+    u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, 16], HALVES, ul)
+    wh, wl = _split(-w)
+    w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, 16], HALVES, wh)
+    w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, 16], HALVES, wl)
+    return (u_high, u_low), (w_high, w_low)
+
+
+@gluon.jit
+def _substitute_in_pairs(p_gram, tiles, BD: gl.constexpr, NW: gl.constexpr):
+    # 16 channels, U in the first half of the lanes and W in the second: the same results.
+    LANE: gl.constexpr = gl.BlockedLayout([1, 16], [32, 1], [NW, 1], [1, 0])
+    PAIR: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [1, 1, NW], [2, 1, 0])
+    s_x, s_e, s_m, s_dy, s_u, s_w, p_e, p_uw = tiles
+    acc = _columns(p_uw._reinterpret(gl.float32, [2, BD, 16], SIDES).load(PAIR), 2 * BD)
+    es = _columns(p_e.permute((0, 2, 1)).load(PAIR), 2 * BD)
+    grams = p_gram._reinterpret(gl.float32, [2, 16, 16], GRAMS)
+    us = _substitute(acc, es, grams, gl.zeros([2, BD, 16], gl.float32, PAIR))
+    first = gl.arange(0, 2 * BD, us[0].type.layout) < BD
+    uw = ()
+    for j in gl.static_range(16):
+        uw = uw + (gl.where(first, us[j], -us[15 - j]),)
+    uw = gl.reshape(_from_columns(uw, 2 * BD, LANE), [2, BD, 16])
+    p_uw.store(uw)
+    high, low = _split(uw)
+    p_high = gl.allocate_shared_memory(gl.bfloat16, [2, BD, 16], BOTH_HALVES, high)
+    p_high = p_high._reinterpret(gl.bfloat16, [2, BD, 16], HALVES)
+    p_low = gl.allocate_shared_memory(gl.bfloat16, [2, BD, 16], BOTH_HALVES, low)
+    p_low = p_low._reinterpret(gl.bfloat16, [2, BD, 16], HALVES)
+    return (p_high.index(0), p_low.index(0)), (p_high.index(1), p_low.index(1))
+
+
+@gluon.jit
+def _substituted(gram, tiles, BD: gl.constexpr, NW: gl.constexpr):
+    # U and W in their tiles; return the parts of U and of -W.
+    if BD == 32:
+        return _substitute_by_lanes(gram, tiles, BD, NW)
+    else:
+        return _substitute_in_pairs(gram, tiles, BD, NW)
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-114
+@gluon.jit
+def _state_adjoint(G, sk, sq, D2, w2, MMA: gl.constexpr):
+    # (7): the adjoint of the state before the chunk. Return keys and queries as right operands too.
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    w_high, w_low = w2
+    Dh, Dl = D2
+    Wh = w_high.load(LEFT)
+    Wl = w_low.load(LEFT)
+    kb = sk.load(RIGHT)
+    qb = sq.load(RIGHT)
+    G = _add_halves(Dh, Dl, qb, G)
+    G = _add_halves(Wh, Wl, kb, G)
+    return kb, qb, G
+
+
+@gluon.jit
+def _read_again(QK, S2, qT, u2, BD: gl.constexpr, MMA: gl.constexpr):
+    # The outputs (BD,16) before skip and gate.
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    u_high, u_low = u2
+    Sh, Sl = S2
+    Uh = u_high.load(LEFT)
+    Ul = u_low.load(LEFT)
+    Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
+    Y = _add_halves(Sh, Sl, qT, gl.zeros([BD, 16], gl.float32, MMA))
+    return _add_product(Uh, Ul, Mh, Ml, Y)
+
+
+@gluon.jit
+def _key_gradients(
+    sS,
+    kb,
+    qb,
+    u2,
+    w2,
+    halves,
+    causal,
+    own,
+    N: gl.constexpr,
+    MMA: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+):
+    # Sums over channels, rows are steps: dQ by (8), and dK in two parts, the second with -W by (9).
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    u_high, u_low = u2
+    w_high, w_low = w2
+    d_high, d_low, g_high, g_low = halves
+    zC = gl.zeros([16, 16], gl.float32, MMA)
+    zN = gl.zeros([16, N], gl.float32, MMA)
+    TDh = d_high.load(LEFT)
+    TDl = d_low.load(LEFT)
+    TUh = u_high.permute((1, 0)).load(LEFT)
+    TUl = u_low.permute((1, 0)).load(LEFT)
+    TWh = w_high.permute((1, 0)).load(LEFT)
+    TWl = w_low.permute((1, 0)).load(LEFT)
+    BSh, BSl = _halves(sS.load(RIGHT), RIGHT)
+    if RAGGED_D:
+        own_left, own_right = own
+        TUh = _and(TUh, own_left)
+        TUl = _and(TUl, own_left)
+        BSh = _and(BSh, own_right)
+        BSl = _and(BSl, own_right)
+    dQ = _add_product(TDh, TDl, BSh, BSl, zN)
+    minus = _add_product(TWh, TWl, BSh, BSl, zN)
+    BGh = g_high.load(RIGHT)
+    BGl = g_low.load(RIGHT)
+    dK = _add_product(TUh, TUl, BGh, BGl, zN)
+    BUh = gl.convert_layout(gl.permute(TUh, (1, 0)), RIGHT, assert_trivial=True)
+    BUl = gl.convert_layout(gl.permute(TUl, (1, 0)), RIGHT, assert_trivial=True)
+    P = gl.where(causal, _add_product(TDh, TDl, BUh, BUl, zC), 0.0)
+    R = gl.where(causal, _add_product(TWh, TWl, BUh, BUl, zC), 0.0)
+    Ph, Pl = _halves(P, LEFT)
+    dQ = _add_halves(Ph, Pl, kb, dQ)
+    Qh, Ql = _halves(gl.permute(P, (1, 0)), LEFT)
+    dK = _add_halves(Qh, Ql, qb, dK)
+    both = gl.convert_layout(R, LEFT) + gl.convert_layout(gl.permute(R, (1, 0)), LEFT)
+    Rh, Rl = _halves(both, LEFT)
+    minus = _add_halves(Rh, Rl, kb, minus)
+    return dQ, dK, minus
+
+# %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-116
+@gluon.jit
+def _rate_gradients(tiles, BD: gl.constexpr, TILE: gl.constexpr):
+    # W, and the two factors of the gradient of the logits: W U and exp(-v).
+    s_x, s_e, s_m, s_dy, s_u, s_w, p_e, p_uw = tiles
+    W = s_w.permute((1, 0)).load(TILE)
+    if BD == 16:  # -W was stored
+        W = -W
+    WU = W * s_u.permute((1, 0)).load(TILE)
+    return W, WU, s_m.load(TILE)
+
+
+@gluon.jit
+def _outputs(Y, ds, xf, tiles, TILE: gl.constexpr):
+    # Outputs of the chunk with the skip, steps as rows; the tile of rates is free by now.
+    s_e = tiles[1]
+    s_e.permute((1, 0)).store(Y)
+    return gl.fma(ds, xf, s_e.load(TILE))
 
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact-026
 @gluon.jit(do_not_specialize=["T"])
@@ -110,225 +575,36 @@ def _exact_bwd_kernel(
     NARROW: gl.constexpr,  # there are fewer channels than BD
     ONE_STRIDE: gl.constexpr,  # x, b, z and g are contiguous
 ):
-    # Chunks from the last to the first; both substitutions (U forwards, W backwards) run side by side.
+    # Chunks from the last to the first; U (forwards) and W (backwards) are computed side by side.
     C: gl.constexpr = 16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[2, 0], warps_per_cta=[NW, 1], instr_shape=[16, 8]
-    )
+    MMA: gl.constexpr = _mma_layout(NW)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
-    LANE: gl.constexpr = gl.BlockedLayout([1, C], [32, 1], [NW, 1], [1, 0])
     TILE: gl.constexpr = gl.BlockedLayout([1, 4], [32 // (BD // 4), BD // 4], [NW, 1], [1, 0])
-    COPY: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
-    STATE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
-    by_step: gl.constexpr = (
-        gl.SharedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 8], [2, 16], [4, 8], [8, 0]]
-        )
-        if BD == 32
-        else gl.SwizzledSharedLayout(8, 2, BD // 8 if BD < 64 else 4, [1, 0])
-    )
-    by_channel: gl.constexpr = (
-        gl.SharedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [2, 0], [1, 8], [4, 4], [8, 8], [18, 0]]
-        )
-        if BD == 32
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]])
-    )
-    states: gl.constexpr = (
-        gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
-        if N > 16
-        else gl.SharedLinearLayout(
-            [[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0], [16, 0]]
-        )
-        if BD == 32
-        else gl.SharedLinearLayout([[0, 1], [0, 2], [0, 4], [0, 8], [1, 0], [2, 8], [5, 4], [8, 0]])
-    )
-    keys: gl.constexpr = gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
-    halves_by_step: gl.constexpr = gl.SwizzledSharedLayout(8, 64 // BD, BD // 8, [1, 0])
-    halves_by_channel: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    # BD = 16: lanes 0 to 15 do U, 16 to 31 W; p_ marks pairs of tiles. Step 15 - i is i with all bits
-    # inverted: a tile stored in a layout `up` and read in the one above it has, in the second tile, reversed steps.
-    # Each bit is inverted where lanes hold it: Triton before its pull request 11566 adds registers' places.
-    PAIR: gl.constexpr = gl.BlockedLayout([1, 1, C], [2, 16, 1], [1, 1, NW], [2, 1, 0])
-    rates: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 1],
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 0, 8],
-            [1, 8, 0],
-            [1, 9, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 8, 0],
-        ]
-    )
-    rates_up: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 1],
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 0, 8],
-            [1, 7, 0],
-            [1, 6, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 8, 0],
-        ]
-    )
-    sides: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 1, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 0, 1],
-            [0, 0, 8],
-            [0, 8, 0],
-            [1, 0, 9],
-        ]
-    )
-    sides_up: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 1, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 0, 1],
-            [0, 0, 8],
-            [0, 8, 0],
-            [1, 0, 6],
-        ]
-    )
-    grams: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 1, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 0, 1],
-            [0, 0, 8],
-            [0, 8, 0],
-            [1, 8, 9],
-        ]
-    )
-    grams_up: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 1, 0],
-            [0, 2, 0],
-            [0, 4, 0],
-            [0, 0, 1],
-            [0, 0, 8],
-            [0, 8, 0],
-            [1, 7, 6],
-        ]
-    )
-    both_by_channel: gl.constexpr = gl.SharedLinearLayout(
-        [
-            [0, 0, 1],
-            [0, 0, 2],
-            [0, 0, 4],
-            [0, 0, 8],
-            [0, 1, 0],
-            [0, 2, 8],
-            [0, 5, 4],
-            [0, 8, 0],
-            [1, 0, 0],
-        ]
-    )
-    halves: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
     pid = gl.program_id(0)
     seq = (pid // ND).to(gl.int64)
     pd = pid % ND
     batch, start, row, length, chunk = _bounds(seq, cu, T, 1, PACKED)
     D = DV * VEC
     sx, sb, sz, sg = _row_strides(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
-    # Channels that the last block of a ragged width shares with the one before are computed twice, with the same
-    # bits, and stored by both; only sums over channels must count them once.
+    # Channels that the last block of a ragged width shares with the one before are computed twice,
+    # with the same bits, and stored by both; only sums over channels must count them once.
     d0 = _first_channel(pd, DV, BD, VEC) if RAGGED_D else pd * BD
-    dT = d0 + gl.arange(0, BD, gl.SliceLayout(0, TILE))
-    tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
-    oT = tT[:, None] * D + dT[None, :]
-    mD = dT[None, :] < D
-    tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
-    dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
-    oX = tC * sx + dC
-    oB = tC * sb + dC
-    oZ = tC * sz + dC
-    oG = tC * sg + dC
-    mC = dC < D
-    tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
-    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    dS = d0 + gl.arange(0, BD, gl.SliceLayout(1, MMA))
-    nS = gl.arange(0, N, gl.SliceLayout(0, MMA))
-    oS = dS[:, None] * N + nS[None, :]
-    mS = dS[:, None] < D
-    dR = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
-    dR = (
-        gl.minimum(dR, D - 1) if NARROW else dR
-    )  # channels beyond D: any state will do, their dY and W are 0
-    oR = dR * N + gl.arange(0, N, gl.SliceLayout(0, STATE))[None, :]
+    oT, mD, dT, tT = _tile_offsets(d0, D, BD, TILE)
+    tC = gl.arange(0, C, gl.SliceLayout(1, _copy_layout(BD, NW, VEC)))[:, None]
+    offsets, mC, tK, oK = _copied(tC, d0, D, sx, sb, sz, sg, N, BD, NW, VEC)
+    oX, oB, oZ, oG = offsets
+    oS, mS, dS, nS = _state_offsets(d0, D, N, BD, MMA)
+    oR = _checkpoint_offsets(d0, D, N, BD, NW, NARROW)
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
-    if RAGGED_D:
-        own_left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)[
-            None, :
-        ]
-        own_right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)[
-            :, None
-        ]
-    causal = iM[:, None] >= gl.arange(0, C, gl.SliceLayout(0, MMA))[None, :]
-    rx = gl.allocate_shared_memory(x.dtype.element_ty, [NS, C, BD], rows2)
-    rb = gl.allocate_shared_memory(b.dtype.element_ty, [NS, C, BD], rows2)
-    rg = gl.allocate_shared_memory(g.dtype.element_ty, [NS, C, BD], rows2)
-    rk = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
-    rq = gl.allocate_shared_memory(gl.bfloat16, [NS, C, N], keys)
-    rS = gl.allocate_shared_memory(gl.float32, [NS, BD, N], states)
-    if HAS_Z:
-        rz = gl.allocate_shared_memory(z.dtype.element_ty, [NS, C, BD], rows2)
-        s_f = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_x = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    if BD == 32:
-        s_e = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    else:
-        p_e = gl.allocate_shared_memory(gl.float32, [2, C, BD], rates)
-        s_e = p_e._reinterpret(gl.float32, [2, C, BD], by_step).index(0)
-    s_m = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    s_dy = gl.allocate_shared_memory(gl.float32, [C, BD], by_step)
-    if BD == 32:
-        s_u = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-        s_w = gl.allocate_shared_memory(gl.float32, [BD, C], by_channel)
-    else:
-        p_uw = gl.allocate_shared_memory(gl.float32, [2, BD, C], both_by_channel)
-        s_u = p_uw._reinterpret(gl.float32, [2, BD, C], by_channel).index(0)
-        s_w = p_uw._reinterpret(gl.float32, [2, BD, C], by_channel).index(1)
-    d_high = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
-    d_low = gl.allocate_shared_memory(gl.bfloat16, [C, BD], halves_by_step)
-    g_high = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
-    g_low = gl.allocate_shared_memory(gl.bfloat16, [BD, N], keys)
+    own = _own_channels(d0, pd * BD, BD, LEFT, gl.DotOperandLayout(1, MMA, 2), RAGGED_D)
+    causal = _causal(MMA)
+    rx, rb, rz, rg, rk, rq, rS, s_f = _rings(x, b, z, g, NS, N, BD, HAS_Z)
+    tiles = _tiles(BD)
+    halves = _halves_of_gradients(N, BD)
     # read in every chunk: reads from global memory stalled longer than any other instruction
-    s_bias = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    s_skip = gl.allocate_shared_memory(gl.float32, [BD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if HAS_BIAS:
-        s_bias.store(_load(bias, dT, dT < D, NARROW).to(gl.float32))
-    if HAS_SKIP:
-        s_skip.store(_load(skip, dT, dT < D, NARROW).to(gl.float32))
-    zU = gl.zeros([BD, C], gl.float32, LANE)
-    zP = gl.zeros([2, BD, C], gl.float32, PAIR)
-    zC = gl.zeros([C, C], gl.float32, MMA)
-    zN = gl.zeros([C, N], gl.float32, MMA)
-    zD = gl.zeros([BD, C], gl.float32, MMA)
-    G = gl.zeros([BD, N], gl.float32, MMA)
-    if HAS_DHT:
-        G = _load(dhT + seq * N * D, oS, mS, NARROW).to(gl.float32)
+    s_bias, s_skip = _of_channels(bias, skip, dT, D, BD, HAS_BIAS, HAS_SKIP, NARROW)
+    G = _loaded_state(dhT, seq * N * D, oS, mS, N, BD, MMA, HAS_DHT, NARROW)
     x += batch * sx_bv * VEC + start * sx
     b += batch * sb_bv * VEC + start * sb
     z += batch * sz_bv * VEC + start * sz
@@ -345,18 +621,16 @@ def _exact_bwd_kernel(
     if HAS_Z:
         wide = wide + ((rz, z, sz, oZ),)
     wide = wide + ((rg, g, sg, oG),)
-    key_rows = (rk, k), (rq, q)
+    copies = wide, ((rk, k), (rq, q)), rS, ckpt
+    tile = tC, mC, tK, oK, oR
     for i in gl.static_range(NS - 1):
         c = gl.maximum(NC - 1 - i, 0)
-        _copy_chunk(i, c, length, wide, key_rows, tC, mC, tK, oK, RAGGED_T, NARROW, VEC)
-        _copy(rS.index(i), ckpt + c.to(gl.int64) * N * D, oR, mC, False)
-        async_copy.commit_group()
+        _copy_back(i, c, length, copies, tile, N, D, RAGGED_T, NARROW, VEC)
     abi = gl.zeros([128 // BD, BD], gl.float32, TILE)
     ads = gl.zeros([128 // BD, BD], gl.float32, TILE)
     begin = 0
-    for LAST in gl.static_range(
-        1 if RAGGED_T else 0, -1, -1
-    ):  # the last chunk, which may lack rows, separately
+    # the last chunk, which may lack rows, separately
+    for LAST in gl.static_range(1 if RAGGED_T else 0, -1, -1):
         end = gl.minimum(NC, 1) if LAST else NC
         for i_ in range(begin, end):
             c = NC - 1 - i_
@@ -364,186 +638,41 @@ def _exact_bwd_kernel(
             async_copy.wait_group(NS - 2)
             cn = gl.maximum(c - (NS - 1), 0)
             sn = (i_ + NS - 1) % NS
-            _copy_chunk(sn, cn, length, wide, key_rows, tC, mC, tK, oK, LAST, NARROW, VEC)
-            _copy(rS.index(sn), ckpt + cn.to(gl.int64) * N * D, oR, mC, False)
-            async_copy.commit_group()
-            bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-            ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-            if HAS_BIAS:
-                bi = s_bias.load(gl.SliceLayout(0, TILE))[None, :]
-            if HAS_SKIP:
-                ds = s_skip.load(gl.SliceLayout(0, TILE))[None, :]
+            _copy_back(sn, cn, length, copies, tile, N, D, LAST, NARROW, VEC)
+            bi, ds = _bias_and_skip(s_bias, s_skip, BD, TILE, HAS_BIAS, HAS_SKIP)
             sk = rk.index(s)
             sq = rq.index(s)
             sS = rS.index(s)
-            kf = sk.load(KEYS).to(gl.float32)
-            kk = gl.convert_layout(gl.sum(_adjacent(kf, kf, 8), 1), gl.SliceLayout(1, TILE))[
-                :, None
-            ]
-            xf = rx.index(s).load(TILE).to(gl.float32)
-            em = _exp(_at_most(-(rb.index(s).load(TILE).to(gl.float32) + bi), 40.0))
-            ea = 1.0 + kk + em
-            dy = rg.index(s).load(TILE).to(gl.float32)
-            s_x.store(xf)
-            s_m.store(em)
-            if HAS_Z:
-                zf = rz.index(s).load(TILE).to(gl.float32)
-                eb = 1.0 + _exp(gl.minimum(-zf, 40.0))
-                inverse = _reciprocal(ea * eb)
-                gate = inverse * ea
-                e = inverse * eb
-                f = dy * gate * gl.fma(zf, 1.0 - gate, 1.0)
-                dy = dy * zf * gate
-            else:
-                e = _reciprocal(ea)
-            if BD == 32:
-                s_e.store(e)
-            else:
-                p_e._reinterpret(gl.float32, [2, C, BD], rates_up).store(_pair(e, e))
-            if HAS_Z:
-                s_f.store(f)
-            s_dy.store(dy)
-            dh, dl = _split(dy)
-            d_high.store(dh)
-            d_low.store(dl)
-            if (
-                BD < 32 and N == 16
-            ):  # early, while registers are free: later, no other work would hide its latency
-                ads = _add_products(dy, xf, ads)
-            kT = sk.permute((1, 0)).load(RIGHT)
-            qT = sq.permute((1, 0)).load(RIGHT)
-            gram = mma_v2(sk.load(LEFT), kT, zC)
-            if BD == 32:
-                s_gram = gl.allocate_shared_memory(gl.float32, [C, C], rows2, gram)
-            else:
-                p_gram = gl.allocate_shared_memory(
-                    gl.float32, [2, C, C], grams_up, _pair(gram, gram)
-                )
-            QK = gl.where(causal, mma_v2(sq.load(LEFT), kT, zC), 0.0)
-            Sh, Sl = _halves(sS.load(LEFT), LEFT)
-            KS = mma_v2(Sl, kT, zD)
-            KS = mma_v2(Sh, kT, KS)
-            if BD == 32:
-                s_u.store(KS)
-            Gh, Gl = _halves(G, LEFT)
-            V = mma_v2(Gl, kT, zD)
-            V = mma_v2(Gh, kT, V)
-            Dh = d_high.permute((1, 0)).load(LEFT)
-            Dl = d_low.permute((1, 0)).load(LEFT)
-            Bh, Bl = _halves(QK, RIGHT)
-            V = _add_product(Dh, Dl, Bh, Bl, V)
-            if BD == 32:
-                s_w.store(V)
-            else:
-                p_uw._reinterpret(gl.float32, [2, BD, C], sides_up).store(
-                    _pair(s_x.permute((1, 0)).load(MMA) - KS, V)
-                )
-            g_high.store(Gh)
-            g_low.store(Gl)
-            if BD == 32:
-                acc = _columns(s_x.permute((1, 0)).load(LANE) - s_u.load(LANE), BD)
-                bac = _columns(s_w.load(LANE), BD)
-                es = _columns(s_e.permute((1, 0)).load(LANE), BD)
-                us, ws = _substitute_both(acc, bac, es, s_gram, zU)
-                u = _from_columns(us, BD, LANE)
-                w = _from_columns(ws, BD, LANE)
-                s_u.store(u)
-                s_w.store(w)
-                uh, ul = _split(u)
-                u_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, uh)
-                u_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, ul)
-                wh, wl = _split(-w)
-                w_high = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wh)
-                w_low = gl.allocate_shared_memory(gl.bfloat16, [BD, C], halves_by_channel, wl)
-            else:
-                acc = _columns(p_uw._reinterpret(gl.float32, [2, BD, C], sides).load(PAIR), 2 * BD)
-                es = _columns(p_e.permute((0, 2, 1)).load(PAIR), 2 * BD)
-                us = _substitute(acc, es, p_gram._reinterpret(gl.float32, [2, C, C], grams), zP)
-                first = gl.arange(0, 2 * BD, us[0].type.layout) < BD
-                uw = ()
-                for j in gl.static_range(C):
-                    uw = uw + (gl.where(first, us[j], -us[15 - j]),)
-                uw = gl.reshape(_from_columns(uw, 2 * BD, LANE), [2, BD, C])
-                p_uw.store(uw)
-                high, low = _split(uw)
-                p_high = gl.allocate_shared_memory(gl.bfloat16, [2, BD, C], halves, high)
-                p_high = p_high._reinterpret(gl.bfloat16, [2, BD, C], halves_by_channel)
-                p_low = gl.allocate_shared_memory(gl.bfloat16, [2, BD, C], halves, low)
-                p_low = p_low._reinterpret(gl.bfloat16, [2, BD, C], halves_by_channel)
-                u_high = p_high.index(0)
-                u_low = p_low.index(0)
-                w_high = p_high.index(1)
-                w_low = p_low.index(1)
-            # the adjoint of the state before the chunk
-            Wh = w_high.load(LEFT)
-            Wl = w_low.load(LEFT)
-            kb = sk.load(RIGHT)
-            qb = sq.load(RIGHT)
-            G = mma_v2(Dl, qb, G)
-            G = mma_v2(Dh, qb, G)
-            G = mma_v2(Wl, kb, G)
-            G = mma_v2(Wh, kb, G)
-            if HAS_Z:  # the read-out again, for the gate's gradient
-                Uh = u_high.load(LEFT)
-                Ul = u_low.load(LEFT)
-                Mh, Ml = _halves(gl.permute(QK, (1, 0)), RIGHT)
-                Y = mma_v2(Sl, qT, zD)
-                Y = mma_v2(Sh, qT, Y)
-                Y = _add_product(Uh, Ul, Mh, Ml, Y)
-            # sums over channels: rows are steps
-            TDh = d_high.load(LEFT)
-            TDl = d_low.load(LEFT)
-            TUh = u_high.permute((1, 0)).load(LEFT)
-            TUl = u_low.permute((1, 0)).load(LEFT)
-            TWh = w_high.permute((1, 0)).load(LEFT)
-            TWl = w_low.permute((1, 0)).load(LEFT)
-            BSh, BSl = _halves(sS.load(RIGHT), RIGHT)
-            if RAGGED_D:
-                TUh = _and(TUh, own_left)
-                TUl = _and(TUl, own_left)
-                BSh = _and(BSh, own_right)
-                BSl = _and(BSl, own_right)
-            dQ = _add_product(TDh, TDl, BSh, BSl, zN)
-            minus = _add_product(TWh, TWl, BSh, BSl, zN)
-            BGh = g_high.load(RIGHT)
-            BGl = g_low.load(RIGHT)
-            dK = _add_product(TUh, TUl, BGh, BGl, zN)
-            BUh = gl.convert_layout(gl.permute(TUh, (1, 0)), RIGHT, assert_trivial=True)
-            BUl = gl.convert_layout(gl.permute(TUl, (1, 0)), RIGHT, assert_trivial=True)
-            P = gl.where(causal, _add_product(TDh, TDl, BUh, BUl, zC), 0.0)
-            R = gl.where(causal, _add_product(TWh, TWl, BUh, BUl, zC), 0.0)
-            Ph, Pl = _halves(P, LEFT)
-            dQ = mma_v2(Pl, kb, dQ)
-            dQ = mma_v2(Ph, kb, dQ)
-            Qh, Ql = _halves(gl.permute(P, (1, 0)), LEFT)
-            dK = mma_v2(Ql, qb, dK)
-            dK = mma_v2(Qh, qb, dK)
-            Rh, Rl = _halves(
-                gl.convert_layout(R, LEFT) + gl.convert_layout(gl.permute(R, (1, 0)), LEFT), LEFT
+            xf, dy = _rates_and_gates(
+                sk, rx, rb, rz, rg, s, bi, tiles, s_f, halves, N, BD, NW, TILE, HAS_Z
             )
-            minus = mma_v2(Rl, kb, minus)
-            minus = mma_v2(Rh, kb, minus)
+            # early, while registers are free: later, no other work would hide its latency
+            if BD < 32 and N == 16:
+                ads = _add_products(dy, xf, ads)
+            qT, gram, QK, S2, D2 = _right_sides(sk, sq, sS, G, causal, tiles, halves, BD, MMA)
+            u2, w2 = _substituted(gram, tiles, BD, NW)
+            kb, qb, G = _state_adjoint(G, sk, sq, D2, w2, MMA)
+            if HAS_Z:  # the read-out again, for the gate's gradient
+                Y = _read_again(QK, S2, qT, u2, BD, MMA)
+            dQ, dK, minus = _key_gradients(
+                sS, kb, qb, u2, w2, halves, causal, own, N, MMA, RAGGED_D
+            )
             t64 = c.to(gl.int64) * (C * 2 * N)
             left = length - c * C
             mO = _mask(tT[:, None] < left, mD, LAST, NARROW)
             _store(dtok + t64 + N, oM, dQ, iM[:, None] < left, LAST)
             _store(dtok + t64, oM, dK + minus, iM[:, None] < left, LAST)
             o64 = c.to(gl.int64) * (C * D)
-            W = s_w.permute((1, 0)).load(TILE)
-            if BD == 16:  # -W was stored
-                W = -W
-            WU = W * s_u.permute((1, 0)).load(TILE)
-            em = s_m.load(TILE)
+            W, WU, em = _rate_gradients(tiles, BD, TILE)
             _store(db + o64, oT, WU * em, mO, LAST or NARROW)
-            dy = s_dy.load(TILE)
+            dy = tiles[3].load(TILE)
             _store(dx + o64, oT, gl.fma(ds, dy, W), mO, LAST or NARROW)
-            xf = s_x.load(TILE)
+            xf = tiles[0].load(TILE)
             abi = _add_products(WU, em, abi)
             if BD >= 32 or N > 16:
                 ads = _add_products(dy, xf, ads)
             if HAS_Z:
-                s_e.permute((1, 0)).store(Y)
-                y = gl.fma(ds, xf, s_e.load(TILE))
+                y = _outputs(Y, ds, xf, tiles, TILE)
                 _store(dz + o64, oT, y * s_f.load(TILE), mO, LAST or NARROW)
         begin = end
     async_copy.wait_group(0)  # the sums may use shared memory that a copy is still filling
