@@ -1,4 +1,5 @@
-"""The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs without a GPU."""
+"""The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs
+without a GPU."""
 
 import dataclasses
 import importlib

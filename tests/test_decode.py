@@ -1,4 +1,5 @@
-"""Decode steps: kernels against the reference, in place or not, and a prefill followed by steps against one pass."""
+"""Decode steps: kernels against the reference, in place or not, and a prefill followed by steps
+against one pass."""
 
 import json
 import os
@@ -135,8 +136,9 @@ def assert_pool_steps(
 ):
     """Steps of both kinds by slot are steps of the rows alone; nothing else is read or written.
 
-    The kernels treat every row alike and give the same bits. PyTorch takes groups of numbers as wide as the
-    processor's vectors and the last ones of a tensor one by one, and rounds sigmoid, silu and softplus in two ways."""
+    The kernels treat every row alike and give the same bits. PyTorch takes groups of numbers as
+    wide as the processor's vectors and the last ones of a tensor one by one, and rounds
+    sigmoid, silu and softplus in two ways."""
     slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if apart else torch.int64)
     a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
     now = at(a, 0)

@@ -1,4 +1,5 @@
-"""The fast kernels' own source on a CPU: outputs and gradients against float64, and what the interpreter of Gluon finds."""
+"""The fast kernels' own source on a CPU: outputs and gradients against float64, and what the
+interpreter of Gluon finds."""
 
 from functools import partial
 
@@ -147,7 +148,8 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
 
 # lengths around the 8, 16 and 32 steps of the diagonal form's halves, chunks and segments
 LENGTHS = [0, 0, 1, 8, 16, 25, 40, 56, 73, 97, 128, 160, 193]
-# every form, every width of the state, segments, packed sequences, widths that are no multiple of a block
+# every form, every width of the state, segments, packed sequences, widths that are no multiple of a
+# block
 COVERING = [
     ("exact", dict(B=1, T=37, D=40, N=16)),
     ("exact", dict(B=1, T=37, D=40, N=64)),
@@ -195,7 +197,8 @@ REST += [
     for form in ("s6", "s6_time_varying", "decoupled")
     for N in (5, 40)
 ]
-# widths that are no multiple of a block: what two blocks have in common counts once, wherever it starts in its vector of copies
+# widths that are no multiple of a block: what two blocks have in common counts once, wherever it
+# starts in its vector of copies
 REST += [
     ("exact", dict(B=2, T=33, N=16, few=False) | case)
     for case in (
@@ -263,7 +266,8 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
 def exact_gradients(
     D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False
 ):
-    "Of exact sequences of such lengths, packed or each alone; of D channels only some are given to the kernels."
+    """Of exact sequences of such lengths, packed or each alone; of D channels only some are
+    given to the kernels."""
     gen = torch.Generator().manual_seed(0)
 
     def new(*s, like=BF16):
@@ -442,7 +446,8 @@ def test_afterwards_kernels_are_compiled_again():
 @pytest.mark.parametrize("N", (16, slow_case(64)))
 @pytest.mark.parametrize("form", ("exact", "diagonal", slow_case("decoupled")))
 def test_later_steps_change_no_output(form, N):
-    "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
+    """Within a chunk and before it, with a gate; the state alone has the bits that it has beside
+    an output."""
     a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]
     make, forward, _ = kernels(form)
 

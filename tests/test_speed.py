@@ -1,4 +1,5 @@
-"""The counts behind the floors agree with real tensors, with the compiled kernels, and with each other."""
+"""The counts behind the floors agree with real tensors, with the compiled kernels, and with each
+other."""
 
 import json
 import pathlib
@@ -85,7 +86,8 @@ def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part()
 
 
 def test_floors_of_the_code_add_up_over_kernels():
-    "A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four schedulers."
+    """A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four
+    schedulers."""
     cycle = (
         1e3 * 32 / RATES["operations"]
     )  # milliseconds of one scheduler's slot, all schedulers together

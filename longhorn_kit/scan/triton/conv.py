@@ -515,7 +515,8 @@ def conv_plan(
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-025
 def _slots(steps, x, cu_seqlens):
-    # Sequences, slots per sequence (unless packed), all slots, and the sequence of each (if packed).
+    # Sequences, slots per sequence (unless packed), all slots, and the sequence of each (if
+    # packed).
     B, T, _ = x.shape
     per_sequence = max(1, _cdiv(T, steps))
     if cu_seqlens is None:

@@ -40,7 +40,7 @@ from longhorn_kit.scan.triton.gluon import (
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
 @gluon.jit
 def _meet(a, b, LANES: gl.constexpr):
-    # Sum a and b (2,...) over their first dimension, one bit of the lane number. Row 0: a, row 1: b.
+    # Sum a and b (2,...) over their first dimension, one bit of the lane number. Row 0: a, 1: b.
     # Two lanes meet: each gives away the part that the other adds up. `LANES` is their distance.
     return gl.inline_asm_elementwise(
         "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid;"

@@ -305,8 +305,8 @@ def _copied(
     NW: gl.constexpr,
     VEC: gl.constexpr,
 ):
-    # What the copies of a chunk read: offsets of (x, b, z, g), which of their channels exist; steps
-    # and offsets of keys.
+    # For the copies of a chunk: offsets of (x, b, z, g), which of their channels exist; steps and
+    # offsets of keys.
     COPY: gl.constexpr = _copy_layout(BD, NW, VEC)
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]

@@ -103,10 +103,10 @@ COLUMN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # parts (BD,16) in bfloat16
 
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-102
-# BD = 16: lanes 0 to 15 do U, 16 to 31 W, in pairs of tiles. Step 15 - i is i with all bits inverted.
-# A tile stored in a layout `UP` and read in the one above it has, in the second tile, reversed
-# steps. Each bit is inverted where lanes hold it: Triton before its pull request 11566 adds
-# registers' places.
+# BD = 16: lanes 0 to 15 do U, 16 to 31 W, in pairs of tiles. Step 15 - i is i with all bits
+# inverted. A tile stored in a layout `UP` and read in the one above it has, in the second tile,
+# reversed steps. Each bit is inverted where lanes hold it: Triton before its pull request 11566
+# adds registers' places.
 _STEPS = [[0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]]
 _CHANNELS = [[0, 2, 0], [0, 4, 0], [0, 8, 0]]
 _TILE = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0], [0, 0, 1], [0, 0, 8], [0, 8, 0]]

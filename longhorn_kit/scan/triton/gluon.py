@@ -155,7 +155,7 @@ def _halvings(size):
 
 @gluon.jit
 def _held(v, R: gl.constexpr, HELD: gl.constexpr, C: gl.constexpr):
-    # The tiles (R, C) of v, seen as (R, HELD, C), in order. A lane holds all of them; nothing moves.
+    # The tiles (R, C) of v, seen as (R, HELD, C), in order. A lane holds them all; nothing moves.
     parts = (gl.reshape(v, [R, HELD, C]),)
     for level in gl.static_range(_halvings(HELD)):
         halves = ()

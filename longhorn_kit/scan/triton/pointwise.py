@@ -136,7 +136,7 @@ def _add_norm_backward_kernel(
     ROWS: tl.constexpr,  # rows per step of a program
     BD: tl.constexpr,  # at least D
 ):
-    # Equation (2) for every P-th group of rows, P programs; each sums a part of the weight's gradient.
+    # Equation (2) for every P-th group of rows, P programs, each with a part of the weight's sum.
     d = tl.arange(0, BD)[None, :]
     w = tl.load(w_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     dw = tl.zeros([ROWS, BD], tl.float32)
@@ -321,7 +321,7 @@ def _to_length_backward_kernel(
     ROWS: tl.constexpr,  # keys per step of a program
     BN: tl.constexpr,  # at least N
 ):
-    # Equation (3) for every P-th group of rows, P programs; each sums a part of the length's gradient.
+    # Equation (3) for every P-th group of rows, P programs, each with a part of the length's sum.
     n = tl.arange(0, BN)[None, :]
     s = tl.load(s_ptr).to(tl.float32)
     ds = tl.zeros([ROWS], tl.float32)

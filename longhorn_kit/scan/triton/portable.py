@@ -46,8 +46,8 @@ def _exp_minus(v):
 
 @triton.jit
 def _rate(v, kk, inside, RULE: tl.constexpr):
-    # The rate of a channel from its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta (S6).
-    # Delta is 0 past the end.
+    # The rate of a channel from its logit v: eps (diagonal, exact), exp(-v) (decoupled), Delta
+    # (S6; 0 past the end).
     if RULE == S6_GIVEN:
         return tl.where(inside, v, 0.0)
     if RULE >= S6_TIMED:
@@ -239,10 +239,10 @@ def _scan_fwd_kernel(
     batch, start, row, length, lo, chunk, seq = _locate(
         slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED
     )
-    wanted = lo < tl.maximum(length, 1)
+    runs = lo < tl.maximum(length, 1)
     if MODE == 1:
-        wanted = lo + LS < length  # no carry needs the last segment's own state
-    if wanted:
+        runs = lo + LS < length  # no carry needs the last segment's own state
+    if runs:
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
         n = tl.arange(0, NP)
@@ -272,39 +272,17 @@ def _scan_fwd_kernel(
         xp = x_ptr + d
         bp = b_ptr + d * (0 if B_SCALAR else 1)
         zp = z_ptr + d
-        raw = _load_group(
-            xp,
-            bp,
-            zp,
-            kk_ptr + row,
-            row * 0 + lo,
-            length,
-            md,
-            sx_t,
-            sb_t,
-            sz_t,
-            U,
-            HAS_Z and MODE % 2 == 0,
-        )
+        kkp = kk_ptr + row
+        READS_Z: tl.constexpr = HAS_Z and MODE % 2 == 0
+        first = row * 0 + lo
+        raw = _load_group(xp, bp, zp, kkp, first, length, md, sx_t, sb_t, sz_t, U, READS_Z)
         for t0 in range(lo, hi, U):
             if SAVE:
                 if C == U or t0 % C == 0:
                     tl.store(ckpt_ptr + (chunk + t0 // C) * N * states + nd, S, mask=mnd)
-            xs, vs, zs, kks = raw  # the next group's loads are under way while this one is computed
-            raw = _load_group(
-                xp,
-                bp,
-                zp,
-                kk_ptr + row,
-                row * 0 + t0 + U,
-                length,
-                md,
-                sx_t,
-                sb_t,
-                sz_t,
-                U,
-                HAS_Z and MODE % 2 == 0,
-            )
+            xs, vs, zs, kks = raw  # the next group is loaded while this one is computed
+            ahead = row * 0 + t0 + U
+            raw = _load_group(xp, bp, zp, kkp, ahead, length, md, sx_t, sb_t, sz_t, U, READS_Z)
             token = tok_ptr + (row + t0) * (WIDTH * NP) + n
             ys = ()
             for u in tl.static_range(U):
@@ -568,7 +546,7 @@ def _turn_kernel(
 
 @on_its_device
 def _turned(*tensors):
-    # Contiguous copies of up to four tensors (B,T,D) of one shape and dtype whose steps are adjacent.
+    # Contiguous copies of up to four tensors (B,T,D) of one shape and dtype, steps adjacent.
     B, T, D = tensors[0].shape
     n = len(tensors)
     out = torch.empty((n, B, T, D), device=tensors[0].device, dtype=tensors[0].dtype)

@@ -151,35 +151,26 @@ def _adjoint_kernel(
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-021
 @triton.jit
 def _bwd_step(
-    t,
-    S0,
-    S1,
-    G,
-    x,
-    v,
-    g,
-    z,
-    A,
-    dA,
-    skip,
-    d,
-    n,
-    md,
-    row,
-    length,
-    tok_ptr,
-    kk_ptr,
-    dx_ptr,
-    db_ptr,
-    dz_ptr,
-    dtok_ptr,
-    D,
-    RULE: tl.constexpr,
-    NP: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HAS_Z: tl.constexpr,
+    t,  # step
+    S0,  # (NP,BD) state before it
+    S1,  # (NP,BD) state after it
+    G,  # (NP,BD) adjoint of S1 without this read-out
+    inputs,  # x, logits with bias, gradients of the output and gates of the step
+    A,  # (NP,BD) rates of the channels
+    dA,  # (NP,BD) their gradient so far
+    skip,  # (BD,)
+    where,  # channels, states, which channels exist, first row and length of the sequence
+    ptrs,  # tokens and |k|^2; gradients of x, b, z and tokens
+    D,  # channels
+    RULE: tl.constexpr,  # one of RULES
+    NP: tl.constexpr,  # states, padded to a power of two
+    WIDTH: tl.constexpr,  # vectors of N per token: k, q and with rates A
+    HAS_Z: tl.constexpr,  # there are gates
 ):
-    # The dual of `_advance` for the step S0 -> S1; G is the adjoint of S1 without this read-out.
+    # The dual of `_advance` for the step S0 -> S1: G and dA before it, gradients of bias and skip.
+    x, v, g, z = inputs
+    d, n, md, row, length = where
+    tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok_ptr = ptrs
     t64 = row * 0 + t
     m = md & (t < length)
     inside = (n * 0 + t) < length
@@ -249,6 +240,77 @@ def _bwd_step(
     tl.store(dtok_ptr + t64 * (WIDTH * NP), dk, mask=inside)
     tl.store(dtok_ptr + t64 * (WIDTH * NP) + NP, dq, mask=inside)
     return G, dA, dv, dy * x
+
+# %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-052
+@triton.jit
+def _states_in_registers(
+    S,  # (NP,BD) state before the chunk
+    t0,  # first step
+    loaded,  # of `_load_group`
+    bias,  # (BD,)
+    A,  # (NP,BD) rates of the channels
+    where,  # channels, states, which channels exist, first row and length of the sequence
+    tok_ptr,  # tokens
+    RULE: tl.constexpr,  # one of RULES
+    NP: tl.constexpr,  # states, padded to a power of two
+    BD: tl.constexpr,  # channels
+    C: tl.constexpr,  # steps
+    WIDTH: tl.constexpr,  # vectors of N per token
+):
+    # The states before the steps of a chunk, and the state after it.
+    xs, vs, zs, kks = loaded
+    d, n, md, row, length = where
+    states = ()
+    for i in tl.static_range(C):
+        t = t0 + i
+        states = states + (S,)
+        inside = (n * 0 + t) < length
+        kp = tok_ptr + (row + t) * (WIDTH * NP) + n
+        k = tl.load(kp, mask=inside, other=0.0)[:, None]
+        if RULE == S6_TIMED:
+            rates = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None]
+            A = rates + tl.zeros([NP, BD], tl.float32)
+        w = _rate(vs[i].to(tl.float32) + bias, kks[i], md & (t < length), RULE)
+        S = _advance(S, k, w[None, :], xs[i].to(tl.float32)[None, :], A, RULE)
+    return states, S
+
+
+@triton.jit
+def _states_in_memory(
+    S,  # (NP,BD) state before the chunk
+    t0,  # first step
+    scratch,  # (C,NP,BD) memory for the states before its steps
+    sources,  # inputs, logits and their strides between steps; tokens and |k|^2
+    bias,  # (BD,)
+    A,  # (NP,BD) rates of the channels
+    where,  # channels, states, which channels exist, first row and length of the sequence
+    RULE: tl.constexpr,  # one of RULES
+    NP: tl.constexpr,  # states, padded to a power of two
+    BD: tl.constexpr,  # channels
+    C: tl.constexpr,  # steps
+    WIDTH: tl.constexpr,  # vectors of N per token
+    B_SCALAR: tl.constexpr,  # b has one logit per step
+):
+    # Write the states before the steps of a chunk; return the state after it.
+    x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr = sources
+    d, n, md, row, length = where
+    for i in range(0, C):
+        t = t0 + i
+        m = md & (t < length)
+        t64 = row * 0 + t
+        x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
+        db = d * (0 if B_SCALAR else 1)
+        v = tl.load(b_ptr + t64 * sb_t + db, mask=m, other=0.0).to(tl.float32) + bias
+        inside = (n * 0 + t) < length
+        kp = tok_ptr + (row + t) * (WIDTH * NP) + n
+        k = tl.load(kp, mask=inside, other=0.0)[:, None]
+        kk = tl.load(kk_ptr + row + t, mask=t < length, other=0.0)
+        if RULE == S6_TIMED:
+            rates = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None]
+            A = rates + tl.zeros([NP, BD], tl.float32)
+        tl.store(scratch + i * (NP * BD), S)
+        S = _advance(S, k, _rate(v, kk, m, RULE)[None, :], x[None, :], A, RULE)
+    return S
 
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-023
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "first"])
@@ -354,108 +416,48 @@ def _scan_bwd_kernel(
         bp = b_ptr + d * (0 if B_SCALAR else 1)
         zp = z_ptr + d
         gp = g_ptr + d
+        where = d, n, md, row, length
+        ptrs = tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok
+        sources = x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr
         first = lo // C
         last = (hi + C - 1) // C
+        kkp = kk_ptr + row
         if IN_REGISTERS:
-            raw = _load_group(
-                xp,
-                bp,
-                zp,
-                kk_ptr + row,
-                row * 0 + tl.maximum(last - 1, 0) * C,
-                length,
-                md,
-                sx_t,
-                sb_t,
-                sz_t,
-                C,
-                HAS_Z,
-            )
-            raw_g = _load_rows(gp, row * 0 + tl.maximum(last - 1, 0) * C, length, md, sg_t, C)
+            at = row * 0 + tl.maximum(last - 1, 0) * C
+            raw = _load_group(xp, bp, zp, kkp, at, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
+            raw_g = _load_rows(gp, at, length, md, sg_t, C)
         for j in range(0, last - first):
             c = last - 1 - j
             S = tl.load(ckpt_ptr + (chunk + c) * N * D + nd, mask=mnd, other=0.0)
             if IN_REGISTERS:
-                states = ()
+                loaded = raw
                 xs, vs, zs, kks = raw
                 gs = raw_g
-                before = row * 0 + tl.maximum(
-                    (c - 1) * C, lo
-                )  # the chunk before is on its way meanwhile
-                raw = _load_group(
-                    xp, bp, zp, kk_ptr + row, before, length, md, sx_t, sb_t, sz_t, C, HAS_Z
+                at = row * 0 + tl.maximum((c - 1) * C, lo)  # meanwhile the chunk before is loaded
+                raw = _load_group(xp, bp, zp, kkp, at, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
+                raw_g = _load_rows(gp, at, length, md, sg_t, C)
+                states, S = _states_in_registers(
+                    S, c * C, loaded, bias, A, where, tok_ptr, RULE, NP, BD, C, WIDTH
                 )
-                raw_g = _load_rows(gp, before, length, md, sg_t, C)
                 for i in tl.static_range(C):
-                    t = c * C + i
-                    states = states + (S,)
-                    inside = (n * 0 + t) < length
-                    kp = tok_ptr + (row + t) * (WIDTH * NP) + n
-                    k = tl.load(kp, mask=inside, other=0.0)[:, None]
-                    if RULE == S6_TIMED:
-                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros(
-                            [NP, BD], tl.float32
-                        )
-                    w = _rate(vs[i].to(tl.float32) + bias, kks[i], md & (t < length), RULE)
-                    S = _advance(S, k, w[None, :], xs[i].to(tl.float32)[None, :], A, RULE)
-                for i in tl.static_range(C):
+                    x = xs[C - 1 - i].to(tl.float32)
+                    v = vs[C - 1 - i].to(tl.float32) + bias
                     z = bias
                     if HAS_Z:
                         z = zs[C - 1 - i].to(tl.float32)
+                    inputs = x, v, gs[C - 1 - i].to(tl.float32), z
+                    t = c * C + (C - 1 - i)
+                    S0 = states[C - 1 - i]
                     G, dA, a, e = _bwd_step(
-                        c * C + (C - 1 - i),
-                        states[C - 1 - i],
-                        S,
-                        G,
-                        xs[C - 1 - i].to(tl.float32),
-                        vs[C - 1 - i].to(tl.float32) + bias,
-                        gs[C - 1 - i].to(tl.float32),
-                        z,
-                        A,
-                        dA,
-                        skip,
-                        d,
-                        n,
-                        md,
-                        row,
-                        length,
-                        tok_ptr,
-                        kk_ptr,
-                        dx_ptr,
-                        db_ptr,
-                        dz_ptr,
-                        dtok,
-                        D,
-                        RULE,
-                        NP,
-                        WIDTH,
-                        HAS_Z,
+                        t, S0, S, G, inputs, A, dA, skip, where, ptrs, D, RULE, NP, WIDTH, HAS_Z
                     )
-                    S = states[C - 1 - i]
+                    S = S0
                     dbias += a
                     dskip += e
             else:
-                for i in range(0, C):
-                    t = c * C + i
-                    m = md & (t < length)
-                    t64 = row * 0 + t
-                    x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
-                    v = (
-                        tl.load(
-                            b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m, other=0.0
-                        ).to(tl.float32)
-                        + bias
-                    )
-                    inside = (n * 0 + t) < length
-                    kp = tok_ptr + (row + t) * (WIDTH * NP) + n
-                    k = tl.load(kp, mask=inside, other=0.0)[:, None]
-                    kk = tl.load(kk_ptr + row + t, mask=t < length, other=0.0)
-                    if RULE == S6_TIMED:
-                        A = tl.load(kp + 2 * NP, mask=inside, other=0.0)[:, None] + tl.zeros(
-                            [NP, BD], tl.float32
-                        )
-                    tl.store(scratch + i * (NP * BD), S)
-                    S = _advance(S, k, _rate(v, kk, m, RULE)[None, :], x[None, :], A, RULE)
+                S = _states_in_memory(
+                    S, c * C, scratch, sources, bias, A, where, RULE, NP, BD, C, WIDTH, B_SCALAR
+                )
                 tl.debug_barrier()
                 for i_ in range(0, C):
                     i = C - 1 - i_
@@ -463,45 +465,16 @@ def _scan_bwd_kernel(
                     m = md & (t < length)
                     t64 = row * 0 + t
                     x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
-                    v = (
-                        tl.load(
-                            b_ptr + t64 * sb_t + d * (0 if B_SCALAR else 1), mask=m, other=0.0
-                        ).to(tl.float32)
-                        + bias
-                    )
+                    db = d * (0 if B_SCALAR else 1)
+                    v = tl.load(b_ptr + t64 * sb_t + db, mask=m, other=0.0).to(tl.float32) + bias
                     g = tl.load(gp + t64 * sg_t, mask=m, other=0.0).to(tl.float32)
                     z = bias
                     if HAS_Z:
                         z = tl.load(zp + t64 * sz_t, mask=m, other=0.0).to(tl.float32)
                     S0 = tl.load(scratch + i * (NP * BD))
+                    inputs = x, v, g, z
                     G, dA, a, e = _bwd_step(
-                        t,
-                        S0,
-                        S,
-                        G,
-                        x,
-                        v,
-                        g,
-                        z,
-                        A,
-                        dA,
-                        skip,
-                        d,
-                        n,
-                        md,
-                        row,
-                        length,
-                        tok_ptr,
-                        kk_ptr,
-                        dx_ptr,
-                        db_ptr,
-                        dz_ptr,
-                        dtok,
-                        D,
-                        RULE,
-                        NP,
-                        WIDTH,
-                        HAS_Z,
+                        t, S0, S, G, inputs, A, dA, skip, where, ptrs, D, RULE, NP, WIDTH, HAS_Z
                     )
                     S = S0
                     dbias += a
@@ -532,7 +505,7 @@ def _sum_kernel(
     COLUMNS: tl.constexpr,  # at least WIDTH * NP
 ):
     # Gradients of k, q (and A) summed over channel blocks in a fixed order, eight loads in flight.
-    # With drate, dtok has half of dk at fixed rates; the part through |k|^2 in the rates is added here.
+    # With drate, dtok has half of dk at fixed rates; the part through |k|^2 is added here.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     part = (c // NP)[None, :]
@@ -812,7 +785,7 @@ def _adjoints(p, inputs, options):
 
 
 def _main_pass(p, inputs, ckpt, carry, written, options):
-    # Write the gradients, in several launches if states that are kept in memory would take too much.
+    # Write the gradients, in several launches if states in memory would take too much.
     tok, kk, x, b, z, dout, A, bias, skip, dfinal, cu_seqlens, owner = inputs
     gates = x if z is None else z
     rates = x if A is None else A
