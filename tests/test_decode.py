@@ -78,9 +78,9 @@ def assert_steps(B, D, N, rule, T=3, **made):
         assert (after is state) == (t % 2 == 1) and (t % 2 == 1 or torch.equal(state, kept))
         state = after
         outs.append(out)
-    found = error(torch.stack(outs, 1), want), error(state, last)
+    results = error(torch.stack(outs, 1), want), error(state, last)
     assert out.dtype == a["x"].dtype and state.dtype == torch.float32
-    assert max(found) < TOLERANCE[out.dtype], found
+    assert max(results) < TOLERANCE[out.dtype], results
 
 
 @pytest.mark.parametrize(
@@ -186,14 +186,14 @@ def assert_pool_steps(
         return run(every, pool, past, inplace=True, state_indices=slots)
 
     if graph:
-        recorded, found = captured(step)
+        recorded, results = captured(step)
         for t, kept in zip((pool, past), before):
             t.copy_(kept)
         recorded.replay()
     else:
-        found = step()
+        results = step()
     for (got, same), given, kept, value, after in zip(
-        found, (past, pool), before[::-1], (y, out), (windows, states)
+        results, (past, pool), before[::-1], (y, out), (windows, states)
     ):
         want = torch.zeros_like(got)
         changed = kept.clone()

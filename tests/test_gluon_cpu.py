@@ -240,13 +240,13 @@ def named(form, case):
     ],
 )
 def test_fast_kernels_are_right(form, case):
-    found = errors(form, **case)
+    results = errors(form, **case)
     rounded = (
         {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()
     )  # stored in bfloat16
     bad = {
         name: e
-        for name, e in found.items()
+        for name, e in results.items()
         if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)
     }
     assert not bad

@@ -56,17 +56,17 @@ def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
 
 def test_the_diagonal_count_is_that_of_its_compiled_kernel():
     rows = json.loads((RESULTS / "sm_90.json").read_text())["rows"]
-    found = {
+    results = {
         r["kernel"]: r["instructions_per_step"]
         for r in rows
         if r["case"] == "fast diagonal" and r["instructions_per_step"]
     }
     for kernel, way in (("_diagonal_fwd_kernel", "forward"), ("_diagonal_bwd_kernel", "backward")):
         counted = (
-            found[kernel]["fp32"] + found[kernel]["other"]
+            results[kernel]["fp32"] + results[kernel]["other"]
         )  # conversions are not fp32 instructions
         assert 0.8 < scan_operations("diagonal", 16, way) / counted < 1.25
-    assert scan_specials("diagonal", 16) == found["_diagonal_fwd_kernel"]["special"]
+    assert scan_specials("diagonal", 16) == results["_diagonal_fwd_kernel"]["special"]
 
 
 def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part():

@@ -142,8 +142,8 @@ def test_accuracy_within_is_that_of_float32(form):
     is below 1e-4."""
     a, dout, dfinal = inputs(2, 200, 64, 16, form)
     a["q"], a["k"] = a["q"].bfloat16(), a["k"].bfloat16()
-    found = off(kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form))
-    assert_close({n: e for n, e in found.items() if n not in "qk"}, FP32, factor=5)
+    results = off(kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form))
+    assert_close({n: e for n, e in results.items() if n not in "qk"}, FP32, factor=5)
 
 
 @pytest.mark.parametrize("D", (2048, 2044))
@@ -323,8 +323,8 @@ def test_batch_strides_beyond_two_to_the_31(form):
     parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), (a["x"], a["b"], a["z"], dout))]
     assert all(part.stride() == (far, 4 * D, 1) for part in parts)
     got = kernels({**a, **dict(zip("xbz", parts))}, parts[3], dfinal, form)
-    found = off(got, want)
-    assert max(found.values()) < 1e-3, found
+    results = off(got, want)
+    assert max(results.values()) < 1e-3, results
 
 
 @pytest.mark.parametrize("D", (64, 2044, 33))
