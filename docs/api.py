@@ -1,6 +1,6 @@
-"""Read from its source what a notebook exports: names, signatures, the comments beside the parameters.
+"""Read from its source what a notebook exports: the names, and the comments beside the parameters.
 
-Nothing is imported, so the site can be built where PyTorch cannot run, and in seconds.
+Sphinx's autodoc gives the signatures, the types and the docstrings; it cannot see the comments.
 """
 
 import ast
@@ -18,12 +18,9 @@ class Entry:
     kind: str  # "function", "class", "method", "property" or "data"
     module: str  # "longhorn_kit.scan.op"
     name: str  # "longhorn_scan", "SequenceLM.generate"
-    signature: str = ""  # "(q, k, x, b, b_bias=None)"
     doc: str = ""  # docstring
-    rows: list = field(
-        default_factory=list
-    )  # (name, default, type, comment) of parameters or fields
-    returns: tuple = ("", "")  # (type, comment)
+    comments: dict = field(default_factory=dict)  # parameter or field -> comment
+    returns: str = ""  # comment
     members: list = field(default_factory=list)  # methods of a class
 
     @property
@@ -31,20 +28,30 @@ class Entry:
         return f"{self.module}.{self.name}"
 
 
+NAMED = re.compile(r"\**\w+\s*[:=,]")  # the start of a line with a parameter or a field
+
+
 def comments(source: str) -> dict:
-    "Line number -> text of its comment; a line that holds a comment alone continues the one above."
+    """Line number -> text of its comment. Lines that hold a comment alone belong to the parameter or field below, if
+    that has no other comment, and otherwise continue the comment above."""
     found = {}
-    alone = set()
+    alone = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            found[token.start[0]] = token.string.lstrip("# ").rstrip()
-            if not token.line[: token.start[1]].strip():
-                alone.add(token.start[0])
-    for line in sorted(alone, reverse=True):
-        if line - 1 in found:
-            found[line - 1] += " " + found.pop(line)
-        else:
-            found.pop(line)
+            is_alone = not token.line[: token.start[1]].strip()
+            (alone if is_alone else found)[token.start[0]] = token.string.lstrip("# ").rstrip()
+    lines = ["", *source.splitlines(), ""]
+    while alone:
+        first = last = min(alone)
+        texts = [alone.pop(first)]
+        while last + 1 in alone:
+            last += 1
+            texts.append(alone.pop(last))
+        text = " ".join(texts)
+        if NAMED.match(lines[last + 1].strip()) and last + 1 not in found:
+            found[last + 1] = text
+        elif first - 1 in found:
+            found[first - 1] += " " + text
     return found
 
 
@@ -102,25 +109,44 @@ def share(text: str, types: dict) -> dict:
     return dict.fromkeys(meant if len(meant) == 1 else types, text)
 
 
-def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, first: int) -> tuple:
-    """Return one row per parameter, (name, default, type, comment), and what the comment of the line `first`, which has
-    the whole signature, says of the result: what follows an arrow, or a shape if no parameter is a tensor."""
+def share_backwards(text: str, types: dict, own: int) -> dict:
+    """Give a comment to the last `own` parameters; or, if it is a list of shapes, one shape to each of the last ones: a
+    formatter splits a line of parameters, and leaves the comment beside the last."""
+    names = list(types)
+    parts = pieces(text)
+    if own < len(parts) <= len(names) and all(part.startswith("(") for part in parts):
+        return dict(zip(names[len(names) - len(parts) :], parts))
+    return share(text, {name: types[name] for name in names[len(names) - own :]})
+
+
+def comments_of_arguments(
+    arguments: ast.arguments, notes: dict, skip_first: bool, first: int, closing: str
+) -> tuple:
+    """Return the comment of each parameter, and that of the result. The comment of the line `first`, which has the whole
+    signature, says of the result what follows an arrow, or a shape if no parameter is a tensor. If the signature is
+    wrapped and has only the comment of its last line, `closing`, that is the comment of the whole signature too."""
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
-    listed = [("", *pair) for pair in zip(plain, defaults)][skip_first:]
-    listed += [("*", arguments.vararg, None)] if arguments.vararg else []
-    listed += [("", *pair) for pair in zip(arguments.kwonlyargs, arguments.kw_defaults)]
-    listed += [("**", arguments.kwarg, None)] if arguments.kwarg else []
+    listed = list(zip(plain, defaults))[skip_first:]
+    listed += [(arguments.vararg, None)] if arguments.vararg else []
+    listed += list(zip(arguments.kwonlyargs, arguments.kw_defaults))
+    listed += [(arguments.kwarg, None)] if arguments.kwarg else []
     lines = {}
     result = ""
-    for _, arg, default in listed:
+    for arg, default in listed:
         line = (default or arg).end_lineno
         lines.setdefault(line if line in notes else arg.lineno, {})[arg.arg] = source_of(
             arg.annotation
         )
+    if closing and lines and not lines.keys() & notes.keys():
+        lines = {first: {name: kind for types in lines.values() for name, kind in types.items()}}
+        notes = {first: closing}
+        closing = ""
     shared = {}
+    bare = {}  # parameters of the lines before that have no comment
     for line, types in lines.items():
         text = notes.get(line, "")
+        bare |= types
         if line == first and re.match(r"\(|->|(?:from |of |an? |\w+ \()[^;]*->", text):
             shape = (
                 text.startswith("(")
@@ -130,27 +156,10 @@ def rows_of_arguments(arguments: ast.arguments, notes: dict, skip_first: bool, f
             text, _, result = map(
                 str.strip, ("-> " * (shape and "->" not in text) + text).partition("->")
             )
-        shared |= share(text, types) if text else {}
-    return [
-        (stars + arg.arg, source_of(default), source_of(arg.annotation), shared.get(arg.arg, ""))
-        for stars, arg, default in listed
-    ], result
-
-
-def signature(arguments: ast.arguments, skip_first: bool) -> str:
-    "The parameters with their defaults and without their types, which the table has."
-    bare = ast.parse(f"def f({ast.unparse(arguments)}): pass").body[0].args
-    everything = [*bare.posonlyargs, *bare.args, *bare.kwonlyargs, bare.vararg, bare.kwarg]
-    for arg in filter(None, everything):
-        arg.annotation = None
-    if skip_first:
-        (bare.posonlyargs or bare.args).pop(0)
-        bare.defaults = (
-            bare.defaults[-len(bare.args + bare.posonlyargs) :]
-            if bare.args + bare.posonlyargs
-            else []
-        )
-    return f"({ast.unparse(bare)})"
+        if text:
+            shared |= share_backwards(text, bare, len(types))
+            bare = {}
+    return {arg.arg: shared.get(arg.arg, "") for arg, _ in listed}, result or closing
 
 
 def decorators(node) -> set:
@@ -168,26 +177,16 @@ def function(node, module: str, notes: dict, owner: str = "") -> Entry:
     last = max(
         [node.lineno, *(a.end_lineno for a in ast.walk(node.args) if hasattr(a, "end_lineno"))]
     )
-    rows, result = rows_of_arguments(node.args, notes, skip_first, node.lineno)
-    closing = (
-        [result]
-        if result
-        else [notes[line] for line in range(last + 1, node.body[0].lineno) if line in notes]
-    )
-    if not closing and node.lineno == node.body[0].lineno - 1 and not node.args.args:
-        closing = [notes.get(node.lineno, "")]
+    body = node.body[0].lineno
+    closing = " ".join(notes[line] for line in range(last + 1, body) if line in notes)
+    if not closing and node.lineno == body - 1 and not node.args.args:
+        closing = notes.get(node.lineno, "")
+    comments, returns = comments_of_arguments(node.args, notes, skip_first, node.lineno, closing)
     kind = (
         "property" if marks & {"property", "cached_property"} else "method" if owner else "function"
     )
-    return Entry(
-        kind,
-        module,
-        f"{owner}.{node.name}" if owner else node.name,
-        "" if kind == "property" else signature(node.args, skip_first),
-        ast.get_docstring(node) or "",
-        rows,
-        (source_of(node.returns), " ".join(closing)),
-    )
+    name = f"{owner}.{node.name}" if owner else node.name
+    return Entry(kind, module, name, ast.get_docstring(node) or "", comments, returns)
 
 
 def class_(node, module: str, notes: dict) -> Entry:
@@ -197,21 +196,12 @@ def class_(node, module: str, notes: dict) -> Entry:
     entry = Entry("class", module, node.name, doc=ast.get_docstring(node) or "")
     for item in node.body:
         if isinstance(item, ast.AnnAssign) and has_fields:
-            entry.rows.append(
-                (
-                    item.target.id,
-                    source_of(item.value),
-                    source_of(item.annotation),
-                    notes.get(item.end_lineno, notes.get(item.lineno, "")),
-                )
-            )
+            entry.comments[item.target.id] = notes.get(item.end_lineno, notes.get(item.lineno, ""))
         elif isinstance(item, ast.FunctionDef) and item.name == "__init__":
-            made = function(item, module, notes, node.name)
-            entry.signature = made.signature
-            entry.rows = made.rows
+            entry.comments = function(item, module, notes, node.name).comments
         elif isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
             method = function(item, module, notes, node.name)
-            if method.doc or any(row[3] for row in method.rows):
+            if method.doc or any(method.comments.values()):
                 entry.members.append(method)
     return entry
 
@@ -238,83 +228,25 @@ def exported(source: str, module: str) -> list:
     return [entry for entry in entries if not entry.name.startswith("_")]
 
 
-def lines_of(module_source: str) -> dict:
-    "Name -> line in the generated module, for functions, classes and their methods."
-    found = {}
-    for node in ast.parse(module_source).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            found[node.name] = node.lineno
-            for item in getattr(node, "body", []):
-                if isinstance(node, ast.ClassDef) and isinstance(item, ast.FunctionDef):
-                    found[f"{node.name}.{item.name}"] = item.lineno
-    return found
-
-
-def markdown(text: str, cell: bool = False) -> str:
-    "A comment (`cell`: for a table) or docstring as MyST: what would be markup by accident is escaped."
+def restructured(text: str) -> str:
+    "A comment or docstring as reStructuredText: code and mathematics are marked, and nothing else is markup."
     pieces = re.split(r"(``.*?``|`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
-    special = r"([<$\[\]*_{}~])" if cell else r"([<$\[\]{}~])"  # outside of code and mathematics
-    pieces[::2] = [re.sub(special, r"\\\1", piece) for piece in pieces[::2]]
-    joined = "".join(pieces)
-    return " ".join(joined.replace("|", r"\|").split()) if cell else joined
-
-
-def code(text: str) -> str:
-    "Source text as inline code in a table."
-    return f"`{text}`".replace("|", r"\|").replace("\n", " ") if text else ""
-
-
-def table(entry: Entry) -> str:
-    "The parameters as a Markdown table; neighbours with one comment share a row, columns that are empty are left out."
-    rows = []
-    for name, default, kind, note in entry.rows:
-        last = rows[-1] if rows else None
-        if last and note and last[1] == note:
-            last[0] += ", " + code(name)
-            last[2:] = [seen | {code(text): 0} for seen, text in zip(last[2:], (kind, default))]
+    for i, piece in enumerate(pieces):
+        if piece.startswith("$"):
+            pieces[i] = f":math:`{piece[1:-1]}`"
+        elif piece.startswith("`"):
+            pieces[i] = f"``{piece.strip('`')}``"
         else:
-            rows.append([code(name), note, {code(kind): 0}, {code(default): 0}])
-    kind, note = entry.returns
-    if note or (kind and kind != "None"):
-        rows.append(["*returns*", note, {code(kind): 0}, {}])
-    cells = [
-        [name, markdown(note, cell=True), *(", ".join(filter(None, seen)) for seen in others)]
-        for name, note, *others in rows
-    ]
-    heads = [
-        "fields" if entry.kind == "class" and not entry.signature else "parameter",
-        "what it is",
-        "type",
-        "default",
-    ]
-    keep = [i for i in range(4) if i == 0 or any(row[i] for row in cells)]
-    lines = [
-        [heads[i] for i in keep],
-        ["---"] * len(keep),
-        *([row[i] for i in keep] for row in cells),
-    ]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+            pieces[i] = re.sub(r"([\\*_|<>`])", r"\\\1", piece)
+    return "".join(pieces)
 
 
-def card(entry: Entry, unfold: bool = False, fence: int = 6) -> str:
-    "The entry as MyST: a Python object that can be linked to and searched for."
-    colons = ":" * fence
-    lines = [
-        f"{colons}{{py:{entry.kind}}} {entry.name}{entry.signature}",
-        f":module: {entry.module}",
-        "",
-        markdown(entry.doc),
-        "",
-    ]
-    if any(note for *_, note in entry.rows) or entry.returns[1]:
-        summary = "Fields" if entry.kind == "class" and not entry.signature else "Parameters"
-        lines += [
-            f'<details class="api"{" open" * unfold}><summary>{summary}</summary>',
-            "",
-            table(entry),
-            "",
-            "</details>",
-            "",
-        ]
-    lines += [card(member, fence=fence - 1) for member in entry.members]
-    return "\n".join([*lines, colons])
+def directive(full_name: str, kind: str) -> str:
+    "The lines that have autodoc describe a name."
+    options = {"class": "\n   :members:\n   :undoc-members:", "data": "\n   :no-value:"}
+    return f".. auto{kind}:: {full_name}{options.get(kind, '')}\n"
+
+
+def myst(*directives: str) -> str:
+    "Directives of reStructuredText for a page of MyST."
+    return "\n".join(["```{rst}", *directives, "```"])

@@ -2,8 +2,8 @@
 
 The pages are the committed notebooks with their committed outputs. This script rewrites each notebook for a reader who
 does not run it: nbdev's directives and hidden cells go, solutions and imports are folded, figures get their captions,
-exported functions an entry with the comments of their parameters. Sphinx, which conf.py configures, makes the pages.
-Nothing is executed and nothing is fetched.
+exported functions an entry by Sphinx's autodoc, to which conf.py adds the comments of their parameters. No page is executed
+and nothing is fetched.
 """
 
 import ast
@@ -24,7 +24,9 @@ WORK = (
     HERE / "_build"
 )  # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
 sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(ROOT))
 import api  # noqa: E402
+import longhorn_kit  # noqa: E402
 from figures import pictures  # noqa: E402
 
 PARTS = {
@@ -34,7 +36,7 @@ PARTS = {
     "lab": "Lab",
     "machine": "For contributors",
 }
-REFERENCE = ("map", "glossary", "references", "api")
+REFERENCE = ("map", "glossary", "references", "api", "stable")
 DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
 LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)"
@@ -129,8 +131,8 @@ def markdown_cell(name: str, source: str) -> dict:
 # --- links and captions -------------------------------------------------------------------------------------------
 
 
-def local_links(source: str, path: Path, files: set) -> str:
-    "Links to files of the repository lead to it or name the file; files beside notebooks are copied (see `files`)."
+def local_links(source: str, path: Path) -> str:
+    "Links to files of the repository lead to it or name the file."
 
     def replace(match):
         text = match[1]
@@ -139,27 +141,15 @@ def local_links(source: str, path: Path, files: set) -> str:
         file = (path.parent / target).resolve()
         if not file.exists() or not file.is_relative_to(ROOT):
             raise ValueError(f"{path.relative_to(ROOT)}: the link to {target} leads nowhere")
-        if file.suffix == ".ipynb" and file.is_relative_to(NOTEBOOKS):
+        if file.suffix in (".ipynb", ".md") and file.is_relative_to(NOTEBOOKS):
             return match[0]
-        if file.is_relative_to(NOTEBOOKS) and file.suffix in (".html", ".svg", ".mp4"):
-            files.add(file)
-            return f'<a href="{target}{anchor}">{text}</a>'
         kind = "tree" if file.is_dir() else "blob"
         name = file.relative_to(ROOT).as_posix()
         if not REPOSITORY:
             return text if text == name else f"{text} (`{name}`)"
         return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{name}{anchor})"
 
-    copy_embedded(source, path, files)
     return LINK.sub(replace, source)
-
-
-def copy_embedded(html: str, path: Path, files: set) -> None:
-    "Collect the files beside a notebook that HTML in it shows: an animation in a frame, a picture."
-    for target in re.findall(
-        r'<(?:iframe|img|video|source)[^>]*\ssrc="(?!https?:|data:)([^"]+)"', html
-    ):
-        files.add((path.parent / target).resolve())
 
 
 def with_elements(output: dict) -> dict:
@@ -257,8 +247,8 @@ def furniture(path: Path, module: str | None) -> str:
     return f'<p class="furniture">{" ".join(links)}</p>'
 
 
-def page(notebook: dict, path: Path, public: set = frozenset(), files: set | None = None) -> dict:
-    "The notebook as a reader of the site should see it; `public` names the entries that are shown unfolded."
+def page(notebook: dict, path: Path) -> dict:
+    "The notebook as a reader of the site should see it."
     cells = []
     module = module_of(notebook)
     for number, cell in enumerate(notebook["cells"]):
@@ -268,10 +258,7 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
         if {"hide", "default_exp"} & set(marks):
             continue
         entries = entries_of(cell, module)
-        files = set() if files is None else files
         cell["outputs"] = [with_elements(output) for output in cell.get("outputs", [])]
-        for output in cell["outputs"]:
-            copy_embedded("".join(output.get("data", {}).get("text/html", "")), path, files)
         if cell["cell_type"] != "code":
             del cell["outputs"]
         if cell["cell_type"] == "code":
@@ -284,14 +271,14 @@ def page(notebook: dict, path: Path, public: set = frozenset(), files: set | Non
             elif not cell.get("outputs") and only_imports(cell["source"]):
                 fold(cell, "Imports")
         else:
-            cell["source"] = local_links(cell["source"], path, files)
+            cell["source"] = local_links(cell["source"], path)
         constants = [f'<span id="{e.full_name}"></span>' for e in entries if e.kind == "data"]
         if constants:
             cells.append(markdown_cell(f"names-{number}", "".join(constants)))
         cells.append(cell)
-        cards = [api.card(e, e.full_name in public) for e in entries if e.kind != "data"]
+        cards = [api.directive(e.full_name, e.kind) for e in entries if e.kind != "data"]
         if cards:
-            cells.append(markdown_cell(f"api-{number}", "\n\n".join(cards)))
+            cells.append(markdown_cell(f"api-{number}", api.myst(*cards)))
         if number == 0:
             cells.append(markdown_cell("furniture", furniture(path, module)))
     give_captions(cells)
@@ -327,9 +314,7 @@ def contents() -> str:
         title: sorted(f"{part}/{p.stem}" for p in (NOTEBOOKS / part).glob("*.ipynb"))
         for part, title in PARTS.items()
     }
-    parts["Reference"] = [
-        name for name in REFERENCE if name == "api" or (NOTEBOOKS / f"{name}.ipynb").exists()
-    ]
+    parts["Reference"] = list(REFERENCE)
     return "\n\n".join(
         ":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(names))
         for title, names in parts.items()
@@ -339,29 +324,23 @@ def contents() -> str:
 # --- the package --------------------------------------------------------------------------------------------------
 
 
-def public_names() -> set:
-    "Full names of what `from longhorn_kit import ...` offers, by the imports of the `__init__` files."
-    tree = ast.parse((ROOT / "longhorn_kit" / "__init__.py").read_text(encoding="utf-8"))
-    homes = {
-        alias.name: node.module
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level
-        for alias in node.names
+def public_names() -> dict:
+    "Name -> full name of what `from longhorn_kit import ...` offers, constants aside."
+    things = {
+        name: getattr(longhorn_kit, name) for name in longhorn_kit.__all__ if not name.isupper()
     }
-    found = set()
-    for name, part in homes.items():
-        inner = ast.parse(
-            (ROOT / "longhorn_kit" / part / "__init__.py").read_text(encoding="utf-8")
-        )
-        for node in inner.body:
-            if isinstance(node, ast.ImportFrom) and name in {a.name for a in node.names}:
-                found.add(f"longhorn_kit.{part}.{node.module}.{name}")
-    return found
+    return {name: f"{thing.__module__}.{thing.__qualname__}" for name, thing in things.items()}
 
 
 def survey(books: dict) -> dict:
     "Everything the pages link to: definitions, modules, imports and equations of every page."
-    names = {"definitions": {}, "modules": {}, "imports": {}, "equations": {}, "lines": {}}
+    names = {
+        "definitions": {},
+        "modules": {},
+        "imports": {},
+        "equations": {},
+        "public": public_names(),
+    }
     for path, notebook in books.items():
         doc = page_name(path)
         module = module_of(notebook)
@@ -375,18 +354,42 @@ def survey(books: dict) -> dict:
             for entry in entries_of(cell, module):
                 for item in [entry, *entry.members]:
                     names["definitions"].setdefault(item.full_name, doc)
-        source = ROOT / f"{module.replace('.', '/')}.py"
-        lines = api.lines_of(source.read_text(encoding="utf-8"))
-        names["lines"].update({f"{module}.{name}": line for name, line in lines.items()})
     return names
 
 
+def public_section() -> str:
+    "The public names, described by autodoc."
+    cards = []
+    for name in longhorn_kit.__all__:
+        kind = "data" if name.isupper() else "function" if name.islower() else "class"
+        inherited = "   :inherited-members: Module\n" if kind == "class" else ""
+        cards.append(api.directive(f"longhorn_kit.{name}", kind) + inherited)
+    return api.myst(*cards)
+
+
+def escaped(text: str) -> str:
+    "A docstring's sentence for a cell of a Markdown table: what would be markup by accident is escaped."
+    pieces = re.split(r"(`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
+    pieces[::2] = [re.sub(r"([<$\[\]*_{}~])", r"\\\1", piece) for piece in pieces[::2]]
+    return "".join(pieces).replace("|", r"\|")
+
+
 def package_page(books: dict) -> str:
-    "Every public name of the package with its first sentence, module by module, as a page."
+    "The public names with their signatures; then every other name with its first sentence, module by module."
     lines = [
         "# The package",
         "",
-        "> Every public function and class of `longhorn_kit`, with the notebook that defines it.",
+        "> The public names of `longhorn_kit`, then every internal function and class, with the notebook that defines it.",
+        "",
+        "## Public names",
+        "",
+        "`from longhorn_kit import ...` offers these names, and they are [stable](stable.md).",
+        "",
+        public_section(),
+        "",
+        "## Internal modules",
+        "",
+        "The names below are internal: [any version can change them](stable.md).",
         "",
     ]
     parts = [*PARTS, "."]  # modules in the order of the book
@@ -402,7 +405,7 @@ def package_page(books: dict) -> str:
             continue
         title = notebook["cells"][0]["source"].splitlines()[0].lstrip("# ")
         lines += [
-            f"## {module.removeprefix('longhorn_kit.')}",
+            f"### {module.removeprefix('longhorn_kit.')}",
             "",
             f"From [{title}]({page_name(path)}.ipynb).",
             "",
@@ -411,7 +414,7 @@ def package_page(books: dict) -> str:
         ]
         for entry in found:
             first = re.split(r"(?<=\.)\s", " ".join(entry.doc.split()))[0]
-            lines.append(f"| {{py:obj}}`~{entry.full_name}` | {api.markdown(first, cell=True)} |")
+            lines.append(f"| {{py:obj}}`~{entry.full_name}` | {escaped(first)} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -422,13 +425,11 @@ def package_page(books: dict) -> str:
 def write_pages(folder: Path) -> dict:
     "Every notebook as a page in `folder`/pages; returns what `survey` found, which is in `folder`/names.json too."
     pages = folder / "pages"
-    files = set()
-    public = public_names()
     books = {path: read(path) for path in notebooks()}
     for path, notebook in books.items():
         target = pages / path.relative_to(NOTEBOOKS)
         target.parent.mkdir(parents=True, exist_ok=True)
-        made = page(notebook, path, public, files)
+        made = page(notebook, path)
         if path == NOTEBOOKS / "index.ipynb":
             made["cells"].append(markdown_cell("contents", contents()))
         if path.stem in ("glossary", "references"):
@@ -437,10 +438,10 @@ def write_pages(folder: Path) -> dict:
             ]
         target.write_text(json.dumps(made), encoding="utf-8")
     (pages / "api.md").write_text(package_page(books), encoding="utf-8")
-    for file in files:
-        target = folder / "files" / file.relative_to(NOTEBOOKS)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, target)
+    stable = NOTEBOOKS / "stable.md"
+    (pages / stable.name).write_text(
+        local_links(stable.read_text(encoding="utf-8"), stable), encoding="utf-8"
+    )
     names = survey(books)
     (folder / "names.json").write_text(json.dumps(names), encoding="utf-8")
     return names
@@ -464,7 +465,7 @@ def write_colab(folder: Path) -> None:
                 def absolute(m):
                     return f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
 
-                cell["source"] = LINK.sub(absolute, local_links(cell["source"], path, set()))
+                cell["source"] = LINK.sub(absolute, local_links(cell["source"], path))
         source = COLAB.format(
             repository=REPOSITORY, commit=COMMIT, folder=path.parent.relative_to(ROOT).as_posix()
         )
@@ -640,24 +641,17 @@ def build(site: Path = SITE, work: Path = WORK) -> int:
     write_pages(work)
     if REPOSITORY:
         write_colab(work / "colab")
-    status = sphinx(
-        [
-            "-q",
-            "-W",
-            "--keep-going",
-            "-b",
-            "html",
-            "-c",
-            str(HERE),
-            str(work / "pages"),
-            str(work / "site"),
-        ]
-    )
+    folders = [
+        "-c",
+        str(HERE),
+        "-d",
+        str(work / "doctrees"),
+        str(work / "pages"),
+        str(work / "site"),
+    ]
+    status = sphinx(["-q", "-W", "--keep-going", "-b", "html", *folders])
     if status == 0:
         shutil.rmtree(site, ignore_errors=True)
-        shutil.copytree(work / "files", work / "site", dirs_exist_ok=True) if (
-            work / "files"
-        ).exists() else None
         (work / "site").rename(site)
     return status
 

@@ -2,16 +2,28 @@
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 from docutils import nodes
+from docutils.parsers.rst import Parser
+from docutils.utils import new_document
 from sphinx import addnodes
+from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.docutils import SphinxDirective
 
-from build import COMMIT, REPOSITORY
+import api
+from build import COMMIT, REPOSITORY, ROOT
 
 project = html_title = "Longhorn Kit"
 author = copyright = "Longhorn Kit contributors"
-extensions = ["myst_nb", "sphinx_copybutton", "sphinx.ext.linkcode", "sphinx-mathjax-offline"]
+extensions = [
+    "myst_nb",
+    "sphinx_copybutton",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.linkcode",
+    "sphinx-mathjax-offline",
+]
 html_theme = "furo"
 html_theme_options = {"top_of_page_buttons": []}
 html_static_path = ["static"]
@@ -32,6 +44,10 @@ nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
 nb_ipywidgets_js = {}  # sliders need a kernel, and their scripts would come from the network
 nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
+autodoc_typehints = "description"  # types stand beside the comments of the parameters
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
 copybutton_selector = "div.highlight:not(.output *) pre"
 # MathJax comes from an installed package, so mathematics is there with the network off.
 mathjax3_config = {"tex": {"tags": "none"}, "options": {"enableMenu": False}}
@@ -43,15 +59,100 @@ NAMES = {}
 LAST = {}  # last word of a definition's name -> full names
 
 
+def source_of(module):
+    return (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+
+
 def linkcode_resolve(domain, info):
     "Where the source of a documented name is: its line in the generated module, once the repository is published."
-    line = NAMES["lines"].get(f"{info['module']}.{info['fullname']}")
-    path = info["module"].replace(".", "/")
-    return (
-        f"{REPOSITORY}/blob/{COMMIT}/{path}.py" + (f"#L{line}" if line else "")
-        if REPOSITORY
-        else None
+    if not REPOSITORY:
+        return None
+    module, name = info["module"], info["fullname"]
+    first = name.partition(".")[0]
+    if module == "longhorn_kit" and first in NAMES["public"]:
+        module = NAMES["public"][first].rpartition(".")[0]
+    place = f"{REPOSITORY}/blob/{COMMIT}/{module.replace('.', '/')}.py"
+    if module not in NAMES["modules"]:
+        return place
+    _, line, _ = (
+        ModuleAnalyzer.for_string(source_of(module), module).find_tags().get(name, ("", 1, 1))
     )
+    return f"{place}#L{line}"
+
+
+class Restructured(SphinxDirective):
+    "reStructuredText in MyST. MyST's own `eval-rst` puts 10,000 empty lines per cell of the notebook before the text."
+
+    has_content = True
+
+    def run(self):
+        document = new_document(self.env.docname, self.state.document.settings)
+        document.reporter = self.state.document.reporter
+        Parser().parse("\n".join(self.content), document)
+        return document.children
+
+
+@cache
+def entries_of(module):
+    "Name -> entry of a module of the package; {} for any other."
+    if module not in NAMES["modules"]:
+        return {}
+    entries = api.exported(source_of(module), module)
+    return {item.name: item for entry in entries for item in (entry, *entry.members)}
+
+
+def entry_of(thing):
+    "The entry of an object, by where it was defined; None without one."
+    thing = getattr(thing, "fget", None) or getattr(thing, "func", thing)  # a property's function
+    module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
+    return entries_of(module).get(name)
+
+
+def comments_of(what, thing, entry):
+    "Parameter -> comment; a class without a constructor has that of its base."
+    bases = [entry_of(kind) for kind in thing.__mro__] if what == "class" else []
+    comments = next((base.comments for base in [entry, *bases] if base and base.comments), {})
+    if what == "method" and entry.kind == "function":  # a function that became a method
+        comments = dict(list(comments.items())[1:])
+    return comments
+
+
+def with_comments(app, what, name, thing, options, lines):
+    "Give autodoc the docstring and, for every parameter, the comment beside it in the source: its shape and meaning."
+    if what == "data":  # the docstring would be that of `dict`
+        lines[:] = ["Name -> class of every layer; a key is the ``mixer`` of an ``LMConfig``.", ""]
+        return
+    entry = entry_of(thing)
+    if entry is None:
+        return
+    lines[:] = [*api.restructured(entry.doc).splitlines(), ""]
+    for parameter, comment in comments_of(what, thing, entry).items():
+        lines.append(f":param {parameter}: {api.restructured(comment)}")
+    if entry.returns:
+        lines.append(f":returns: {api.restructured(entry.returns)}")
+    lines.append("")
+
+
+def without_entry(app, what, name, thing, skip, options):
+    "Leave out the members that the kit does not describe."
+    return isinstance(thing, type) or entry_of(thing) is None
+
+
+def fold_parameters(app, doctree, doc):
+    "Parameters stand behind a line that opens them; the page of the package and public names show them."
+    if doc == "api":
+        return
+    for content in doctree.findall(addnodes.desc_content):
+        shown = set(content.parent[0].get("ids", ())) & set(NAMES["public"].values())
+        for fields in [child for child in content.children if isinstance(child, nodes.field_list)]:
+            start = f'<details class="api"{" open" if shown else ""}><summary>Parameters</summary>'
+            fields.replace_self(
+                [
+                    nodes.raw("", start, format="html"),
+                    fields,
+                    nodes.raw("", "</details>", format="html"),
+                ]
+            )
 
 
 def leave_mathematics_alone(app, doctree):
@@ -113,19 +214,10 @@ def inside(node, *kinds):
     return False
 
 
-def names_a_parameter(node):
-    "Does this literal stand in the first column of an entry's table of parameters?"
-    while node and not isinstance(node, nodes.entry):
-        node = node.parent
-    return bool(node) and node.parent.index(node) == 0 and inside(node, addnodes.desc_content)
-
-
 def link_names(app, doctree, doc):
     "Names of the package in backticks lead to their definition."
     for node in list(doctree.findall(nodes.literal)):
-        if inside(node, nodes.reference, nodes.title, addnodes.desc_signature) or names_a_parameter(
-            node
-        ):
+        if inside(node, nodes.reference, nodes.title, addnodes.desc_signature):
             continue
         if found := definition(node.astext(), doc):
             node.replace_self(link(app, doc, *found, node.deepcopy()))
@@ -215,9 +307,12 @@ def setup(app):
     NAMES.update(json.loads((Path(app.srcdir).parent / "names.json").read_text(encoding="utf-8")))
     for full in NAMES["definitions"]:
         LAST.setdefault(full.split(".")[-1], []).append(full)
+    app.add_directive("rst", Restructured)
+    app.connect("autodoc-process-docstring", with_comments)
+    app.connect("autodoc-skip-member", without_entry)
     app.connect("doctree-read", leave_mathematics_alone)
     app.connect("doctree-read", only_pictures_have_captions)
-    for step in (link_names, link_numbers, one_anchor_an_equation):
+    for step in (fold_parameters, link_names, link_numbers, one_anchor_an_equation):
         app.connect("doctree-resolved", step)
     app.connect("html-page-context", for_screen_readers, priority=900)  # after the theme
     app.connect("build-finished", drop_unused_mathjax)

@@ -331,7 +331,7 @@ def fast_launches(form, packed=None, backward=True, **shape):
 
     name = "diagonal" if form in SELECTIVE else form
     pages = [
-        importlib.import_module(f"longhorn_kit.scan.triton_{name}{way}")
+        importlib.import_module(f"longhorn_kit.scan.triton.{name}{way}")
         for way in ("", "_backward")
     ]
     plan, run_forward, run_backward = (

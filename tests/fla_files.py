@@ -1,4 +1,4 @@
-"flash-linear-attention's files, read or run one by one: importing the package itself takes seconds."
+"flash-linear-attention's files, one by one: importing the package itself takes seconds."
 
 import importlib.util
 from functools import cache

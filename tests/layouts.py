@@ -1,4 +1,4 @@
-"""Processes that are started once and then run functions together, as `torchrun` would start them: `Pool(4).run(function, ...)`."""
+"""Processes that start once and run functions together, as with `torchrun`: `Pool(4).run(function, ...)`."""
 
 import contextlib
 import io
@@ -76,26 +76,26 @@ class Pool:
         self.pipes = []
         self.processes = []
         for rank in range(count):
-            ours, theirs = spawn.Pipe()
+            pipe, remote = spawn.Pipe()
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(spawn.Process(target=serve, args=(theirs, own), daemon=daemon))
+            self.processes.append(spawn.Process(target=serve, args=(remote, own), daemon=daemon))
             self.processes[-1].start()
-            self.pipes.append(ours)
-            theirs.close()
+            self.pipes.append(pipe)
+            remote.close()
 
     def run(self, function, *arguments, **options):
-        "Return what the function gave in each process, or its error as text; None for a process that is gone."
+        "Return the result of each process, or its error as text; None if the process is gone."
         for pipe in self.pipes:
             pipe.send((function, arguments, options))
-        found = []
+        result = []
         for pipe in self.pipes:
             try:
                 assert pipe.poll(240), "a process of the pool hangs"
-                found.append(pipe.recv())
+                result.append(pipe.recv())
             except (EOFError, ConnectionResetError):
-                found.append((None, ""))
-        self.printed = [text for _, text in found]
-        return [value for value, _ in found]
+                result.append((None, ""))
+        self.printed = [text for _, text in result]
+        return [value for value, _ in result]
 
     def close(self):
         for process in self.processes:

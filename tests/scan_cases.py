@@ -39,21 +39,20 @@ def inputs(
         return -(torch.rand(*s, generator=gen) + 0.1).to(DEVICE)
 
     n = B if sequences is None else sequences
-    a = dict(
-        q=new(B, T, N).to(dtype),
-        k=(new(B, T, N) * key_scale).to(dtype),
-        x=new(B, T, D).to(dtype),
-        b=new(B, T, 1 if scalar else D).to(dtype),
-        A=dict(s6=rates(D, N), s6_given=rates(D, N), s6_time_varying=rates(B, T, N).to(dtype)).get(
-            form
-        ),
-        b_bias=new(D) if bias else None,
-        D_skip=new(D) if skip else None,
-        z=new(B, T, D).to(dtype) if z else None,
-        initial_state=new(n, D, N) if state else None,
-    )
+    a = dict(q=new(B, T, N).to(dtype))
+    a["k"] = (new(B, T, N) * key_scale).to(dtype)
+    a["x"] = new(B, T, D).to(dtype)
+    a["b"] = new(B, T, 1 if scalar else D).to(dtype)
+    # All are drawn for every form: the numbers after them do not depend on it.
+    shared = dict(s6=rates(D, N), s6_given=rates(D, N))
+    a["A"] = (shared | dict(s6_time_varying=rates(B, T, N).to(dtype))).get(form)
+    a["b_bias"] = new(D) if bias else None
+    a["D_skip"] = new(D) if skip else None
+    a["z"] = new(B, T, D).to(dtype) if z else None
+    a["initial_state"] = new(n, D, N) if state else None
     if form == "s6_given":  # step sizes, most of them positive
-        a |= dict(b=a["b"].abs(), b_bias=a["b_bias"] / 9 if bias else None)
+        a["b"] = a["b"].abs()
+        a["b_bias"] = a["b_bias"] / 9 if bias else None
     return a, new(B, T, D).to(dtype), new(n, D, N)
 
 
@@ -84,19 +83,19 @@ def one_sequence(a, form, i, lo, hi):
 def gradients(outputs, grads, a):
     "Gradients by argument name; zeros for an argument that no output depends on."
     names = [n for n, t in a.items() if t is not None]
-    found = torch.autograd.grad(outputs, [a[n] for n in names], grads, allow_unused=True)
-    return {n: torch.zeros_like(a[n]) if g is None else g for n, g in zip(names, found)}
+    gradients = torch.autograd.grad(outputs, [a[n] for n in names], grads, allow_unused=True)
+    return {n: torch.zeros_like(a[n]) if g is None else g for n, g in zip(names, gradients)}
 
 
 def leaves(a, dtype=None):
-    return {
-        n: None if t is None else t.detach().to(dtype or t.dtype).requires_grad_()
-        for n, t in a.items()
-    }
+    def leaf(t):
+        return t.detach().to(dtype or t.dtype).requires_grad_()
+
+    return {n: None if t is None else leaf(t) for n, t in a.items()}
 
 
 def oracle(a, dout, dfinal, form, bounds=None):
-    "Output, final state and gradients in float64, one step at a time; small steps on the CPU, which starts them sooner."
+    "Output, final state and gradients in float64, by the loop; small steps run on the CPU."
     if a["x"].is_cuda and a["x"].numel() * a["q"].shape[-1] <= 10**7:
         cpu = {n: None if t is None else t.detach().cpu() for n, t in a.items()}
         out, final, grads = oracle(cpu, dout.cpu(), dfinal.cpu(), form, bounds)
@@ -105,17 +104,16 @@ def oracle(a, dout, dfinal, form, bounds=None):
     if bounds is None:
         out, final = call(r, form, oracle=True)
     else:
-        parts = [
-            call(one_sequence(r, form, i, lo, hi), form, oracle=True)
-            for i, (lo, hi) in enumerate(zip(bounds, bounds[1:]))
-        ]
-        out = torch.cat([p[0] for p in parts], 1)
-        final = torch.cat([p[1] for p in parts], 0)
-    return (
-        out.detach(),
-        final.detach(),
-        gradients((out, final), (dout.double(), dfinal.double()), r),
-    )
+        outs = []
+        finals = []
+        for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+            out, final = call(one_sequence(r, form, i, lo, hi), form, oracle=True)
+            outs.append(out)
+            finals.append(final)
+        out = torch.cat(outs, 1)
+        final = torch.cat(finals, 0)
+    grads = gradients((out, final), (dout.double(), dfinal.double()), r)
+    return out.detach(), final.detach(), grads
 
 
 def kernels(a, dout, dfinal, form, bounds=None, **options):
@@ -123,17 +121,19 @@ def kernels(a, dout, dfinal, form, bounds=None, **options):
     r = leaves(a)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     out, final = call(r, form, cu, **options)
-    return out.detach(), final.detach(), gradients((out, final), (dout.to(out.dtype), dfinal), r)
+    grads = gradients((out, final), (dout.to(out.dtype), dfinal), r)
+    return out.detach(), final.detach(), grads
 
 
-def beyond(found, right, relative, absolute=1e-6):
-    "Names of what is off by more than a share of its norm and, where what is right vanishes, so much an element."
-    off = {n: (found[n].double() - r.double()).norm().item() for n, r in right.items()}
-    return {
-        n: off[n]
-        for n, r in right.items()
-        if not off[n] <= relative * r.norm() + absolute * r.numel() ** 0.5
-    }
+def beyond(results, expected, relative, absolute=1e-6):
+    "Names of what differs by more than a share of its norm and, if it vanishes, that per element."
+    differences = {}
+    for n, r in expected.items():
+        difference = (results[n].double() - r.double()).norm().item()
+        allowed = relative * r.norm() + absolute * r.numel() ** 0.5
+        if not difference <= allowed:
+            differences[n] = difference
+    return differences
 
 
 def off(got, want):
@@ -156,57 +156,62 @@ def errors(B, T, D, N, form, bounds=None, options=None, **made):
     )
 
 
-def assert_close(found, dtype=torch.float32, factor=1.0):
+def assert_close(errors, dtype=torch.float32, factor=1.0):
     "Every error under the dtype's tolerance."
-    bad = {n: f"{e:.1e}" for n, e in found.items() if not e < TOLERANCE[dtype] * factor}
+    bad = {n: f"{e:.1e}" for n, e in errors.items() if not e < TOLERANCE[dtype] * factor}
     assert not bad, bad
 
 
 def assert_same_bits(got, want):
     "Output, final state and gradients, to the bit."
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
     assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
 
 
 def assert_packed_as_alone(a, dout, dfinal, form, bounds, start=False, **options):
-    "A packed batch has the bits of each sequence alone, with `start` in the gradients of initial states too; what it gave."
-    packed = out, final, grads = kernels(a, dout, dfinal, form, bounds, **options)
+    "A packed batch has the bits of each sequence alone; `start`: gradients of initial states too."
+    out, final, grads = kernels(a, dout, dfinal, form, bounds, **options)
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        alone, last, g = kernels(
-            one_sequence(a, form, i, lo, hi), dout[:, lo:hi], dfinal[i : i + 1], form, **options
-        )
-        assert torch.equal(alone, out[:, lo:hi]) and torch.equal(last, final[i : i + 1]), i
-        assert all(torch.equal(g[n], grads[n][:, lo:hi]) for n in ROWS), i
-        assert not start or torch.equal(g["initial_state"], grads["initial_state"][i : i + 1]), i
-    return packed
+        one = slice(i, i + 1)
+        alone = one_sequence(a, form, i, lo, hi)
+        alone_out, last, alone_grads = kernels(alone, dout[:, lo:hi], dfinal[one], form, **options)
+        assert torch.equal(alone_out, out[:, lo:hi]), i
+        assert torch.equal(last, final[one]), i
+        for n in ROWS:
+            assert torch.equal(alone_grads[n], grads[n][:, lo:hi]), (i, n)
+        if start:
+            assert torch.equal(alone_grads["initial_state"], grads["initial_state"][one]), i
+    return out, final, grads
 
 
 def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
-    "Forward and backward beyond 2^31 elements: what is far away is forgotten, so both ends agree with short runs."
-    if (free := torch.cuda.mem_get_info()[0] >> 30) < gib:
+    """Forward and backward beyond 2^31 elements.
+
+    What is far away is forgotten, so both ends agree with short runs."""
+    free = torch.cuda.mem_get_info()[0] >> 30
+    if free < gib:
         pytest.skip(f"needs {gib} GiB of free GPU memory, {free} GiB are free")
 
     def new(*s):
         return torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
 
     a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, 1 if scalar else D))
+    parts = dict(whole=slice(None), start=slice(0, margin), end=slice(T - margin, None))
     runs = {}
-    for name, part in dict(
-        whole=slice(None), start=slice(0, margin), end=slice(T - margin, None)
-    ).items():
+    for name, part in parts.items():
         leaf = {n: t[:, part].detach().requires_grad_() for n, t in a.items()}
         out, final = triton_scan(**leaf, **options)
-        # every element is its own weight in the loss, so a wrong address shows
-        runs[name] = dict(out=out.detach(), final=final.detach()) | gradients(
-            (out,), (out.detach(),), leaf
-        )
-        del leaf, out, final
-    found = {"final": error(runs["whole"].pop("final"), runs["end"].pop("final"))}
-    for end, at in dict(start=slice(0, near), end=slice(-near, None)).items():
-        found |= {
-            f"{n} {end}": error(t[:, at], runs[end][n][:, at]) for n, t in runs["whole"].items()
-        }
-    assert_close(found, torch.bfloat16)
+        # Every element is its own weight in the loss, so a wrong address shows.
+        grads = gradients((out,), (out.detach(),), leaf)
+        runs[name] = dict(out=out.detach(), final=final.detach()) | grads
+        del leaf, out, final, grads
+    whole = runs["whole"]
+    errors = {"final": error(whole.pop("final"), runs["end"].pop("final"))}
+    for end, rows in dict(start=slice(0, near), end=slice(-near, None)).items():
+        for n, t in whole.items():
+            errors[f"{n} {end}"] = error(t[:, rows], runs[end][n][:, rows])
+    assert_close(errors, torch.bfloat16)
 
 
 def poisoned(monkeypatch):

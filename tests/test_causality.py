@@ -1,6 +1,7 @@
-"""No output depends on a later step, whatever that step holds; nor on a neighbour in a packed batch, nor on padding behind a text."""
+"""No output depends on a later step, on a packed neighbour, or on padding behind a text."""
 
 from contextlib import nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -22,7 +23,7 @@ GPU = DEVICE == "cuda"
 BF16 = torch.bfloat16
 FP32 = torch.float32
 INPUTS = ("q", "k", "x", "b", "z")
-# A step may hold: other numbers, numbers whose products overflow, the largest there are, and what is no number.
+# A step may hold other numbers, numbers whose products overflow, the largest, and none.
 CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
 
 
@@ -32,25 +33,21 @@ def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
     def new(*s):
         return torch.randn(*s, generator=gen).to(DEVICE)
 
-    a = dict(
-        q=new(B, T, N),
-        k=new(B, T, N) / 2,
-        x=new(B, T, D),
-        b=new(B, T, D),
-        z=new(B, T, D) if gate else None,
-    )
-    return {n: t if t is None else t.to(dtype) for n, t in a.items()} | dict(
-        b_bias=new(D), D_skip=new(D)
-    )
+    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D))
+    a["z"] = new(B, T, D) if gate else None
+    a = {n: t if t is None else t.to(dtype) for n, t in a.items()}
+    return a | dict(b_bias=new(D), D_skip=new(D))
 
 
 def fill(t, content, seed=0):
     "`t` with other contents, in place."
     gen = torch.Generator().manual_seed(seed)
-    noise = torch.randn(t.shape, generator=gen).to(t)
+    values = torch.randn(t.shape, generator=gen).to(t)
     if content in ("large", "huge"):
-        noise = noise.sign() * (4e18 if content == "large" else 3e38)
-    t.copy_(noise if content in ("random", "large", "huge") else torch.full_like(t, float(content)))
+        values = values.sign() * (4e18 if content == "large" else 3e38)
+    elif content != "random":
+        values = torch.full_like(t, float(content))
+    t.copy_(values)
 
 
 def spoiled(a, names, rows, content, seed=0):
@@ -170,31 +167,28 @@ def test_later_steps_change_no_output_compiled(form, N):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", ("fast", "portable"))
 def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
-    "At borders of chunks and between them, with and without a gate, whole and in segments; keys in bfloat16 for the fast exact form."
+    """At borders of chunks and between them, with and without a gate, whole and in segments.
+
+    The fast exact form takes keys in bfloat16."""
     monkeypatch.setattr(triton_op, "FAST", path == "fast")
     keys = BF16 if path == "fast" and form == "exact" else dtype
-    for (D, T), gate in product(
-        ((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),), (True, False)
-    ):
+    scan = partial(longhorn_scan, form=form, backend="triton")
+    sizes = ((40, 67), (2056, 35)) if dtype is BF16 else ((40, 67),)
+    for (D, T), gate in product(sizes, (True, False)):
         a = make(2, T, D, N, dtype, gate)
-        a["q"], a["k"] = a["q"].to(keys), a["k"].to(keys)
-        assert_causal(
-            lambda a: longhorn_scan(**a, form=form, backend="triton"),
-            a,
-            (1, 7, 16, 17, 31),
-            (INPUTS, ("k",), ("b",)),
-        )
+        for name in ("q", "k"):
+            a[name] = a[name].to(keys)
+        changed = (INPUTS, ("k",), ("b",))
+        assert_causal(lambda a: scan(**a), a, (1, 7, 16, 17, 31), changed)
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_later_steps_change_no_output_of_another_segment(form):
     "One sequence of few channels, which the diagonal kernels cut into segments of 256 steps."
-    assert_causal(
-        lambda a: longhorn_scan(**a, form=form, backend="triton"),
-        make(1, 600, 40, 16, BF16),
-        (255, 256, 300, 512),
-    )
+    scan = partial(longhorn_scan, form=form, backend="triton")
+    a = make(1, 600, 40, 16, BF16)
+    assert_causal(lambda a: scan(**a), a, (255, 256, 300, 512))
 
 
 BACKENDS = ("triton",) if GPU else ("chunked", "reference")
@@ -207,22 +201,27 @@ def test_gradients_of_earlier_outputs_by_later_inputs_are_zero(form, backend):
         a = make(2, 70, 40, 16, BF16 if GPU else FP32)
         leaves = {n: a[n].requires_grad_() for n in INPUTS}
         out = longhorn_scan(**a, form=form, backend=backend)
-        grads = torch.autograd.grad(out[:, :at].float().square().sum(), list(leaves.values()))
+        loss = out[:, :at].float().square().sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()))
         for name, grad in zip(INPUTS, grads):
-            assert grad[:, at:].eq(0).all() and grad[:, :at].ne(0).any(), (name, at)
+            assert grad[:, at:].eq(0).all(), (name, at)
+            assert grad[:, :at].ne(0).any(), (name, at)
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
 @RULES
 def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
-    "By later inputs they are zero; by earlier ones they stay, also where an early query times a later key overflows."
+    """By later inputs they are zero; by earlier ones they stay.
+
+    The latter also where an early query times a later key overflows."""
     a = draw(decay, delta, bonus, B=1, T=70, H=2, dtype=FP32)
     a["q"][:, :36] *= 1e10
 
     def gradients(a, at):
         leaves = {n: t.requires_grad_() for n, t in a.items()}
         out = matrix_scan(**leaves, backend="chunked")
-        return dict(zip(leaves, torch.autograd.grad(out[:, :at].sum(), list(leaves.values()))))
+        grads = torch.autograd.grad(out[:, :at].sum(), list(leaves.values()))
+        return dict(zip(leaves, grads))
 
     for at in (16, 20, 33):
         want = gradients(a, at)
@@ -230,50 +229,47 @@ def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
         other["k"][:, 40] *= 1 if delta else 1e30  # the delta rule would square it
         got = gradients(other, at)
         for name in set(a) - {"bonus", "initial_state"}:
-            assert want[name][:, at:].eq(0).all() and want[name][:, :at].ne(0).any(), (name, at)
+            assert want[name][:, at:].eq(0).all(), (name, at)
+            assert want[name][:, :at].ne(0).any(), (name, at)
             assert same_bits(got[name], want[name]), (name, at)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
-    "Outputs, final states and gradients of a sequence, whatever the ones before and behind it hold."
+    "Outputs, final states and gradients of a sequence, whatever those before and behind it hold."
     bounds = [0, 5, 25, 25, 70]
     a = make(1, 70, 40, 16, BF16 if GPU else FP32)
-    options = dict(
-        form=form,
-        backend=backend,
-        cu_seqlens=torch.tensor(bounds, device=DEVICE),
-        output_final_state=True,
-    )
+    packing = dict(cu_seqlens=torch.tensor(bounds, device=DEVICE), output_final_state=True)
+    scan = partial(longhorn_scan, form=form, backend=backend, **packing)
 
-    def run(a, lo, hi):
+    def run(a, rows):
         leaves = {n: a[n].detach().requires_grad_() for n in INPUTS}
-        out, final = longhorn_scan(**(a | leaves), **options)
-        grads = torch.autograd.grad(out[:, lo:hi].float().square().sum(), list(leaves.values()))
-        return out.detach()[:, lo:hi], final.detach(), [g[:, lo:hi] for g in grads]
+        out, final = scan(**(a | leaves))
+        loss = out[:, rows].float().square().sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        return out.detach()[:, rows], final.detach(), [g[:, rows] for g in grads]
 
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        out, final, grads = run(a, lo, hi)
+        out, final, grads = run(a, slice(lo, hi))
         for content in CONTENTS:
-            others = spoiled(
-                spoiled(a, INPUTS, slice(0, lo), content), INPUTS, slice(hi, None), content, seed=9
-            )
-            got = run(others, lo, hi)
-            assert same_bits(got[0], out) and same_bits(got[1][i], final[i]), (i, content)
-            if (
-                content == "random"
-            ):  # a zero gradient times what is no number is none, in any neighbour
-                assert all(map(same_bits, got[2], grads)), i
+            others = spoiled(a, INPUTS, slice(0, lo), content)
+            others = spoiled(others, INPUTS, slice(hi, None), content, seed=9)
+            other_out, other_final, other_grads = run(others, slice(lo, hi))
+            assert same_bits(other_out, out), (i, content)
+            assert same_bits(other_final[i], final[i]), (i, content)
+            # A zero gradient times what is no number is none, in any neighbour.
+            if content == "random":
+                assert all(map(same_bits, other_grads, grads)), i
 
 
 @pytest.mark.parametrize(
     "name, options",
     [
-        *(
-            (name, {})
-            for name in ("longhorn", "longhorn_exact", "longhorn_decoupled", "longhorn_scalar")
-        ),
+        ("longhorn", {}),
+        ("longhorn_exact", {}),
+        ("longhorn_decoupled", {}),
+        ("longhorn_scalar", {}),
         ("longhorn", dict(key_norm=True)),
         ("longhorn_exact", dict(key_norm=True)),
     ],

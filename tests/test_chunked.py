@@ -45,30 +45,31 @@ def run(form, t, reference=False, chunk=None):
 
 
 def everything(form, t, weights=(1, 1), **options):
-    "Values and gradients of all inputs by name, under one random projection of output and final state."
+    "Values and gradients of all inputs by name, under a random projection of output and state."
     t = leaves(t)
     gen = torch.Generator().manual_seed(9)
-    results = run(form, t, **options)
-    used = [
-        (v, torch.randn(v.shape, generator=gen, dtype=torch.float64).to(v.dtype))
-        for w, v in zip(weights, results)
-        if w
-    ]
-    return dict(zip(("out", "state"), (v.detach() for v in results))) | gradients(*zip(*used), t)
+    out, state = run(form, t, **options)
+    results = []
+    projections = []
+    for weight, result in zip(weights, (out, state)):
+        if weight:
+            projection = torch.randn(result.shape, generator=gen, dtype=torch.float64)
+            results.append(result)
+            projections.append(projection.to(result.dtype))
+    values = dict(out=out.detach(), state=state.detach())
+    return values | gradients(results, projections, t)
 
 
-def agree(ours, theirs, tolerance):
-    for name, expected in theirs.items():
-        assert ours[name].shape == expected.shape, name
+def agree(results, references, tolerance):
+    for name, expected in references.items():
+        assert results[name].shape == expected.shape, name
         if expected.numel():
-            error = (
-                (ours[name].double() - expected.double()).abs().max()
-                / expected.abs().max().clamp(min=1)
-            ).item()
+            difference = (results[name].double() - expected.double()).abs().max()
+            error = (difference / expected.abs().max().clamp(min=1)).item()
             assert error <= tolerance, (name, error)
 
 
-# N D is below and above SMALL_PRODUCT, where the sum over the states changes from a product and a sum to `bmm`
+# N D is below and above SMALL_PRODUCT, where `bmm` replaces a product and a sum over the states.
 SIZES = [
     (1, 1, 1, 1, None),
     (3, 37, 5, 4, 8),
@@ -109,7 +110,8 @@ def test_sums_over_states_equal_a_sum_of_products(N, D, given_out):
 )
 def test_chunks_are_short_unless_checkpoints_would_outnumber_the_buffers(form, B, T, D, N):
     steps = chunked.chunk_length(form, B, T, D, N)
-    assert 1 <= steps <= 64 and steps <= max(1, T)
+    assert 1 <= steps <= 64
+    assert steps <= max(1, T)
     if form == "exact":
         assert steps == max(1, min(32, T))
     elif steps < T:
@@ -165,18 +167,20 @@ def test_extreme_keys_and_rates(form, scale, logit):
 def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
     t = make(2, 40, 3, 4, form=form)
     t["b"] = torch.full_like(t["b"], -1e4)
-    found = everything(form, t, weights=(0, 1), chunk=16)
-    assert torch.equal(found["state"], t["initial_state"])
-    assert found["x"].abs().max() < 1e-30 and found["initial_state"].abs().min() > 0
+    results = everything(form, t, weights=(0, 1), chunk=16)
+    assert torch.equal(results["state"], t["initial_state"])
+    assert results["x"].abs().max() < 1e-30
+    assert results["initial_state"].abs().min() > 0
 
 
 def test_long_run_of_nearly_equal_keys_in_float32():
     t = make(1, 700, 4, 16, form="exact", key_scale=0.02)
     t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
-    ours = everything("exact", leaves(t, torch.float32))
-    theirs = everything("exact", t, reference=True)
-    for name in theirs:
-        error = (ours[name].double() - theirs[name]).abs().max() / theirs[name].abs().max()
+    results = everything("exact", leaves(t, torch.float32))
+    references = everything("exact", t, reference=True)
+    for name, expected in references.items():
+        difference = (results[name].double() - expected).abs().max()
+        error = difference / expected.abs().max()
         assert error < 1e-3, (name, error)
 
 
@@ -184,27 +188,27 @@ def test_long_run_of_nearly_equal_keys_in_float32():
 @pytest.mark.parametrize("N", [1, 16, 64])
 def test_float32_at_layer_like_sizes(form, N):
     t = make(2, 96, 40, N, form=form, key_scale=N**-0.5)
-    ours = everything(form, leaves(t, torch.float32))
-    theirs = everything(form, t, reference=True)
-    for name, expected in theirs.items():
-        assert (ours[name].double() - expected).abs().max() <= 2e-5 * expected.abs().max(), name
+    results = everything(form, leaves(t, torch.float32))
+    references = everything(form, t, reference=True)
+    for name, expected in references.items():
+        difference = (results[name].double() - expected).abs().max()
+        assert difference <= 2e-5 * expected.abs().max(), name
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_second_derivative_is_taken_for_zero(form):
-    "`torch.autograd.grad` asks for some inputs only and must not find that nothing depends on them."
+    "`torch.autograd.grad` gets some inputs only and must not find that nothing depends on them."
     t = leaves(make(2, 5, 3, 2, form=form))
     given = {n: v for n, v in t.items() if v is not None}
-    for first in (
-        v for n, v in given.items() if n not in ("D_skip", "z")
-    ):  # those two meet the read-outs outside the scan
+    outside = ("D_skip", "z")  # they meet the read-outs outside the scan
+    refusal = "no second derivative; the reference scan can: .*a layer by layer.scan = functools"
+    for first in (v for n, v in given.items() if n not in outside):
         for second in given.values():
-            (grad,) = torch.autograd.grad(run(form, t)[0].square().sum(), first, create_graph=True)
-            with pytest.raises(
-                RuntimeError,
-                match="no second derivative; the reference scan can: .*a layer by layer.scan = functools.partial",
-            ):
-                torch.autograd.grad(grad.square().sum() + second.square().sum(), second)
+            out, _ = run(form, t)
+            (grad,) = torch.autograd.grad(out.square().sum(), first, create_graph=True)
+            loss = grad.square().sum() + second.square().sum()
+            with pytest.raises(RuntimeError, match=refusal + ".partial"):
+                torch.autograd.grad(loss, second)
 
 
 def opaque_inputs(form, packed, B=2):
@@ -213,13 +217,11 @@ def opaque_inputs(form, packed, B=2):
     D = 5
     N = 4
     torch.manual_seed(0)
-    A = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N)).get(form)
-    tensors = [
-        *(torch.randn(B, T, width) for width in (N, N, D, D)),
-        None if A is None else -torch.rand(A),
-        torch.randn(3 if packed else B, D, N),
-    ]
-    return [t if t is None else t.requires_grad_() for t in tensors]
+    inputs = [torch.randn(B, T, width) for width in (N, N, D, D)]
+    shape = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N)).get(form)
+    A = None if shape is None else -torch.rand(shape)
+    S = torch.randn(3 if packed else B, D, N)
+    return [t if t is None else t.requires_grad_() for t in (*inputs, A, S)]
 
 
 @pytest.mark.parametrize(
@@ -229,12 +231,10 @@ def opaque_inputs(form, packed, B=2):
     "form", ["exact", "s6", *(slow_case(form) for form in FORMS if form not in ("exact", "s6"))]
 )
 def test_the_opaque_operation_is_well_formed(form, packed, keep):
-    "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
+    "PyTorch's test: schema, registered gradients, fake tensors, tracing with dynamic shapes."
     bounds = torch.tensor([0, 5, 5, 30]) if packed else None
-    torch.library.opcheck(
-        torch.ops.longhorn_kit.chunked_scan.default,
-        (*opaque_inputs(form, packed), bounds, form, 8, keep),
-    )
+    arguments = (*opaque_inputs(form, packed), bounds, form, 8, keep)
+    torch.library.opcheck(torch.ops.longhorn_kit.chunked_scan.default, arguments)
 
 
 @pytest.mark.parametrize("B, packed", [slow_case(1, False), (2, False), (1, True)])
@@ -250,40 +250,36 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     skip = torch.randn(5)
     z = torch.randn(1, 37, 5)
     leaves = [t for t in (*tensors, S) if t is not None]
+    options = dict(D_skip=skip, initial_state=S, output_final_state=True, backend="chunked")
 
     def scan(bounds):
-        options = dict(
-            D_skip=skip,
-            z=z.expand(B, -1, -1),
-            initial_state=S,
-            output_final_state=True,
-            cu_seqlens=bounds,
-            backend="chunked",
-        )
-        return (
-            longhorn_scan(q, k, x, b, form=form, **options)
-            if A is None
-            else selective_scan(q, k, x, b, A, **options)
-        )
+        more = dict(z=z.expand(B, -1, -1), cu_seqlens=bounds, **options)
+        if A is None:
+            return longhorn_scan(q, k, x, b, form=form, **more)
+        return selective_scan(q, k, x, b, A, **more)
 
     def everything_of(scan, bounds):
         out, state = scan(bounds and torch.tensor(bounds))
-        return [out, state, *torch.autograd.grad(out.square().sum() + state.square().sum(), leaves)]
+        loss = out.square().sum() + state.square().sum()
+        return [out, state, *torch.autograd.grad(loss, leaves)]
 
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
-    bounds = [0, 5, 20, 37] if packed else None
-    for ours, expected in zip(everything_of(compiled, bounds), everything_of(scan, bounds)):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+    def compare(bounds, expected_bounds):
+        results = everything_of(compiled, bounds)
+        for result, expected in zip(results, everything_of(scan, expected_bounds)):
+            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+
     if not packed:
+        compare(None, None)
         return
-    right = everything_of(scan, [0, 20, 20, 37])
-    for ours, expected in zip(everything_of(compiled, [-3, 20, 7, 99]), right):
-        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+    compare([0, 5, 20, 37], [0, 5, 20, 37])
+    compare([-3, 20, 7, 99], [0, 20, 20, 37])  # moved into the range
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
-            assert (
-                part[:, :3].eq(0).all() and part[:, 30:].eq(0).all() and part[:, 3:30].ne(0).any()
-            )
+            assert part[:, :3].eq(0).all()
+            assert part[:, 30:].eq(0).all()
+            assert part[:, 3:30].ne(0).any()
 
 
 @pytest.mark.parametrize("way", ["eager", slow_case("compiled"), "recomputed"])
@@ -297,7 +293,9 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     ],
 )
 def test_finite_differences_confirm_the_operation(form, way):
-    "PyTorch's gradcheck in float64, with the initial and the final state; also compiled, and recomputed inside a compiled function."
+    """PyTorch's gradcheck in float64, with the initial and the final state.
+
+    Also compiled, and recomputed inside a compiled function."""
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
     t = leaves(make(1, 5, 2, 2, form=form))
@@ -311,45 +309,46 @@ def test_finite_differences_confirm_the_operation(form, way):
         bias = a.pop("b_bias", None)
         return selective_scan(**a, dt=dt, dt_bias=bias, output_final_state=True)
 
+    def recomputed(*tensors):
+        return checkpoint(scan, *tensors, use_reentrant=False)
+
     torch._dynamo.reset()
-    ways = dict(
-        eager=scan, compiled=scan, recomputed=lambda *a: checkpoint(scan, *a, use_reentrant=False)
-    )
-    asked = (
-        ways[way]
-        if way == "eager"
-        else torch.compile(ways[way], fullgraph=True, backend="aot_eager")
-    )
-    assert torch.autograd.gradcheck(asked, given, fast_mode=True)
+    function = recomputed if way == "recomputed" else scan
+    if way != "eager":
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    assert torch.autograd.gradcheck(function, given, fast_mode=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_checkpoints_without_gradients(form, monkeypatch):
     machine = chunked.MACHINES[form]
-    seen = []
-    monkeypatch.setitem(
-        chunked.MACHINES,
-        form,
-        machine._replace(run=lambda *a: seen.append(machine.run(*a)) or seen[-1]),
-    )
+    tapes = []
+
+    def recorded(*arguments):
+        out, state, tape = machine.run(*arguments)
+        tapes.append(tape)
+        return out, state, tape
+
+    monkeypatch.setitem(chunked.MACHINES, form, machine._replace(run=recorded))
     t = make(1, 20, 2, 3, form=form)
     run(form, t, chunk=4)
     with torch.no_grad():
         run(form, leaves(t), chunk=4)
-    assert [tape[-1].numel() for _, _, tape in seen] == [0, 0]
+    assert [tape[-1].numel() for tape in tapes] == [0, 0]
     run(form, leaves(t), chunk=4)
-    assert seen[-1][2][-1].shape == (5, 1, 3, 2)
+    assert tapes[-1][-1].shape == (5, 1, 3, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_only_some_inputs_need_gradients(form):
     t = make(1, 9, 2, 3, form=form)
     k = t["k"].requires_grad_()
-    ours, expected = (
-        torch.autograd.grad(run(form, t, reference, 4)[0].sum(), k)[0]
-        for reference in (False, True)
-    )
-    torch.testing.assert_close(ours, expected, rtol=1e-11, atol=1e-11)
+
+    def gradient(reference):
+        out, _ = run(form, t, reference, 4)
+        return torch.autograd.grad(out.sum(), k)[0]
+
+    torch.testing.assert_close(gradient(False), gradient(True), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])

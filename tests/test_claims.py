@@ -1,4 +1,4 @@
-"""The claims: the published tables, what the functions read from a record, and that every claim is complete."""
+"""The claims: the published tables, readings of a record, and that every claim is complete."""
 
 import json
 
@@ -20,38 +20,40 @@ def test_averages_of_the_published_recall_table_are_the_published_averages():
     }
     for (reading, model), average in averages.items():
         scores = published.RECALL_INTENSIVE[reading][model]
-        assert len(scores) == len(published.RECALL_TASKS) and sum(scores) / 6 == pytest.approx(
-            average, abs=0.006
-        )
+        assert len(scores) == len(published.RECALL_TASKS)
+        assert sum(scores) / 6 == pytest.approx(average, abs=0.006)
 
 
 def test_no_column_of_what_others_measured_is_left_out():
-    found = [
+    longer = [
         comparison.label.split(":")[0]
         for comparison, _ in claims.find_claim("elsewhere-recall").settled()
     ]
-    assert found == [name for name in published.INDEPENDENT if "2K/4K/8K" in name]
+    assert longer == [name for name in published.INDEPENDENT if "2K/4K/8K" in name]
 
 
 def test_every_claim_is_complete():
     names = [claim.name for claim in claims.CLAIMS]
     assert len(set(names)) == len(names)
     for claim in claims.CLAIMS:
-        assert claim.statement and claim.published and claim.source and claim.rule
+        assert claim.statement
+        assert claim.published
+        assert claim.source
+        assert claim.rule
         assert bool(claim.module) <= bool(claim.compare and claim.minutes)
         assert claim.reads is None or claim.reads in names
         assert set(claim.minutes) <= set(claims.SCALES)
 
 
 def test_published_numbers_of_the_rows_are_those_of_the_tables():
-    told = {claim.name: claim.published for claim in claims.CLAIMS}
+    stated = {claim.name: claim.published for claim in claims.CLAIMS}
     for name, size in (("language", "120M"), ("language-350m", "350M")):
         for model in ("longhorn", "mamba", "attention", "gla"):
-            assert f"{published.OPENWEBTEXT[size][model]:.3f}" in told[name]
-    assert str(published.OPENWEBTEXT["120M"]["longhorn_scalar"]) in told["scalar-rate"]
-    assert str(published.OPENWEBTEXT["350M"]["mamba_input_a"]) in told["input-dependent-a"]
+            assert f"{published.OPENWEBTEXT[size][model]:.3f}" in stated[name]
+    assert str(published.OPENWEBTEXT["120M"]["longhorn_scalar"]) in stated["scalar-rate"]
+    assert str(published.OPENWEBTEXT["350M"]["mamba_input_a"]) in stated["input-dependent-a"]
     assert all(
-        f"{value:.2f}" in told["downstream"] for value in published.DOWNSTREAM_PERPLEXITY.values()
+        f"{value:.2f}" in stated["downstream"] for value in published.DOWNSTREAM_PERPLEXITY.values()
     )
 
 
@@ -95,45 +97,45 @@ def kernel_record(**ms):
 )
 def test_kernel_rows_follow_the_times(claim, ms, words):
     assert [
-        found.verdict for _, found in claims.find_claim(claim).timed(kernel_record(**ms))
+        judgement.verdict for _, judgement in claims.find_claim(claim).timed(kernel_record(**ms))
     ] == words
 
 
 def test_times_of_code_that_is_not_in_the_repository_say_what_they_lack():
-    why = [found.why for _, found in claims.find_claim("kernel-official").timed(kernel_record())]
-    assert (
-        all("no versions, commit, spread or raw log" in why[i] for i in (0, 2))
-        and "no commit, spread" in why[1]
-    )
-    official, ours = claims.find_claim("kernel-time").timed(kernel_record())
-    assert "nothing in the repository runs that code" in official[1].why and not ours[1].why
+    why = [
+        judgement.why
+        for _, judgement in claims.find_claim("kernel-official").timed(kernel_record())
+    ]
+    assert all("no versions, commit, spread or raw log" in why[i] for i in (0, 2))
+    assert "no commit, spread" in why[1]
+    official, kit = claims.find_claim("kernel-time").timed(kernel_record())
+    assert "nothing in the repository runs that code" in official[1].why
+    assert not kit[1].why
     assert not compare.no_fast_kernel(kernel_record())[0][1].why
 
 
 def test_a_claim_that_holds_at_one_shape_only_is_undecided():
     uneven = kernel_record()
     uneven["rows"][0]["forward_ms"] = 3.0
-    comparison, found = claims.find_claim("kernel-time").timed(uneven)[0]
-    assert (
-        found.verdict == "undecided"
-        and comparison.differences == pytest.approx((1 / 3, 1, 1))
-        and found.low == pytest.approx(1 / 3)
-    )
+    comparison, judgement = claims.find_claim("kernel-time").timed(uneven)[0]
+    assert judgement.verdict == "undecided"
+    assert comparison.differences == pytest.approx((1 / 3, 1, 1))
+    assert judgement.low == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
-    "best, tried, told",
+    "best, tried, message",
     [
         ((1e-3,), [1e-3], "one learning rate"),
         ((0.03, 0.1), [0.01, 0.03, 0.1], "edge of the grid (Mamba)"),
         ((0.03, 0.03), [0.01, 0.03, 0.1], ""),
     ],
 )
-def test_learning_rates_have_to_be_bracketed(best, tried, told):
-    assert told in compare.edge(
+def test_learning_rates_have_to_be_bracketed(best, tried, message):
+    assert message in compare.edge(
         {name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)}
     )
-    assert bool(told) == bool(
+    assert bool(message) == bool(
         compare.edge({name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)})
     )
 
@@ -150,16 +152,12 @@ def recall_record(lr=0.03, **scores):
 
 def test_recall_is_compared_seed_by_seed_in_points():
     first, *rest = compare.compare_recall(recall_record(longhorn_exact=[0.9, 0.91, 0.92]))
-    assert (
-        first.label == "keys once: exact above diagonal"
-        and first.differences == pytest.approx((40, 40, 40))
-        and first.searched == 2
-    )
-    assert (
-        len(rest) == 3
-        and not first.doubt
-        and compare.compare_recall(recall_record(lr=0.1))[0].doubt
-    )
+    assert first.label == "keys once: exact above diagonal"
+    assert first.differences == pytest.approx((40, 40, 40))
+    assert first.searched == 2
+    assert len(rest) == 3
+    assert not first.doubt
+    assert compare.compare_recall(recall_record(lr=0.1))[0].doubt
 
 
 def cell(mixer, accuracy, width=64, lr=0.01, rates=(0.001, 0.01, 0.1), **more):
@@ -191,13 +189,14 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
         cell("longhorn", [0.9] * 3, 512, rewritten=8),
         cell("mamba", [0.1] * 3, 512, rewritten=8),
     ]
-    (found,) = compare.compare_mqar({"results": {"cells": cells}}, (("longhorn", "mamba"),))
-    assert found.label == "diagonal above Mamba (2 of 3 cells)"
-    assert found.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), (
+    (comparison,) = compare.compare_mqar({"results": {"cells": cells}}, (("longhorn", "mamba"),))
+    assert comparison.label == "diagonal above Mamba (2 of 3 cells)"
+    assert comparison.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), (
         "limited to 1.2 guesses, averaged over two cells"
     )
     (alone,) = compare.compare_mqar({"results": {"cells": cells[4:6]}}, (("longhorn", "mamba"),))
-    assert alone.doubt and not alone.differences
+    assert alone.doubt
+    assert not alone.differences
     assert "with d_model –" in compare.about_mqar(
         {"settings": {"lrs": [0.01]}, "results": {"cells": []}}
     ), "no cell is finished"
@@ -206,13 +205,13 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
 def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
     tried = {"longhorn": (0.001, 0.01, 0.1), "mamba": (0.01,), "gla": (0.01, 0.1)}
     cells = [cell(name, [0.9], rates=rates, state_bytes=0) for name, rates in tried.items()]
-    told = compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": cells}})
-    assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in told
+    text = compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": cells}})
+    assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in text
     for name in ("mqar", "exact-mqar", "larger-state"):
         assert "chosen on seed 0, which is judged too" in claims.find_claim(name).about(
             {"settings": {}, "results": {"cells": cells}}
         )
-    assert "two rows are about different cells and cannot be compared" in told
+    assert "two rows are about different cells and cannot be compared" in text
 
 
 def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():
@@ -229,24 +228,21 @@ def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():
     names = ("longhorn", "longhorn_exact", "mamba")
     record = {"rows": [row(name, compile, 1000) for name in names for compile in (False, True)]}
 
-    def again(*mixers):
+    def newer(*mixers):
         return {
             "rows": [dict(mixer=name, compiled=False, ms=80.0, commit="new") for name in mixers]
         }
 
     def reasons(later):
-        return [found.why for _, found in compare.compare_training(record, later)]
+        return [judgement.why for _, judgement in compare.compare_training(record, later)]
 
-    diagonal, exact = reasons(again("longhorn"))
-    assert (
-        diagonal
-        == (
-            "stale: timed at commit old; at new diagonal takes 80.0 ms per eager step instead of 100.0, "
-            "and Mamba was not timed again"
-        )
-        and exact == ""
+    diagonal, exact = reasons(newer("longhorn"))
+    assert diagonal == (
+        "stale: timed at commit old; at new diagonal takes 80.0 ms per eager step instead of "
+        "100.0, and Mamba was not timed again"
     )
-    assert reasons(again(*names)) == reasons(None) == ["", ""]
+    assert exact == ""
+    assert reasons(newer(*names)) == reasons(None) == ["", ""]
 
 
 def run(mixer, seed, losses, tokens=(10, 20, 40), **more):
@@ -290,21 +286,18 @@ def test_repeated_text_is_compared_after_one_pass_and_at_the_end():
         )
     )
     first, last = compare.compare_language(record, (("longhorn", "mamba"),))
-    assert (first.label, first.differences) == (
-        "diagonal below Mamba, after one pass",
-        (1, 1.5),
-    ) and first.published == pytest.approx(0.013)
+    assert (first.label, first.differences) == ("diagonal below Mamba, after one pass", (1, 1.5))
+    assert first.published == pytest.approx(0.013)
     assert (last.label, last.differences) == (
         "diagonal below Mamba, after 2.0 passes",
         (-0.5, -0.5),
-    ) and "one learning rate" in last.doubt
-    told = compare.about_language(record)
-    assert (
-        "2.0 passes" in told
-        and "diagonal 2k" in told
-        and "mixers only for diagonal, Mamba" in told
-        and "0.001 only" in told
     )
+    assert "one learning rate" in last.doubt
+    text = compare.about_language(record)
+    assert "2.0 passes" in text
+    assert "diagonal 2k" in text
+    assert "mixers only for diagonal, Mamba" in text
+    assert "0.001 only" in text
     assert [
         c.label
         for c in compare.compare_language(
@@ -318,27 +311,21 @@ def test_repeated_text_is_compared_after_one_pass_and_at_the_end():
     "losses, saved", [((4, 3, 2.0), 50.0), ((4, 3.5, 3.0), 0.0), ((5, 4.5, 4.0), None)]
 )
 def test_tokens_saved_are_read_off_the_curves(losses, saved):
-    (found,) = compare.compare_tokens(
+    (comparison,) = compare.compare_tokens(
         grid_record(run("longhorn", 0, losses), run("mamba", 0, (5, 4, 3.0)), unique=40)
     )
-    assert found.differences == (() if saved is None else (saved,)) and (
-        "not reached" in found.doubt
-    ) == (saved is None)
+    assert comparison.differences == (() if saved is None else (saved,))
+    assert ("not reached" in comparison.doubt) == (saved is None)
 
 
 def test_lengths_tell_texts_apart_from_seeds():
     nats = {"docs": [2.0, 1.98], "prose": [2.0, 2.1]}
-    models = [
-        {
-            "mixer": "longhorn",
-            "text": {text: {"by_length": {"nats": values}} for text, values in nats.items()},
-        }
-        for _ in range(3)
-    ]
-    found = claims.outcomes(
+    texts = {text: {"by_length": {"nats": values}} for text, values in nats.items()}
+    models = [{"mixer": "longhorn", "text": texts} for _ in range(3)]
+    judged = claims.outcomes(
         "extrapolation", {"settings": {"multiples": [1, 16]}, "results": {"models": models}}
     )
-    assert [(c.label, j.n, j.verdict) for c, j in found] == [
+    assert [(c.label, j.n, j.verdict) for c, j in judged] == [
         ("docs, 16 times the length: diagonal keeps", 3, "holds"),
         ("prose, 16 times the length: diagonal keeps", 3, "does not hold"),
     ]
@@ -354,10 +341,10 @@ def test_needles_are_compared_at_the_longest_text_after_lessons():
             },
         }
 
-    (found,) = compare.compare_needles(
+    (comparison,) = compare.compare_needles(
         {"results": {"models": [model("longhorn", 1), model("mamba", 0)]}}
     )
-    assert (found.label, found.differences) == (
+    assert (comparison.label, comparison.differences) == (
         "fact, finetuned, 128 tokens: diagonal above Mamba",
         (50,),
     )
@@ -398,12 +385,10 @@ AUDITED = {  # computed from the same record by other code, with the variance po
 def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
     record = json.loads((RECORDED / "one-pass" / "gpu.json").read_text())
     title, header, rows = compare.explored(record)
-    found = {row[1]: float(row[2]) for row in rows}
-    assert (
-        found == pytest.approx(AUDITED, abs=0.0005)
-        and "xploratory" in title
-        and len(header) == len(rows[0])
-    )
+    printed = {row[1]: float(row[2]) for row in rows}
+    assert printed == pytest.approx(AUDITED, abs=0.0005)
+    assert "xploratory" in title
+    assert len(header) == len(rows[0])
     text = " ".join([title, *header, *(cell for row in rows for cell in row)])
     assert not any(
         word in text
@@ -413,15 +398,14 @@ def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
     first = record["results"]["groups"]["paper"][0]
     first["runs"][0]["bits_per_byte"] = None  # diverged
     lost = [row for row in compare.explored(record)[2] if first["name"] in row[1]]
-    assert len(lost) == 2 and all("1 of " in row[2] and row[3:] == ["", "", ""] for row in lost)
+    assert len(lost) == 2
+    assert all("1 of " in row[2] and row[3:] == ["", "", ""] for row in lost)
 
 
 def test_a_claim_can_read_the_records_of_a_further_experiment():
     claim = claims.find_claim("scalar-rate")
-    assert (
-        set(claims.readers(claim)) == {"language", "one-pass"}
-        and set(claims.readers(claims.find_claim("stable"))) == set()
-    )
+    assert set(claims.readers(claim)) == {"language", "one-pass"}
+    assert set(claims.readers(claims.find_claim("stable"))) == set()
     first = {"experiment": "one-pass", "results": {"plan": {}}}
     assert claims.outcomes("scalar-rate", first) == [], "the first plan has no such pair"
     second = {

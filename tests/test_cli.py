@@ -1,4 +1,4 @@
-"""The command line: exit codes, one line for every failure, resuming, and nothing lost on the way."""
+"""The command line: exit codes, one line for every failure, and resuming without loss."""
 
 import dataclasses
 import errno
@@ -53,11 +53,9 @@ def fails(capsys, argv, code=1):
     "Run a command that has to fail; returns its one line."
     assert cli.main(argv) == code
     out, err = capsys.readouterr()
-    assert (
-        err.startswith("longhorn: error: ")
-        and err.count("\n") == 1
-        and "Traceback" not in out + err
-    ), err
+    assert err.startswith("longhorn: error: "), err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in out + err, err
     return err.removeprefix("longhorn: error: ").strip()
 
 
@@ -106,20 +104,27 @@ def fails(capsys, argv, code=1):
 def test_mistake_in_the_command_line(here, capsys, argv, says):
     assert cli.main(argv) == 2
     err = capsys.readouterr().err
-    assert (
-        says in err
-        and "Traceback" not in err
-        and "parsing settings" not in err
-        and list(here.iterdir()) == []
-    )
+    assert says in err
+    assert "Traceback" not in err
+    assert list(here.iterdir()) == []
     assert argv[:1] != ["train-lm"] or "longhorn train-lm --help" in err
+
+
+def test_each_of_several_processes_prints_a_mistake_as_one_line(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(cli, "agreed", lambda function, argv: function(argv))
+    assert cli.main(["claims", "--oops"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("longhorn: error: Unrecognized options")
+    assert "Unrecognized options: --oops" in line and "│" not in line and "---" not in line
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], *([name, "--help"] for name in cli.COMMANDS)])
 def test_help_goes_to_stdout_and_explains_every_flag(argv, capsys):
     assert cli.main(argv) == 0
     out, err = capsys.readouterr()
-    assert "usage: longhorn" in out and err == ""
+    assert "usage: longhorn" in out
+    assert err == ""
     fields = dataclasses.fields(cli.COMMANDS[argv[0]]) if argv[0] in cli.COMMANDS else ()
     for words in (
         field.name.replace("_", "-") for field in fields if field.name != "settings"
@@ -148,14 +153,22 @@ def test_help_lists_presets_mixers_and_what_a_preset_fills_in(
         "description",
         *("steps", "warmup", "eval_every") * (command == "train-vision"),
     }:
-        about, default = re.search(
+        explanation, _ = re.search(
             rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words
         ).groups()
-        assert len(about.split()) > 1 and default == "from the preset", name
-    assert "default: None" not in out and "--description" not in out
-    name = list(presets)[0]
-    assert cli.main([command, "--preset", name, "--help"]) == 0
-    assert "from the preset" not in (out := capsys.readouterr().out) and f"  {name}: " in out
+        assert len(explanation.split()) > 1, name
+    assert "default: None" not in out
+    assert "--description" not in out
+    shown = {"train-lm": "laptop", "train-vision": "digits"}[command]
+    other = next(name for name in reversed(presets) if name != shown)
+    assert f"The settings below have the values of --preset {shown}.\n" in out
+    assert cli.main([command, "--preset", other, "--help"]) == 0
+    named = capsys.readouterr().out
+    assert f"The settings below have the values of --preset {other}.\n" in named
+    for name, text in ((shown, out), (other, named)):
+        learning_rate = re.search(r"highest learning rate.*?\(default: (.*?)\)", text)[1]
+        preset = presets[name]
+        assert float(learning_rate) == (preset.train if command == "train-lm" else preset.config).lr
 
 
 def test_version(capsys):
@@ -169,17 +182,14 @@ def test_version(capsys):
 def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
     assert cli.main(["reproduce"]) == 0
     out = capsys.readouterr().out
-    assert (
-        fakes.calls == ["fake", "second"]
-        and "at scale laptop: fake, second; about 2 min on two CPU cores" in out
-    )
-    assert (
-        out.count("score: +2.0 points, n = 3, holds") == 2
-        and out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
-    )
+    assert fakes.calls == ["fake", "second"]
+    assert "at scale laptop: fake, second; about 2 min on two CPU cores" in out
+    assert out.count("score: +2.0 points, n = 3, holds") == 2
+    assert out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
     assert (here / "runs" / "report.html").exists()
     assert cli.main(["reproduce"]) == 0
-    assert len(fakes.calls) == 2 and capsys.readouterr().out.count("already finished") == 2
+    assert len(fakes.calls) == 2
+    assert capsys.readouterr().out.count("already finished") == 2
 
 
 def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, capsys):
@@ -192,34 +202,31 @@ def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, 
 
     fakes.during["second"] = look
     assert cli.main(["reproduce"]) == 0
-    assert (
-        len(pages) == 1
-        and pages[0].count('<section id="fake-laptop">') == 1
-        and '<section id="second-laptop">' not in pages[0]
-    )
+    assert len(pages) == 1
+    assert pages[0].count('<section id="fake-laptop">') == 1
+    assert '<section id="second-laptop">' not in pages[0]
     assert (
         pages[0].index('<section id="fake-laptop">')
         < pages[0].index("<svg")
         < pages[0].index("</figure>")
     )
-    assert "still to come when this page was written: second." in pages[0] and pages[
-        0
-    ].rstrip().endswith("</html>")
+    assert "still to come when this page was written: second." in pages[0]
+    assert pages[0].rstrip().endswith("</html>")
     assert f"report so far: {Path('runs/report.html')}" in shown[0]
     last = (here / "runs" / "report.html").read_text(encoding="utf-8")
-    assert "still to come" not in last and '<section id="second-laptop">' in last
+    assert "still to come" not in last
+    assert '<section id="second-laptop">' in last
 
 
 def test_an_interrupt_between_claims_leaves_a_readable_page(here, capsys):
     fakes.errors["second"] = KeyboardInterrupt()
     assert "the same command resumes" in fails(capsys, ["reproduce"], 130)
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
-    assert (
-        '<section id="fake-laptop">' in page
-        and "still to come when this page was written: second." in page
-    )
+    assert '<section id="fake-laptop">' in page
+    assert "still to come when this page was written: second." in page
     fakes.errors.clear()
-    assert cli.main(["reproduce"]) == 0 and fakes.calls == ["fake", "second", "second"]
+    assert cli.main(["reproduce"]) == 0
+    assert fakes.calls == ["fake", "second", "second"]
     assert "still to come" not in (here / "runs" / "report.html").read_text(encoding="utf-8")
 
 
@@ -236,7 +243,7 @@ def test_the_time_left_is_printed_once_with_the_claims_that_follow(here, capsys)
     second = fakes.claim("second", minutes={"laptop": 3})
     local = cli.Reproduce()
     slurm = cli.Reproduce(launcher="slurm")
-    # the first claim takes twice its recorded time here, so the second is expected to take 6 minutes
+    # the first claim takes twice its recorded time here, so the second should take 6 minutes
     lines = printed_times(first, local, (second,), (180, 240, 2, 6), (60, 240, 2, 2), capsys=capsys)
     assert lines == [
         "  about 9 min left on this machine (2 jobs at a time), of which fake about 3 min"
@@ -298,9 +305,11 @@ def test_damaged_record_is_summarized_again(here, capsys):
     path = here / "runs" / "fake" / "laptop" / "record.json"
     before = read_record(path)["results"]
     path.write_text("{")
-    assert cli.main(["claims"]) == 0 and "cannot be judged" in capsys.readouterr().out
+    assert cli.main(["claims"]) == 0
+    assert "cannot be judged" in capsys.readouterr().out
     assert cli.main(["reproduce", "fake"]) == 0
-    assert read_record(path)["results"] == before and fakes.calls == ["fake"]
+    assert read_record(path)["results"] == before
+    assert fakes.calls == ["fake"]
 
 
 def test_settings_are_flags_and_make_a_trial(here, capsys):
@@ -308,34 +317,39 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     assert re.search(r"--steps INT\s+steps to take \(default: 3\)", capsys.readouterr().out)
     assert cli.main(["reproduce", "fake", "--seeds", "5", "6", "--steps", "4"]) == 0
     record = read_record(here / "runs" / "fake" / "laptop.trial" / "record.json")
-    assert record["settings"] == {"steps": 4, "seeds": [5, 6]} and fakes.calls == ["fake", "fake"]
+    assert record["settings"] == {"steps": 4, "seeds": [5, 6]}
+    assert fakes.calls == ["fake", "fake"]
     out = capsys.readouterr().out
+    assert "at scale laptop: fake; its time is estimated after its first job" in out
+    assert "on two CPU cores" not in out
+    assert "+4.0 points" in out
     assert (
-        "at scale laptop: fake; its time is estimated after its first job" in out
-        and "on two CPU cores" not in out
-    )
-    assert (
-        "+4.0 points" in out
-        and "  a trial, since its settings are not those of the scale; the ledger does not count it"
+        "  a trial, since its settings are not those of the scale; the ledger does not count it"
         in out
     )
     assert not any(row.file for row in cli.ledger("runs"))
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
-    assert (
-        '<section id="fake-laptop-trial">' in page
-        and "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
-    )
+    assert '<section id="fake-laptop-trial">' in page
+    assert "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
     for names in ([], ["fake"]):
         assert cli.main(["claims", *names]) == 0
         assert (
             f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n  steps 3 -> 4, seeds [0] -> [5, 6]\n"
             in capsys.readouterr().out
         )
-    assert cli.main(["claims", "second"]) == 0 and "trial" not in capsys.readouterr().out
-    assert (
-        cli.main(["reproduce", "fake", "--steps", "5"]) == 0
-        and read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
+    assert cli.main(["claims", "second"]) == 0
+    assert "trial" not in capsys.readouterr().out
+    damaged = here / "runs" / "fake" / "gpu.trial" / "record.json"
+    damaged.parent.mkdir()
+    damaged.write_text("{}")
+    assert cli.main(["claims", "fake"]) == 0
+    assert re.search(
+        r"warning: a trial is left out: .*gpu.trial.record.json; restore the file",
+        capsys.readouterr().err,
     )
+    damaged.unlink()
+    assert cli.main(["reproduce", "fake", "--steps", "5"]) == 0
+    assert read_record(here / "runs/fake/laptop.trial/record.json")["settings"]["steps"] == 5
     kept = f"record-{record['sha256'][:8]}.json"
     assert (
         f"steps 4 -> 5, seeds [5, 6] -> [0]; that record is kept as {kept}"
@@ -380,9 +394,8 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
     assert err.endswith(
         "longhorn: error: not done: fake (no room for fake), third (no room for third); what is finished is kept\n"
     )
-    assert (
-        "score: +2.0 points, n = 3, holds" in out and f"report: {Path('runs/report.html')}" in out
-    )
+    assert "score: +2.0 points, n = 3, holds" in out
+    assert f"report: {Path('runs/report.html')}" in out
     assert [path.parts[-3] for path in here.glob("runs/*/*/record.json")] == ["second"]
 
 
@@ -413,7 +426,8 @@ def test_folder_that_cannot_be_written_fails_before_anything_runs(here, capsys, 
         assert cli.main(["reproduce", "--out", ""]) == 0  # the current folder
         return
     assert "cannot write to" in fails(capsys, ["reproduce", "--out", out])
-    assert fakes.calls == [] and (here / "file").read_text() == "mine"
+    assert fakes.calls == []
+    assert (here / "file").read_text() == "mine"
 
 
 def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeypatch):
@@ -431,9 +445,8 @@ def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeyp
         ],
     )
     assert cli.main(["reproduce", "done", "--scale", "paper"]) == 0
-    assert (
-        here / "scores"
-    ).read_text() == "evaluated\n" and "the full recipe" in capsys.readouterr().out
+    assert (here / "scores").read_text() == "evaluated\n"
+    assert "the full recipe" in capsys.readouterr().out
     assert "broken (its command ended with code 7)" in fails(
         capsys, ["reproduce", "broken", "--scale", "paper"]
     )
@@ -445,17 +458,16 @@ def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeyp
 
 def test_downstream_trains_and_evaluates_every_model():
     command = cli.recipe(claims.find_claim("downstream"), "paper")
-    assert (
-        "for mixer in longhorn mamba gla" in command
-        and command.index("train-lm") < command.index("longhorn eval")
-        and "--tasks downstream" in command
-    )
+    assert "for mixer in longhorn mamba gla" in command
+    assert command.index("train-lm") < command.index("longhorn eval")
+    assert "--tasks downstream" in command
 
 
 def test_report_that_cannot_be_written_keeps_the_runs(here, capsys):
     (here / "runs" / "report.html").mkdir(parents=True)
     assert "report.html" in fails(capsys, ["reproduce"])
-    assert len(fakes.calls) == 2 and (here / "runs" / "fake" / "laptop" / "record.json").exists()
+    assert len(fakes.calls) == 2
+    assert (here / "runs" / "fake" / "laptop" / "record.json").exists()
 
 
 def test_claims_prints_what_was_found(here, capsys):
@@ -463,20 +475,16 @@ def test_claims_prints_what_was_found(here, capsys):
     capsys.readouterr()
     assert cli.main(["claims"]) == 0
     out = capsys.readouterr().out
-    assert (
-        "laptop: score" in out
-        and "+2.0 points" in out
-        and "not run" in out
-        and "longhorn reproduce CLAIM" in out
-    )
+    assert "laptop: score" in out
+    assert "+2.0 points" in out
+    assert "not run" in out
+    assert "longhorn reproduce CLAIM" in out
     assert cli.main(["claims", "second", "--out", "elsewhere"]) == 0
     out, err = capsys.readouterr()
-    assert (
-        "not run" in out
-        and "second: The second claim" in out
-        and "The fake claim" not in out
-        and "there is no folder elsewhere" in err
-    )
+    assert "not run" in out
+    assert "second: The second claim" in out
+    assert "The fake claim" not in out
+    assert "there is no folder elsewhere" in err
 
 
 STOPPED = """
@@ -508,12 +516,14 @@ def test_sigterm_ends_reproduce_with_one_line(tmp_path):
         time.sleep(0.05)
     os.killpg(child.pid, signal.SIGTERM)  # as SLURM and `timeout` do: the workers get it too
     out, err = child.communicate(timeout=120)
-    assert child.returncode == 130 and "Traceback" not in out + err
+    assert child.returncode == 130
+    assert "Traceback" not in out + err
     errors = [line for line in err.splitlines() if line.startswith("longhorn: error: ")]
     assert errors == [
         "longhorn: error: stopped by SIGTERM; what is finished is kept, and the same command resumes"
     ]
-    assert "BrokenPipe" not in err and "a job failed" not in err, err
+    assert "BrokenPipe" not in err, err
+    assert "a job failed" not in err, err
 
 
 @pytest.mark.parametrize("kind", cli.COMMANDS.values(), ids=cli.COMMANDS)
@@ -528,10 +538,11 @@ def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "parse", lambda argv: Stopped())
     before = signal.getsignal(signal.SIGTERM)
-    assert cli.main(["stopped"]) == 130 and signal.getsignal(signal.SIGTERM) is before
-    told = capsys.readouterr().err
-    assert re.fullmatch("longhorn: error: stopped by SIGTERM(; [a-z, ]+)?\n", told)
-    assert ("resumes" in told) == (
+    assert cli.main(["stopped"]) == 130
+    assert signal.getsignal(signal.SIGTERM) is before
+    reported = capsys.readouterr().err
+    assert re.fullmatch("longhorn: error: stopped by SIGTERM(; [a-z, ]+)?\n", reported)
+    assert ("resumes" in reported) == (
         kind in (cli.Reproduce, cli.Prepare, cli.TrainLM, cli.TrainVision)
     )
 
@@ -598,7 +609,8 @@ def test_generate_prints_prompt_and_text_and_repeats_with_a_seed(model, capsys):
             == 0
         )
         texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2] and texts[0].startswith("état")
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0].startswith("état")
     assert cli.main(["generate", str(model), "--tokens", "0", "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "a\n"
 
@@ -650,7 +662,8 @@ def test_generate_and_export_tell_checkpoints_apart_alike(model, tmp_path, capsy
             fails(capsys, [*command, str(tmp_path), *more])
             for command, more in ((["generate"], []), (["export"], [str(tmp_path / "out")]))
         }
-        assert len(said) == 1 and "config.json" in said.pop()
+        assert len(said) == 1
+        assert "config.json" in said.pop()
 
 
 def test_generate_refuses_the_tokenizer_of_another_model(tmp_path, capsys):
@@ -670,9 +683,8 @@ def test_generate_refuses_the_tokenizer_of_another_model(tmp_path, capsys):
 def test_generate_sends_no_control_characters(model, capsys):
     cli.main(["generate", str(model), "--prompt", "\x1b[2J", "--tokens", "300"])
     out = capsys.readouterr().out
-    assert out.startswith("\ufffd[2J") and not any(
-        ord(letter) < 32 and letter not in "\n\t" for letter in out
-    )
+    assert out.startswith("\ufffd[2J")
+    assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in out)
 
 
 @pytest.mark.parametrize(
@@ -709,11 +721,13 @@ def test_generate_reads_a_prompt_from_standard_input(model, capsys, monkeypatch)
 def test_generate_refuses_a_prompt_that_is_not_utf_8(model, capsys, monkeypatch):
     import io
 
-    told = "the prompt is not UTF-8 text"
-    assert told in fails(capsys, ["generate", str(model), "--prompt", os.fsdecode(b"caf\xe9")], 2)
+    reported = "the prompt is not UTF-8 text"
+    assert reported in fails(
+        capsys, ["generate", str(model), "--prompt", os.fsdecode(b"caf\xe9")], 2
+    )
     for errors in ("strict", "surrogateescape"):  # the second where the locale is C
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
-        assert told in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
+        assert reported in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
 
 
 def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
@@ -776,16 +790,19 @@ def test_help_is_quick_and_starts_no_torch():
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "usage: longhorn" in done.stdout
+    assert done.returncode == 0
+    assert "usage: longhorn" in done.stdout
     imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
-    assert "tyro" in imported and not imported & {"torch", "matplotlib", "numpy", "datasets"}
+    assert "tyro" in imported
+    assert not imported & {"torch", "matplotlib", "numpy", "datasets"}
     assert time.monotonic() - start < 10  # generous: measured 0.2 s alone
 
 
 def test_closed_pipe_is_silent():
     child = command("claims")
     child.stdout.close()
-    assert child.stderr.read() == "" and child.wait(60) in (0, 1)
+    assert child.stderr.read() == ""
+    assert child.wait(60) in (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -803,25 +820,31 @@ def test_a_closed_output_is_no_failure(closed, words, code):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == code and "Traceback" not in done.stderr and done.stdout == ""
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+def test_closed_streams_are_empty(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    cli.open_closed_streams()
+    assert sys.stdin.read() == ""
+    assert sys.stdout.write("x") == sys.stderr.write("x") == 1
 
 
 def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_with_code_2():
     out, err = (child := command("claims", env={"PYTHONIOENCODING": "ascii"})).communicate(
         timeout=60
     )
-    assert (
-        child.returncode == 0
-        and err == ""
-        and " ? " in out
-        and "Run one: longhorn reproduce" in out
-    )
+    assert child.returncode == 0
+    assert err == ""
+    assert " ? " in out
+    assert "Run one: longhorn reproduce" in out
     out, err = (child := command("reproduce", "recal")).communicate(timeout=60)
-    assert (
-        child.returncode == 2
-        and out == ""
-        and err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"
-    )
+    assert child.returncode == 2
+    assert out == ""
+    assert err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"
 
 
 # Training, interrupting and going on
@@ -964,24 +987,19 @@ def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys)
     )
     assert cli.main([*words, "--limit", "150", "--workers", "1"]) == 0
     trained, held, kind, folder = capsys.readouterr().out.splitlines()
-    assert (
-        trained.startswith("to train on: ")
-        and " tokens of 1" in trained
-        and held.startswith("held out: ")
-    )
-    assert kind == "tokenizer: bytes; checked in full" and folder.startswith("prepared: ")
+    assert trained.startswith("to train on: ")
+    assert " tokens of 1" in trained
+    assert held.startswith("held out: ")
+    assert kind == "tokenizer: bytes; checked in full"
+    assert folder.startswith("prepared: ")
     (tmp_path / "ours").rename(tmp_path / "theirs")
     source.unlink()
     folder = next((tmp_path / "theirs").iterdir())
-    assert (
-        cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0
-        and not (tmp_path / "cache").exists()
-    )
+    assert cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0
+    assert not (tmp_path / "cache").exists()
     assert "checked by size and samples" in capsys.readouterr().out
-    assert (
-        cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0
-        and "checked in full" in capsys.readouterr().out
-    )
+    assert cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0
+    assert "checked in full" in capsys.readouterr().out
     (folder / "val.bin").write_bytes(b"moo")
     assert "val.bin is missing or has the wrong size" in fails(
         capsys, tiny(tmp_path, tmp_path / "other", "--data", str(folder))
@@ -1028,7 +1046,8 @@ def test_training_that_cannot_start_says_why(
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "images.json").touch()
     assert says in fails(capsys, [*tiny(text, "run"), *flags], code)
-    assert (tmp_path / "file").read_text() == "mine" and not (tmp_path / "run" / "model").exists()
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not (tmp_path / "run" / "model").exists()
 
 
 @pytest.mark.parametrize(
@@ -1146,7 +1165,8 @@ def test_flags_that_start_no_run(tmp_path, monkeypatch, capsys, flags, says):
     monkeypatch.chdir(tmp_path)
     assert cli.main(["train-lm", "--preset", "owt-120m", *flags]) == 2
     err = capsys.readouterr().err
-    assert says in err and "Traceback" not in err
+    assert says in err
+    assert "Traceback" not in err
     assert not list(tmp_path.iterdir())
 
 
@@ -1211,8 +1231,10 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     time.sleep(2)  # importing, or in the first run
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    # Python ends with the signal itself where the interrupt struck inside `exec`, as in an import; a shell shows 130 for both.
-    assert child.returncode in (130, -signal.SIGINT) and "Traceback" not in err
+    # Python ends with the signal itself where the interrupt struck inside `exec`, as in an
+    # import; a shell shows 130 for both.
+    assert child.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in err
     assert (
         err.splitlines()[-1]
         == "longhorn: error: interrupted; what is finished is kept, and the same command resumes"

@@ -22,20 +22,20 @@ STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
 def row_by_row(S, k, x, beta, form):
     """The same updates from dense linear systems in numpy, one row at a time."""
     S, k, x, beta = (t.double().numpy() for t in (S, k, x, beta))
-    N = len(k)
+    identity = np.eye(len(k))
+    outer = np.outer(k, k)
+    diagonal = np.diag(k * k)
     out = np.empty(S.shape)
-    for d in range(len(S)):
+    for d, (s, value, rate) in enumerate(zip(S, x, beta)):
         if form == "exact":
-            out[d] = np.linalg.solve(
-                np.eye(N) + beta[d] * np.outer(k, k), S[d] + beta[d] * x[d] * k
-            )
+            out[d] = np.linalg.solve(identity + rate * outer, s + rate * value * k)
         elif form == "decoupled":
-            out[d] = np.linalg.solve(np.eye(N) + beta[d] * np.diag(k**2), S[d] + beta[d] * x[d] * k)
+            out[d] = np.linalg.solve(identity + rate * diagonal, s + rate * value * k)
         elif form == "diagonal":
-            rate = 1 / (1 / beta[d] + k @ k)
-            out[d] = (np.eye(N) - rate * np.diag(k * k)) @ S[d] + rate * x[d] * k
+            rate = 1 / (1 / rate + k @ k)
+            out[d] = (identity - rate * diagonal) @ s + rate * value * k
         else:
-            out[d] = (np.eye(N) - beta[d] * np.outer(k, k)) @ S[d] + beta[d] * x[d] * k
+            out[d] = (identity - rate * outer) @ s + rate * value * k
     return torch.from_numpy(out)
 
 
@@ -58,7 +58,8 @@ def test_batch_dimensions_and_a_shared_beta_or_a_number_broadcast(step):
     S, k, x, beta = problem(2, 5)
     batched = step(S, k, x, beta)
     assert batched.shape == S.shape
-    torch.testing.assert_close(batched[1, 3], step(S[1, 3], k[1, 3], x[1, 3], beta[1, 3]))
+    alone = step(*(t[1, 3] for t in (S, k, x, beta)))
+    torch.testing.assert_close(batched[1, 3], alone)
     shared = beta[..., :1]
     torch.testing.assert_close(step(S, k, x, shared), step(S, k, x, shared.expand_as(beta)))
     assert torch.equal(step(S, k, x, 0.5), step(S, k, x, torch.full_like(beta, 0.5)))
@@ -100,13 +101,15 @@ def test_long_streams_stay_bounded_whatever_the_key_length(step, scale):
             scale * torch.randn(3).double(),
             torch.rand(3).double(),
         )
-    assert S.isfinite().all() and S.abs().max() < 1e3
+    assert S.isfinite().all()
+    assert S.abs().max() < 1e3
 
 
 def test_rate_lies_between_zero_and_beta_and_below_the_inverse_square_of_the_key():
     _, k, _, beta = problem(200, scale=10)
     rate = effective_rate(k, beta)
-    assert (rate > 0).all() and (rate <= beta).all()
+    assert (rate > 0).all()
+    assert (rate <= beta).all()
     assert (rate * k.square().sum(-1, keepdim=True) < 1).all()
 
 
@@ -117,7 +120,9 @@ def test_rate_from_logits_is_finite_and_right_for_any_logit_and_length(v, expone
     logit = torch.tensor([v]).requires_grad_()
     rate = effective_rate_from_logits(k, logit)
     rate.backward()
-    assert rate.isfinite() and k.grad.isfinite().all() and logit.grad.isfinite()
+    assert rate.isfinite()
+    assert k.grad.isfinite().all()
+    assert logit.grad.isfinite()
     expected = 1 / (1 + float(k[0].detach()) ** 2 + np.exp(-max(v, -80.0)))
     assert float(rate.detach()) == pytest.approx(expected, rel=1e-6, abs=1e-37)
 
@@ -142,4 +147,5 @@ def test_gates_in_float32_are_never_negative():
             - effective_rate_from_logits(k, torch.full((1,), v))[..., None]
             * k[..., None, :].square()
         )
-        assert gates.min() >= 0 and gates.max() <= 1
+        assert gates.min() >= 0
+        assert gates.max() <= 1

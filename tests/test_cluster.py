@@ -1,4 +1,4 @@
-"""The commands of the page on clusters, as `torchrun` starts them: two launchers stand for two machines, gloo for NCCL."""
+"""The commands of the page on clusters: two launchers stand for two machines, gloo for NCCL."""
 
 import json
 import os
@@ -61,21 +61,21 @@ def torchrun(node, *words, **more):
 
 def two_nodes(nodes, *commands, processes=1):
     "Run a command on each of two nodes; their exit codes and the kit's messages."
-    place = (
+    launch = (
         f"--nnodes 2 --nproc_per_node {processes} --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} "
         "-m longhorn_kit.cli"
     ).split()
     agents = [
-        torchrun(node, *place, *command) for node, command in zip(nodes, commands, strict=True)
+        torchrun(node, *launch, *command) for node, command in zip(nodes, commands, strict=True)
     ]
     try:
-        told = [agent.communicate(timeout=300)[0] for agent in agents]
+        reported = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.terminate()  # it ends its processes
             agent.wait()
     return [agent.returncode for agent in agents], [
-        [line for line in text.splitlines() if "longhorn: error" in line] for text in told
+        [line for line in text.splitlines() if "longhorn: error" in line] for text in reported
     ]
 
 
@@ -108,18 +108,18 @@ def files(nodes):
 )
 def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, options, other, says):
     before = files([nodes[0].parent])
-    codes, told = two_nodes(
+    codes, reported = two_nodes(
         nodes, *([*COMMAND, "--steps", "4", *more.split()] for more in (options, other))
     )
-    assert 0 not in codes and files([nodes[0].parent]) == before
-    assert [len(lines) for lines in told] == [1, 1] and all(
-        says in line for lines in told for line in lines
-    )
+    assert 0 not in codes
+    assert files([nodes[0].parent]) == before
+    assert [len(lines) for lines in reported] == [1, 1]
+    assert all(says in line for lines in reported for line in lines)
     if "folder" in says:  # host and folder of both, whichever node has process 0
         assert all(
             f"{node}/runs/run on {socket.gethostname()}" in line
             for node in nodes
-            for lines in told
+            for lines in reported
             for line in lines
         )
 
@@ -127,15 +127,16 @@ def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, opti
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["auto", "hsdp"])
 def test_nodes_train_in_a_shared_folder_on_texts_of_their_own(nodes, sharding):
-    "hsdp: two machines with two processes each hold the weights twice, and train as one process does."
+    "hsdp: two machines with two processes each train as one process does."
     nodes[1].joinpath("text.txt").rename(nodes[1] / "copy.txt")  # the tokens decide, not the name
     commands = [
         [*COMMAND, "--steps", "4", "--sharding", sharding, "--out", "../run", "--data", name]
         for name in ("text.txt", "copy.txt")
     ]
     assert two_nodes(nodes, *commands, processes=1 + (sharding == "hsdp")) == ([0, 0], [[], []])
-    found = read_jsonl(nodes[0].parent / "run" / "metrics.jsonl")
-    assert len(found) == 4 and not list((nodes[0].parent / "run").glob(".start-*"))
+    result = read_jsonl(nodes[0].parent / "run" / "metrics.jsonl")
+    assert len(result) == 4
+    assert not list((nodes[0].parent / "run").glob(".start-*"))
     assert read_json(nodes[0].parent / "run" / "config.json")["attempts"][0]["engine"][
         "sharding"
     ] == sharding.replace("auto", "ddp")
@@ -147,9 +148,11 @@ def test_nodes_train_in_a_shared_folder_on_texts_of_their_own(nodes, sharding):
         text=True,
     )
     assert alone.returncode == 0, alone.stderr
-    for ours, theirs in zip(found, read_jsonl(nodes[0] / "alone" / "metrics.jsonl"), strict=True):
-        assert [ours["loss"], ours.get("val_loss", 0)] == pytest.approx(
-            [theirs["loss"], theirs.get("val_loss", 0)], rel=1e-5
+    for own, reference in zip(
+        result, read_jsonl(nodes[0] / "alone" / "metrics.jsonl"), strict=True
+    ):
+        assert [own["loss"], own.get("val_loss", 0)] == pytest.approx(
+            [reference["loss"], reference.get("val_loss", 0)], rel=1e-5
         )
 
 
@@ -202,22 +205,22 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
     launcher = start(seconds, "run")
     until = time.monotonic() + 300
     while not (node / "run" / "config.json").exists():
-        assert launcher.poll() is None and time.monotonic() < until
+        assert launcher.poll() is None
+        assert time.monotonic() < until
         time.sleep(0.05)
     time.sleep(seconds / 2)  # in the first or second step, after its vote
     launcher.send_signal(signal.SIGTERM)
-    told = launcher.communicate(timeout=300)[0]
+    reported = launcher.communicate(timeout=300)[0]
     [checkpoint] = (node / "run" / "checkpoints").iterdir()
     step = read_json(checkpoint / "checkpoint.json")["step"]
-    assert (
-        launcher.returncode == 1
-        and step <= 4
-        and f"error: stopped by SIGTERM after step {step}; run has the checkpoint" in told
-    )
-    again = start(0, "run,whole")
-    told = again.communicate(timeout=300)[0]
-    assert again.returncode == 0, told
-    assert curve(node / "run") == curve(node / "whole") and len(curve(node / "run")) == 12
+    assert launcher.returncode == 1
+    assert step <= 4
+    assert f"error: stopped by SIGTERM after step {step}; run has the checkpoint" in reported
+    repeated = start(0, "run,whole")
+    reported = repeated.communicate(timeout=300)[0]
+    assert repeated.returncode == 0, reported
+    assert curve(node / "run") == curve(node / "whole")
+    assert len(curve(node / "run")) == 12
     assert [
         attempt["from_step"] for attempt in read_json(node / "run" / "config.json")["attempts"]
     ] == [0, step]
@@ -226,7 +229,7 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
 @pytest.mark.faults
 @pytest.mark.timeout(2400)
 def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
-    "The page's --max-restarts line: each run ends within three minutes, with the losses of one that was not disturbed."
+    "The --max-restarts line: each run ends within three minutes, with undisturbed losses."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
     whole = torchrun(
@@ -272,11 +275,10 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
             3,
             TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
         )
-        told = launcher.communicate(timeout=180)[0]
-        assert launcher.returncode == 0, told
-        assert (node / f"run{n}.killed").exists() and curve(node / f"run{n}") == curve(
-            node / "whole"
-        ), n
+        reported = launcher.communicate(timeout=180)[0]
+        assert launcher.returncode == 0, reported
+        assert (node / f"run{n}.killed").exists(), n
+        assert curve(node / f"run{n}") == curve(node / "whole"), n
         assert time.monotonic() - started < 180
         assert len(read_json(node / f"run{n}" / "config.json")["attempts"]) == 2
 
@@ -298,11 +300,11 @@ assert names and not any("gloo" in name for name in names), names
 @pytest.mark.slow  # of one process: test_layouts
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_the_connections_outlives_them(tmp_path):
-    "One that asks for the interpreter's lock as the process ends aborts it: `terminate called without an active exception`."
+    "A thread that waits for the interpreter's lock as the process ends would abort it."
     (tmp_path / "leaves.py").write_text(LEAVES)
     launcher = torchrun(tmp_path, "--standalone", "--nproc-per-node", 2, "leaves.py")
-    told = launcher.communicate(timeout=300)[0]
-    assert launcher.returncode == 0, told
+    reported = launcher.communicate(timeout=300)[0]
+    assert launcher.returncode == 0, reported
 
 
 # ---- the page
@@ -322,7 +324,7 @@ def commands():
 
 def at_toy_size(block, node):
     "The same command with two processes, a model of a few weights and folders that exist."
-    for pattern, ours in {
+    for pattern, own in {
         r"--nproc-per-node 8": "--nproc-per-node 2",
         r"--preset owt-\S+": f"--preset laptop {SMALL} --steps 4 --data text.txt",
         r"--gradient_accumulation_steps 5": "--gradient_accumulation_steps 1",
@@ -337,7 +339,7 @@ def at_toy_size(block, node):
         r"reproduce mqar": "reproduce recall",
         r"--workers 64": "--workers 2 --minutes 0.01",
     }.items():
-        block = re.sub(pattern, ours, block)
+        block = re.sub(pattern, own, block)
     return block
 
 
@@ -349,7 +351,10 @@ STANDS_FOR = {
 
 @pytest.mark.parametrize(
     "name",
-    map(slow_case, ("grid", "prepare", "one machine", "images", "two machines", "spot machine")),
+    [
+        slow_case(name)
+        for name in ("grid", "prepare", "one machine", "images", "two machines", "spot machine")
+    ],
 )
 def test_every_command_of_the_page_runs(tmp_path, name):
     assert set(commands()) == {
@@ -381,7 +386,8 @@ def test_every_command_of_the_page_runs(tmp_path, name):
     )
     said = done.stdout + done.stderr
     if name == "grid":  # stopped at once; what cannot be done without a cluster is one sentence
-        assert done.returncode == 1 and "the same command continues" in said, said
+        assert done.returncode == 1, said
+        assert "the same command continues" in said, said
     else:
         assert done.returncode == 0, said
     if name in ("one machine", "images", "two machines", "spot machine"):
@@ -420,15 +426,15 @@ def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(
     started, environ = prepare_simple_launcher_cmd_env(
         _validate_launch_command(launch_command_parser().parse_args(words))[0]
     )
-    assert started == ["longhorn", *command] and "WORLD_SIZE" not in environ
+    assert started == ["longhorn", *command]
+    assert "WORLD_SIZE" not in environ
     monkeypatch.setattr(os, "environ", environ)
     monkeypatch.chdir(tmp_path)
-    assert cli.main([*command, "--out", "run"]) == 1 and not list(
-        tmp_path.iterdir()
-    )  # nothing was prepared
+    assert cli.main([*command, "--out", "run"]) == 1
+    assert not list(tmp_path.iterdir())  # nothing was prepared
     said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
     assert (
-        len(said) == 1
-        and "error: `accelerate launch` was asked for several processes and started one; start them with `torchrun"
+        "error: `accelerate launch` was asked for several processes and started one; start them with `torchrun"
         in said[0]
     )

@@ -32,8 +32,8 @@ def write(path, n=200):
     return str(path)
 
 
-def bytes_of(found):
-    return {path.name: path.read_bytes() for path in sorted(found.folder.glob("*.bin"))}
+def bytes_of(result):
+    return {path.name: path.read_bytes() for path in sorted(result.folder.glob("*.bin"))}
 
 
 def expected(source, **options):
@@ -100,8 +100,9 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
         SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20))
     )
     for options in ({}, {"fraction": 0.3}):
-        found = prepare(source, cache=tmp_path / "cache", **options)
-        assert bytes_of(found) == expected(source, **options) and isinstance(found.train, np.memmap)
+        result = prepare(source, cache=tmp_path / "cache", **options)
+        assert bytes_of(result) == expected(source, **options)
+        assert isinstance(result.train, np.memmap)
     assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(
         few
     )  # the ends of a few documents
@@ -112,8 +113,9 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
             prepare(source, cache=tmp_path / f"{workers}", workers=workers)
         ) == expected(source)
     for part, content in expected(source).items():
-        about = found.index[part.removesuffix(".bin")]
-        assert about["documents"] > 0 and about["tokens"] == about["bytes"]
+        metadata = result.index[part.removesuffix(".bin")]
+        assert metadata["documents"] > 0
+        assert metadata["tokens"] == metadata["bytes"]
     monkeypatch.undo()
     assert bytes_of(prepare("stdlib", cache=tmp_path / "cache")) == expected("stdlib")
     assert (
@@ -122,12 +124,24 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_a_file_may_have_any_name(tmp_path):
+    text, folder = b"a line of text\n" * 500, os.fsencode(tmp_path) + b"/b\xff\xfe"
+    os.mkdir(folder)
+    with open(folder + b"/\xff \x1b[31m.txt", "wb") as file:
+        file.write(text)
+    made = prepare(os.fsdecode(folder), cache=tmp_path / "cache")
+    assert sum(made.index[part]["bytes"] for part in ("train", "val")) > len(text)
+
+
 def test_limits_and_a_named_held_out_part(tmp_path):
     source = write(tmp_path / "a.txt", 300)
     other = write(tmp_path / "b.txt", 20)
     whole = prepare(source, cache=tmp_path)
     some = prepare(source, cache=tmp_path, tokens=9000)
-    assert 9000 <= len(some.train) < 9300 and some.folder != whole.folder and some.train[-1] == 0
+    assert 9000 <= len(some.train) < 9300
+    assert some.folder != whole.folder
+    assert some.train[-1] == 0
     assert bytes(some.train) == bytes(whole.train[: len(some.train)])
     rest = [text for _, text in load_documents(source)][
         some.index["train"]["documents"] + some.index["val"]["documents"] :
@@ -147,8 +161,9 @@ def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
     text = tmp_path / "text.txt"
     lines = "".join(f"line {i}\n" for i in range(9000))
     text.write_text("<|endoftext|>\n".join(f"text {n}\n{lines}" for n in range(documents)))
-    found = prepare(str(text), cache=tmp_path / "cache", tokens=tokens)
-    assert len(found.train) >= min(tokens, 80_000) and len(found.val) > 0
+    result = prepare(str(text), cache=tmp_path / "cache", tokens=tokens)
+    assert len(result.train) >= min(tokens, 80_000)
+    assert len(result.val) > 0
 
 
 @pytest.mark.parametrize(
@@ -174,11 +189,9 @@ def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, capsys, n
         )
     else:
         write_records(path, id=list(range(301)), text=pa.array(written).dictionary_encode())
-    found = prepare(f"hf:{path.parent}" if name == "hf:" else str(path), cache=tmp_path / "cache")
-    assert (
-        bytes_of(found) == expected(str(tmp_path / "plain.txt"))
-        and capsys.readouterr().err.count("1 of 301 records") == 1
-    )
+    result = prepare(f"hf:{path.parent}" if name == "hf:" else str(path), cache=tmp_path / "cache")
+    assert bytes_of(result) == expected(str(tmp_path / "plain.txt"))
+    assert capsys.readouterr().err.count("1 of 301 records") == 1
 
 
 def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
@@ -187,19 +200,19 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
         prepare(str(tmp_path / "a.txt"), name, cache=tmp_path)
         for name in (f"gpt2:{gpt2_folder}", "bytes")
     )
-    assert bpe.train.dtype == np.uint16 and bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
-    assert (
-        bpe.tokenizer.decode(bpe.train).startswith("text 0 the")
-        and bpe.train[-1] == bpe.tokenizer.end == 50256
-    )
+    assert bpe.train.dtype == np.uint16
+    assert bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
+    assert bpe.tokenizer.decode(bpe.train).startswith("text 0 the")
+    assert bpe.train[-1] == bpe.tokenizer.end == 50256
     assert str(gpt2_folder) not in json.dumps(bpe.index)
-    for found in (bpe, plain):
+    for result in (bpe, plain):
         total_bits = 1000 / math.log(2)  # as if a model spent 1000 nats on the whole part
         assert math.isclose(
-            found.bits_per_byte(1000 / len(found.val)) * found.index["val"]["bytes"], total_bits
+            result.bits_per_byte(1000 / len(result.val)) * result.index["val"]["bytes"], total_bits
         )
-    again = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
-    assert again.folder == bpe.folder and bytes_of(again) == bytes_of(bpe)
+    repeated = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
+    assert repeated.folder == bpe.folder
+    assert bytes_of(repeated) == bytes_of(bpe)
     with pytest.raises(
         ValueError,
         match=f"{bpe.folder} holds tokens of gpt2-.*; the tokenizer that was named is bytes",
@@ -280,7 +293,7 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(
     tmp_path, monkeypatch, kind, tokens
 ):
     source = sources(tmp_path)[kind]
-    seen = []
+    observed = []
     cache = tmp_path / "cache"
 
     def die():
@@ -305,21 +318,26 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(
                 0,
             )[1]
         assert codes == [-signal.SIGKILL], name
-        seen += [read_json(path)["train"]["tokens"] for path in cache.glob(".*.partial/state.json")]
+        observed += [
+            read_json(path)["train"]["tokens"] for path in cache.glob(".*.partial/state.json")
+        ]
         assert len(list(cache.glob("[!.]*/index.json"))) == (
             (name, before) == ("put_in_place", False)
         )
-    assert len(set(seen)) > 4 and seen == sorted(seen)  # it resumed, and not from the start
-    found, whole = (
+    assert len(set(observed)) > 4
+    assert observed == sorted(observed)  # it resumed, and not from the start
+    result, whole = (
         prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole")
     )
-    assert list(cache.iterdir()) == [found.folder] and bytes_of(found) == bytes_of(whole)
+    assert list(cache.iterdir()) == [result.folder]
+    assert bytes_of(result) == bytes_of(whole)
     assert (
         bytes_of(whole) == expected(str(tmp_path / "a.txt"))
         if tokens is None
         else tokens <= len(whole.train) < tokens + 300
     )
-    assert found.index == whole.index and {path.name for path in found.folder.iterdir()} == {
+    assert result.index == whole.index
+    assert {path.name for path in result.folder.iterdir()} == {
         "train.bin",
         "val.bin",
         "index.json",
@@ -360,7 +378,8 @@ def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch
     child.join()
     while alive() and time.monotonic() < end:
         time.sleep(0.05)
-    assert not alive() and child.exitcode == code
+    assert not alive()
+    assert child.exitcode == code
 
 
 def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
@@ -375,7 +394,9 @@ def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
         lambda source, column, position: starts.append(position) or real(source, column, position),
     )
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == whole
-    assert len(starts) == 1 and starts[0]["row"] >= 300 and starts[0]["stream"]
+    assert len(starts) == 1
+    assert starts[0]["row"] >= 300
+    assert starts[0]["stream"]
     assert (
         prepare("hf:owner/books", cache=tmp_path / "cache", tokens=500).folder.parent
         == tmp_path / "cache"
@@ -432,9 +453,8 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
                 lambda *rows, **more: real(*rows, **more) if os.getpid() == here else os._exit(9),
             )
         prepare("hf:owner/books", cache=tmp_path / "cache", workers=2)
-    assert "\n" not in str(caught.value) and caught.value.errno == (
-        errno.ENOSPC if what == "disk" else None
-    )
+    assert "\n" not in str(caught.value)
+    assert caught.value.errno == (errno.ENOSPC if what == "disk" else None)
     assert next((tmp_path / "cache").glob(".*.partial/train.bin")).stat().st_size > 10_000
     assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == bytes_of(whole)
 
@@ -457,10 +477,9 @@ def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch,
     interrupted(monkeypatch, 3, source, cache=tmp_path / "cache")
     partial = next((tmp_path / "cache").glob(".*.partial"))
     assert f"the file system of {partial} has no locks" in capsys.readouterr().err
-    found = prepare(source, cache=tmp_path / "cache")
-    assert bytes_of(found) == expected(source) and list((tmp_path / "cache").iterdir()) == [
-        found.folder
-    ]
+    result = prepare(source, cache=tmp_path / "cache")
+    assert bytes_of(result) == expected(source)
+    assert list((tmp_path / "cache").iterdir()) == [result.folder]
 
 
 def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
@@ -468,7 +487,8 @@ def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
     open_files = len(os.listdir("/proc/self/fd"))
     with pytest.raises(OSError) as caught, exclusive_lock(tmp_path):
         pass
-    assert caught.value.filename == str(tmp_path) and len(os.listdir("/proc/self/fd")) == open_files
+    assert caught.value.filename == str(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == open_files
 
 
 def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
@@ -482,26 +502,28 @@ def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
 
     monkeypatch.setattr(records, "locked", locked)
     with exclusive_lock(tmp_path / "a") as alone:
-        assert alone and removed and (tmp_path / "a").is_dir()
+        assert alone
+        assert removed
+        assert (tmp_path / "a").is_dir()
 
 
 def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
     no_locks(monkeypatch, errno.ENOSYS)
     source = write(tmp_path / "a.txt")
-    place = corpus.place
+    publish = corpus.publish
     opened = []
     monkeypatch.setattr(
         corpus,
-        "place",
+        "publish",
         lambda folder, *more: (
             opened.append(open(folder / "train.bin", "r+b")),
-            place(folder, *more),
+            publish(folder, *more),
         ),
     )
-    found = prepare(source, cache=tmp_path / "cache")
+    result = prepare(source, cache=tmp_path / "cache")
     with opened[0] as file:
         file.write(b"overwritten")
-    assert bytes_of(found) == expected(source)
+    assert bytes_of(result) == expected(source)
 
 
 @pytest.mark.parametrize("apart", [slow_case("locks"), slow_case("ranks"), None])
@@ -522,11 +544,11 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
             results.put("refused")
 
     results, codes = in_processes(work, 0, 1, 2)
-    assert codes == [0, 0, 0] and len(results) == 3
+    assert codes == [0, 0, 0]
+    assert len(results) == 3
     if apart:
-        assert (
-            set(results) == {True} and len(list((tmp_path / "cache").iterdir())) == 1
-        )  # prepared once, with no work left
+        assert set(results) == {True}
+        assert len(list((tmp_path / "cache").iterdir())) == 1  # prepared once, with no work left
     assert set(results) <= {True, "refused"}  # two separate runs may stop each other
     for _ in range(3):  # a damaged file is refused and named
         try:
@@ -554,7 +576,8 @@ def test_a_second_start_reads_nothing_of_the_source(tmp_path, monkeypatch):
             before = read_bytes()
             prepare(source, cache=tmp_path / "cache")
             read.append(read_bytes() - before)
-        assert read[0] > 5_000_000 and read[1] < 100_000
+        assert read[0] > 5_000_000
+        assert read[1] < 100_000
 
 
 def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
@@ -572,7 +595,8 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
         prepare(records, cache=tmp_path / "cache", text_column=column).folder
         for column in ("text", "body")
     ]
-    assert len(set(folders)) == 8 and prepare(source, cache=tmp_path / "cache").folder == folders[5]
+    assert len(set(folders)) == 8
+    assert prepare(source, cache=tmp_path / "cache").folder == folders[5]
     at_call(monkeypatch, corpus.CorpusBuilder, "save", 1, lambda: write(tmp_path / "a.txt", 152))
     with pytest.raises(ValueError, match="a.txt' changed while it was read; start again"):
         prepare(source, cache=tmp_path / "other")
@@ -622,31 +646,29 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
         os.utime(path, ns=(date, date))  # as on a failing disk: date and size are unchanged
 
     between = 1024 + (len(content) - 1024) // 63 // 2  # between the first two samples
-    assert prepare(source, **cache).checked == corpus.SAMPLED and not hashed
+    assert prepare(source, **cache).checked == corpus.SAMPLED
+    assert not hashed
     damaged(between)
-    assert prepare(source, **cache).checked == corpus.SAMPLED and not hashed
+    assert prepare(source, **cache).checked == corpus.SAMPLED
+    assert not hashed
     with pytest.raises(ValueError, match="train.bin is damaged .its SHA-256 differs"):
         prepare(source, **cache, verify=True)
-    assert (
-        cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1
-        and "damaged" in capsys.readouterr().err
-    )
+    assert cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1
+    assert "damaged" in capsys.readouterr().err
     damaged(100)
     with pytest.raises(
         ValueError,
         match=f"train.bin is damaged .its SHA-256 differs from the index.; delete the folder {path.parent}",
     ):
         prepare(source, **cache)
-    for again in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
-        again()
+    for repeated in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
+        repeated()
         with pytest.raises(ValueError, match="train.bin is damaged .its SHA-256 differs"):
             prepare(source, **cache)
     path.write_bytes(content)
     assert prepare(source, **cache, verify=True).checked == corpus.IN_FULL
-    assert (
-        cli.main(["prepare", source, "--cache", str(cache["cache"])]) == 0
-        and f"tokenizer: bytes; {corpus.SAMPLED}" in capsys.readouterr().out
-    )
+    assert cli.main(["prepare", source, "--cache", str(cache["cache"])]) == 0
+    assert f"tokenizer: bytes; {corpus.SAMPLED}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train": 3}'])
@@ -692,22 +714,22 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
     texts = [f"text {i} the in the\n" for i in range(400)]
     ids = [tokenizer.encode(text).tolist() + [50256] for text in texts]
     (tmp_path / "a.txt").write_text(SEPARATOR.join(texts))
-    ours = prepare(str(tmp_path / "a.txt"), gpt2, cache=tmp_path / "cache")
+    own = prepare(str(tmp_path / "a.txt"), gpt2, cache=tmp_path / "cache")
     for part in ("train", "val"):
-        write_bin(tmp_path / "nano" / f"{part}.bin", getattr(ours, part))
+        write_bin(tmp_path / "nano" / f"{part}.bin", getattr(own, part))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()}
-    for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin", ours.folder):
+    for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin", own.folder):
         with pytest.raises(
             ValueError, match=f"{source} has a held-out part; fraction=0.5 does not apply"
         ):
             prepare(str(source), gpt2, cache=tmp_path / "cache", fraction=0.5)
-        found = prepare(str(source), gpt2, cache=tmp_path / "cache")
-        assert isinstance(found.train, np.memmap) and np.array_equal(found.train, ours.train)
-        assert np.array_equal(found.val, ours.val) and found.bits_per_byte(
-            2.0
-        ) == ours.bits_per_byte(2.0)
+        result = prepare(str(source), gpt2, cache=tmp_path / "cache")
+        assert isinstance(result.train, np.memmap)
+        assert np.array_equal(result.train, own.train)
+        assert np.array_equal(result.val, own.val)
+        assert result.bits_per_byte(2.0) == own.bits_per_byte(2.0)
         assert all(
-            found.index[part] == {**found.index[part], **ours.index[part]}
+            result.index[part] == {**result.index[part], **own.index[part]}
             for part in ("train", "val")
         )
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()} == before
@@ -717,16 +739,16 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
         cache=tmp_path,
         fraction=0.1,
     )
-    assert len(alone.val) == round(0.1 * len(sum(ids, []))) and [*alone.train, *alone.val] == sum(
-        ids, []
-    )
+    assert len(alone.val) == round(0.1 * len(sum(ids, [])))
+    assert [*alone.train, *alone.val] == sum(ids, [])
     named = prepare(
         str(tmp_path / "alone" / "train.bin"),
         gpt2,
         str(tmp_path / "nano" / "val.bin"),
         cache=tmp_path,
     )
-    assert len(named.train) == len(sum(ids, [])) and np.array_equal(named.val, ours.val)
+    assert len(named.train) == len(sum(ids, []))
+    assert np.array_equal(named.val, own.val)
 
 
 def test_a_bad_bin_is_named(tmp_path):
@@ -789,7 +811,7 @@ def test_bytes_are_not_read_as_ids_of_16_bits(tmp_path):
     )
 
 
-def characters(folder, text="to be or not to be, that is the question\n" * 40, **about):
+def characters(folder, text="to be or not to be, that is the question\n" * 40, **metadata):
     "Write a text as nanoGPT's shakespeare_char does, and return its table."
     table = sorted(set(text))
     ids = [table.index(letter) for letter in text]
@@ -798,7 +820,7 @@ def characters(folder, text="to be or not to be, that is the question\n" * 40, *
         "vocab_size": len(table),
         "itos": dict(enumerate(table)),
         "stoi": {letter: i for i, letter in enumerate(table)},
-    } | about
+    } | metadata
     (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
     return table
 
@@ -806,30 +828,25 @@ def characters(folder, text="to be or not to be, that is the question\n" * 40, *
 def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     table = characters(tmp_path / "char")
     for name in ("bytes", f"chars:{tmp_path / 'char'}"):
-        found = prepare(str(tmp_path / "char"), name, cache=tmp_path / "cache")
-        assert (
-            found.tokenizer.decode(found.train[:14]) == "to be or not t"
-            and found.tokenizer.vocab_size == len(table) == 15
-        )
-        assert found.index["train"]["documents"] == 1 and found.index["val"] == found.index[
-            "val"
-        ] | {"tokens": 200, "bytes": 200}
-        assert np.array_equal(found.tokenizer.encode("to be"), found.train[:5])
+        result = prepare(str(tmp_path / "char"), name, cache=tmp_path / "cache")
+        assert result.tokenizer.decode(result.train[:14]) == "to be or not t"
+        assert result.tokenizer.vocab_size == len(table) == 15
+        assert result.index["train"]["documents"] == 1
+        assert result.index["val"] == result.index["val"] | {"tokens": 200, "bytes": 200}
+        assert np.array_equal(result.tokenizer.encode("to be"), result.train[:5])
     assert (
         f"{tmp_path / 'char' / 'train.bin'}: read as ids of the tokenizer chars"
         in capsys.readouterr().err
     )
     with pytest.raises(ValueError, match="the character 'Z' is not in the tokenizer's table of 15"):
-        found.tokenizer.encode("toZ")
+        result.tokenizer.encode("toZ")
     with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot prepare text"):
         prepare(write(tmp_path / "a.txt"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
     greek = characters(tmp_path / "greek", "αβγ\n" * 100)
-    found = prepare(str(tmp_path / "greek"), cache=tmp_path / "cache")
-    assert (
-        len(greek) == 4
-        and found.index["val"]["bytes"] == 350
-        and found.tokenizer.decode([*found.train[:3], 99]) == "αβγ"
-    )
+    result = prepare(str(tmp_path / "greek"), cache=tmp_path / "cache")
+    assert len(greek) == 4
+    assert result.index["val"]["bytes"] == 350
+    assert result.tokenizer.decode([*result.train[:3], 99]) == "αβγ"
     with pytest.raises(
         ValueError,
         match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, and the right one is chars:.*greek",

@@ -51,11 +51,11 @@ def write_records(path, **columns):
     return str(path)
 
 
-def split(found, **options):
+def split(result, **options):
     "Return the (part, text) pairs into which a preparation divides documents."
-    found = list(found)
-    whole = holds_whole(found, **options)
-    return [piece for name, text in found for piece in pieces_of(name, text, whole, **options)]
+    result = list(result)
+    whole = holds_whole(result, **options)
+    return [piece for name, text in result for piece in pieces_of(name, text, whole, **options)]
 
 
 # ---- sources
@@ -75,9 +75,9 @@ def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
     for name in ("b.txt", "a.txt"):
         written = text.replace("\n", "\r\n") if name == "a.txt" else text
         (tmp_path / (name + suffix)).write_bytes(compress(written.encode()))
-    found = list(load_documents(str(tmp_path / "*.txt*")))
-    assert [text for _, text in found] == ["one\ntwo β", "three", "four\n"] * 2
-    assert found[0][0].startswith(
+    result = list(load_documents(str(tmp_path / "*.txt*")))
+    assert [text for _, text in result] == ["one\ntwo β", "three", "four\n"] * 2
+    assert result[0][0].startswith(
         "a.txt"
     )  # sorted, so the order does not depend on the file system
     shouted = tmp_path / f"C.TXT{suffix.upper()}"
@@ -169,11 +169,10 @@ def test_what_a_pattern_leaves_out_or_finds_twice_is_named_once(tmp_path, capsys
         for line in lines
         if "left out 1 folder, such as" in line and line.endswith("finds files at any depth")
     ] == lines[:1]
-    assert "b.txt.gz is read, and so is b.txt, maybe the same text" in lines[1] and len(lines) == 2
-    assert (
-        len(list(load_documents(str(tmp_path / "**" / "*.txt")))) == 3
-        and capsys.readouterr().err == ""
-    )
+    assert "b.txt.gz is read, and so is b.txt, maybe the same text" in lines[1]
+    assert len(lines) == 2
+    assert len(list(load_documents(str(tmp_path / "**" / "*.txt")))) == 3
+    assert capsys.readouterr().err == ""
 
 
 def test_a_local_dataset_may_have_any_other_name(tmp_path, monkeypatch):
@@ -190,7 +189,9 @@ def test_words_of_the_data_are_escaped_in_messages(tmp_path, capsys):
     (tmp_path / "b\x1b[31m.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
     list(load_documents(str(tmp_path / "b*.jsonl")))
     message = capsys.readouterr().err
-    assert "\x1b" not in message and "\x07" not in message and message.count("\ufffd") == 4
+    assert "\x1b" not in message
+    assert "\x07" not in message
+    assert message.count("\ufffd") == 4
 
 
 @pytest.mark.parametrize("source", ["missing.txt", "none/*.txt", "."])
@@ -319,7 +320,8 @@ def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, n
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"{name},? {says}") as caught:
         prepare(str(tmp_path / name), cache=tmp_path / "cache")
-    assert "\n" not in str(caught.value) and not list((tmp_path / "cache").glob("*"))
+    assert "\n" not in str(caught.value)
+    assert not list((tmp_path / "cache").glob("*"))
 
 
 def test_the_column_may_be_named(tmp_path):
@@ -373,18 +375,18 @@ def fake_datasets(monkeypatch, load):
 
 
 def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
-    asked = []
+    requested = []
 
     def load(path, config, split, streaming, revision):
         assert streaming
-        asked.append((path, config, split, revision))
+        requested.append((path, config, split, revision))
         return ({"text": text} for text in documents(5) + [" "])
 
     fake_datasets(monkeypatch, load)
     assert [text for _, text in load_documents("hf:owner/books:small")] == documents(5)
     for name in ("a/b", "a/b:c#test", "a/b@v1", "a/b#validation@v1"):
         list(load_documents(f"hf:{name}"))
-    assert asked == [
+    assert requested == [
         ("owner/books", "small", "train", None),
         ("a/b", None, "train", None),
         ("a/b", "c", "test", None),
@@ -421,24 +423,27 @@ def test_a_position_resumes_after_the_last_document(tmp_path, monkeypatch, sourc
     for read in (0, 7, 20, 41, 60):
         stream = load_documents(source)
         first = [text for _, (_, text) in zip(range(read), stream)]
-        again = load_documents(source, position=json.loads(json.dumps(stream.position())))
-        assert first + [text for _, text in again] == texts
+        repeated = load_documents(source, position=json.loads(json.dumps(stream.position())))
+        assert first + [text for _, text in repeated] == texts
 
 
 def test_embedded_corpus_is_fixed_and_its_parts_share_no_document():
     names = [name for name, _ in embedded_documents()]
-    assert len(names) == len(set(names)) > 300 and names == [
-        name for name, _ in embedded_documents()
-    ]
+    assert len(names) == len(set(names)) > 300
+    assert names == [name for name, _ in embedded_documents()]
     left_out = {"test", "tests", "tkinter", "idlelib", "lib2to3", "distutils", "site-packages"}
     assert not [name for name in names if left_out & set(name.split("/"))]
-    assert any(name.startswith("topics/") for name in names) and "threading.py" in names
-    assert embedded_corpus_hash() == embedded_corpus_hash() and len(embedded_corpus_hash()) == 64
+    assert any(name.startswith("topics/") for name in names)
+    assert "threading.py" in names
+    assert embedded_corpus_hash() == embedded_corpus_hash()
+    assert len(embedded_corpus_hash()) == 64
     parts = {"train": set(), "val": set()}
     for part, text in split(embedded_documents(), by_name=True):
-        assert "\r" not in text and "\0" not in text
+        assert "\r" not in text
+        assert "\0" not in text
         parts[part].add(text)
-    assert len(parts["val"]) >= 10 and not parts["train"] & parts["val"]
+    assert len(parts["val"]) >= 10
+    assert not parts["train"] & parts["val"]
 
 
 # ---- the held-out part
@@ -452,9 +457,8 @@ def test_copies_of_a_document_are_in_the_same_part(n, different, salt):
     for part, text in split(enumerate(texts), fraction=0.3):
         parts[part][text] += 1
     if len({is_held_out(text, 0.3) for text in texts}) == 2:
-        assert not set(parts["train"]) & set(parts["val"]) and parts["train"] + parts[
-            "val"
-        ] == Counter(texts)
+        assert not set(parts["train"]) & set(parts["val"])
+        assert parts["train"] + parts["val"] == Counter(texts)
     else:  # whole documents would leave one part empty, so the end of every document is held out
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
@@ -464,20 +468,17 @@ def test_a_small_share_of_many_documents_is_whole_documents():
     assert not any(is_held_out(text, 0.0005) for text in texts[:1000])
     held = [text for text in texts if is_held_out(text, 0.0005)]
     parts = split(enumerate(texts), fraction=0.0005)
-    assert (
-        held
-        and [text for part, text in parts if part == "val"] == held
-        and len(parts) == len(texts)
-    )
+    assert held
+    assert [text for part, text in parts if part == "val"] == held
+    assert len(parts) == len(texts)
 
 
 def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     texts = ["line\n" * 100, "other line\n" * 50]
     pieces = split(enumerate(texts), fraction=0.1)
     assert "".join(text for _, text in pieces) == "".join(texts)
-    assert [part for part, _ in pieces] == ["train", "val"] * 2 and all(
-        text.endswith("\n") for _, text in pieces
-    )
+    assert [part for part, _ in pieces] == ["train", "val"] * 2
+    assert all(text.endswith("\n") for _, text in pieces)
     assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == [
         "train",
         "val",
@@ -489,7 +490,7 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
 
 
 def two_domains(folder, long={"docs": 6, "prose": 6}):
-    "A text of two domains: a long document after every third one, a blank one, Windows newlines, a last one without end mark."
+    "Two domains: long documents, a blank one, Windows newlines, a last one without end mark."
     folder.mkdir()
     for name, suffix, compress in (("docs", "", bytes), ("prose", ".xz", lzma.compress)):
         texts = [
@@ -514,17 +515,20 @@ def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp
     assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 4, "prose": 4}
     for name, (_, size) in taken.items():
         before, after, moved = (
-            read_bytes(*place)
-            for place in ((source, name, "train"), (out, name, "train"), (out, name, "long"))
+            read_bytes(*document)
+            for document in ((source, name, "train"), (out, name, "train"), (out, name, "long"))
         )
         documents = moved.split(SEPARATOR.encode())
-        assert documents.pop() == b"" and len(documents) == 4 and sum(map(len, documents)) == size
+        assert documents.pop() == b""
+        assert len(documents) == 4
+        assert sum(map(len, documents)) == size
         assert min(map(len, documents)) >= 400
         for text in documents:  # what is left is the text without them, byte for byte
             whole = text + SEPARATOR.encode()
             assert before.count(whole) == 1
             before = before.replace(whole, b"")
-        assert before == after and after.count(b"\r\n") == 2
+        assert before == after
+        assert after.count(b"\r\n") == 2
         assert read_bytes(out, name, "val") == read_bytes(source, name, "val")
     assert (out / "vocab.bpe").read_text() == "a b"
     hold_out_long(source, tmp_path / "again", count=8, least=400)
@@ -576,25 +580,24 @@ def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatc
     hold_out_long(source, out, count=4, least=400)
     before = open_texts(str(source))
     after = open_texts(str(out))
-    assert before.long == {} and "long" not in before.summary()
+    assert before.long == {}
+    assert "long" not in before.summary()
     for name in ("docs", "prose"):
         texts = [text.encode() for _, text in file_documents(out / f"{name}.long.txt.xz")]
-        assert [bytes(document.tolist()) for document in after.long[name]] == texts and len(
-            texts
-        ) == 2
-        about = after.summary()["long"][name]
-        assert (
-            about["documents"] == 2
-            and about["bytes"] == sum(map(len, texts)) + 2
-            and len(about["sha256"]) == 16
-        )
+        assert [bytes(document.tolist()) for document in after.long[name]] == texts
+        assert len(texts) == 2
+        metadata = after.summary()["long"][name]
+        assert metadata["documents"] == 2
+        assert metadata["bytes"] == sum(map(len, texts)) + 2
+        assert len(metadata["sha256"]) == 16
     held = before.summary()["domains"]
-    ours = after.summary()
-    assert ours["domains"] == held and ours["corpus"] != before.summary()["corpus"]
-    assert ours["train_tokens"] == before.summary()["train_tokens"] - sum(
-        one["bytes"] for one in ours["long"].values()
+    own = after.summary()
+    assert own["domains"] == held
+    assert own["corpus"] != before.summary()["corpus"]
+    assert own["train_tokens"] == before.summary()["train_tokens"] - sum(
+        one["bytes"] for one in own["long"].values()
     )
-    hashes = {one["sha256"] for one in ours["long"].values()}
+    hashes = {one["sha256"] for one in own["long"].values()}
     assert len(hashes) == 2  # a change of text or order is another one
     after.long["docs"].reverse()
     assert after.summary()["long"]["docs"]["sha256"] not in hashes
@@ -612,7 +615,7 @@ def test_bytes_round_trip(text):
 
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory):
-    "Write GPT-2's two files with four merges; printable bytes stand for themselves, others are numbered from 256."
+    "Write GPT-2's two files with four merges; unprintable bytes are numbered from 256."
     folder = tmp_path_factory.mktemp("bpe")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
@@ -632,10 +635,8 @@ def test_gpt2_from_a_folder(gpt2_folder):
     assert tokenizer.encode("the in the").tolist() == [257, 220, 259, 258]
     assert tokenizer.encode(" <|endoftext|>").max() < 50256  # in the text it is not the end mark
     text = "the in the α\n" * 3
-    assert (
-        tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode())
-        and tokenizer.sizes[50256] == 1
-    )
+    assert tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode())
+    assert tokenizer.sizes[50256] == 1
 
 
 def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypatch):
@@ -686,14 +687,14 @@ def test_every_window_once_per_epoch(context, batch, extra, seed, world):
     while len(drawn) < 2 * n:
         for sampler in ranks:
             inputs, targets = sampler.next_batch()
-            assert inputs.shape == targets.shape == (batch, context) and inputs.dtype == torch.int64
+            assert inputs.shape == targets.shape == (batch, context)
+            assert inputs.dtype == torch.int64
             assert torch.equal(inputs + 1, targets)  # neighbours in this text differ by one
             drawn += [int(row[0]) for row in inputs]
     for epoch in (drawn[:n], drawn[n : 2 * n]):
         starts = sorted(epoch)  # adjacent windows use no input twice
-        assert starts == list(range(starts[0], starts[0] + n * context, context)) and starts[
-            -1
-        ] + context < len(tokens)
+        assert starts == list(range(starts[0], starts[0] + n * context, context))
+        assert starts[-1] + context < len(tokens)
 
 
 @settings(max_examples=30, deadline=None)
@@ -777,7 +778,9 @@ def test_texts_named_as_held_out_are_never_trained_on(tmp_path):
     (tmp_path / "a.val.txt").write_text("hold this out " * 9)
     corpus = prepare(str(tmp_path), cache=tmp_path / "cache")
     decoded = [corpus.tokenizer.decode(part) for part in (corpus.train, corpus.val)]
-    assert "train this" in decoded[0] and "out" not in decoded[0] and "hold this out" in decoded[1]
+    assert "train this" in decoded[0]
+    assert "out" not in decoded[0]
+    assert "hold this out" in decoded[1]
 
 
 def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(tmp_path, capsys):
@@ -787,10 +790,8 @@ def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(
     (inside / "a.txt").write_text("near")
     (inside / "link").symlink_to(outside)
     (inside / "circle").symlink_to(inside)
-    assert [text for _, text in load_documents(str(inside))] == [
-        "near",
-        "far",
-    ] and capsys.readouterr().err == ""
+    assert [text for _, text in load_documents(str(inside))] == ["near", "far"]
+    assert capsys.readouterr().err == ""
     (inside / "a.txt.gz").write_bytes(gzip.compress(b"near"))
     (inside / "a.txt.xz").write_bytes(lzma.compress(b"near"))
     (inside / "a.txt").unlink()
@@ -834,10 +835,11 @@ def test_names_of_held_out_texts_are_obeyed_or_named(tmp_path, capsys, names, sa
     for name in names:
         (tmp_path / name).write_bytes(b"x")
     trained, held = held_out_files(str(tmp_path), None)
-    apart = held is not None
-    assert apart == ("train" in names[0]) and (
-        not apart
-        or [Path(held).parent.name, len(list(tmp_path.glob(Path(held).name)))] == [tmp_path.name, 1]
-    )
+    separate = held is not None
+    assert separate == ("train" in names[0])
+    assert not separate or [Path(held).parent.name, len(list(tmp_path.glob(Path(held).name)))] == [
+        tmp_path.name,
+        1,
+    ]
     err = capsys.readouterr().err
     assert (says in err and err.count("\n") == 1) if says else err == ""

@@ -1,4 +1,4 @@
-"""Every claim can get a verdict: runs as its command would make, with invented results, give "holds" for some and "does not hold" for others."""
+"""Every claim can get a verdict: invented results of its command's runs give either word."""
 
 import math
 import shlex
@@ -60,13 +60,13 @@ def commanded(command):
             part = []
         elif not word.startswith("LONGHORN_TEXT="):
             part.append(word)
-    found = []
+    parsed = []
     for part in parts:
         if part[:2] == ["longhorn", "reproduce"]:
-            asked = cli.parse(part[1:])
-            (name,) = asked.claims
-            found.append((name, asked.scale, asked.settings))
-    return found
+            options = cli.parse(part[1:])
+            (name,) = options.claims
+            parsed.append((name, options.scale, options.settings))
+    return parsed
 
 
 def record_of(name, scale, config, metrics, tmp_path):
@@ -139,8 +139,9 @@ def test_a_claim_about_one_rate_is_decided_by_its_command(
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(tokens))
     first, others = LANGUAGE[name]
-    ((asked, at, config),) = commanded(find_claim(name).commands[scale])
-    assert (asked, at) == ("language", scale) and set(config.models) == {first, *others}
+    ((command, at, config),) = commanded(find_claim(name).commands[scale])
+    assert (command, at) == ("language", scale)
+    assert set(config.models) == {first, *others}
     for lead, word in ((0.1, "holds"), (-0.1, "does not hold")):
         record = record_of(
             "language",
@@ -169,8 +170,8 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
         language_metrics({"longhorn": 3.5, "longhorn_exact": 3.5}),
         tmp_path,
     )
-    ((_, found),) = outcomes("exact-language", level)
-    assert (found.verdict, found.side) == ("undecided", "equal within the margin")
+    ((_, judgement),) = outcomes("exact-language", level)
+    assert (judgement.verdict, judgement.side) == ("undecided", "equal within the margin")
 
     def wide(settings):
         return language_metrics(
@@ -184,7 +185,9 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
         )[0][1]
         for n in (4, 8)
     ]
-    assert looks[0].verdict == "undecided" and not looks[0].side and looks[1].n == 8
+    assert looks[0].verdict == "undecided"
+    assert not looks[0].side
+    assert looks[1].n == 8
 
     def half(settings):
         return wide(settings) if settings["seed"] % 1000 < 4 + 6 else None
@@ -210,11 +213,12 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
 
 def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, tmp_path):
     short = text_of(7_600_000)
-    short.summary = lambda: {
-        "unit": "bits per byte",
-        "train_tokens": 7_600_000,
-        "domains": {"held out": {}},
-    }
+
+    def summary():
+        domains = {"held out": {}}
+        return {"unit": "bits per byte", "train_tokens": 7_600_000, "domains": domains}
+
+    short.summary = summary
     monkeypatch.setattr(language, "open_texts", lambda **source: short)
     ((_, scale, config),) = commanded("longhorn reproduce language --judged 4")
     preset = language.PRESETS[scale]
@@ -272,9 +276,9 @@ def test_a_model_that_diverges_at_the_one_rate_gets_no_verdict(monkeypatch, tmp_
 @pytest.mark.parametrize("name", [*LANGUAGE, "repetition"])
 def test_the_expected_minutes_follow_from_recorded_seconds(name):
     claim = find_claim(name)
-    known = read_record(RECORDS / "language/gpu_160m.json")["results"]
+    recorded = read_record(RECORDS / "language/gpu_160m.json")["results"]
     wall = {}
-    for run in known["runs"]:
+    for run in recorded["runs"]:
         wall.setdefault(run["mixer"], []).append(run["wall_seconds"] / run["tokens"])
     speeds = {
         row["mixer"]: row["tokens_per_second"]
@@ -284,7 +288,7 @@ def test_the_expected_minutes_follow_from_recorded_seconds(name):
     for scale, command in claim.commands.items():
         ((_, _, config),) = commanded(command)
         gpus = {"gpu": 1, "paper": 4}[scale]
-        tokens = config.tokens if scale == "paper" else config.passes * known["train_tokens"]
+        tokens = config.tokens if scale == "paper" else config.passes * recorded["train_tokens"]
         seconds = tokens * sum(
             1 / speeds[mixer] if scale == "paper" else mean(wall[mixer]) for mixer in config.models
         )
@@ -296,7 +300,7 @@ def test_the_expected_minutes_follow_from_recorded_seconds(name):
 def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(40_000_000))
-    ((asked, scale, config),) = commanded(find_claim("repetition").commands["gpu"])
+    ((command, scale, config),) = commanded(find_claim("repetition").commands["gpu"])
     order = {mixer: 3.5 + 0.1 * i for i, mixer in enumerate(config.models)}
     turned = {mixer: 3.5 - 0.1 * i for i, mixer in enumerate(config.models)}
     for late, words in (
@@ -304,9 +308,10 @@ def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):
         (turned, {"does not hold"}),
         (dict.fromkeys(order, 3.5), {"undecided"}),
     ):
-        record = record_of(asked, scale, config, language_metrics(order, late), tmp_path)
+        record = record_of(command, scale, config, language_metrics(order, late), tmp_path)
         rows = outcomes("repetition", record)
-        assert len(rows) == 9 and {j.verdict for _, j in rows} == words
+        assert len(rows) == 9
+        assert {j.verdict for _, j in rows} == words
         assert all("after one pass " in j.beside and "after 4.0 passes" in c.label for c, j in rows)
         assert all(outcomes(name, record) == [] for name in LANGUAGE), "read several times"
 
@@ -315,8 +320,8 @@ def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):
 @pytest.mark.parametrize("scale", ["laptop", "gpu"])
 def test_vision_is_decided_by_its_command(scale, lead, word, tmp_path):
     def metrics(settings):
-        ours = settings["model"].startswith("longhorn")
-        top1 = 0.76 + lead * ours + 0.0005 * noise(settings.get("seed", 0))
+        is_longhorn = settings["model"].startswith("longhorn")
+        top1 = 0.76 + lead * is_longhorn + 0.0005 * noise(settings.get("seed", 0))
         training = dict(
             top1=top1,
             top5=0.9,
@@ -342,14 +347,14 @@ def test_the_grid_of_recall_is_decided_by_its_command(name, sign, word, tmp_path
     best = {"mqar": "longhorn", "exact-mqar": "longhorn_exact"}
 
     def metrics(settings):
-        ours = (
+        is_longhorn = (
             settings["options"].get("d_state", 16) > 16
             if name == "larger-state"
             else settings["mixer"] == best[name]
         )
         right = (
             0.6
-            + 0.2 * sign * ours
+            + 0.2 * sign * is_longhorn
             + 0.01 * noise(settings["seed"])
             - 0.05 * (settings["lr"] != 2.2e-3)
         )
@@ -365,9 +370,10 @@ def test_the_grid_of_recall_is_decided_by_its_command(name, sign, word, tmp_path
             "inside": {},
         }
 
-    ((asked, scale, config),) = commanded("longhorn reproduce mqar --scale gpu")
-    rows = outcomes(name, record_of(asked, scale, config, metrics, tmp_path))
-    assert rows and {j.verdict for _, j in rows} == {word}
+    ((command, scale, config),) = commanded("longhorn reproduce mqar --scale gpu")
+    rows = outcomes(name, record_of(command, scale, config, metrics, tmp_path))
+    assert rows
+    assert {j.verdict for _, j in rows} == {word}
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
@@ -376,8 +382,8 @@ def test_the_toy_task_is_decided_by_its_command(name, sign, word, tmp_path):
     order = ("longhorn_exact", "longhorn", "gla", "attention", "attention_without_positions")
 
     def metrics(settings):
-        place = order.index(settings["model"]) if settings["model"] in order else 5
-        share = 0.5 - 0.05 * sign * place - 0.02 * (settings["lr"] != sorted(config.lrs)[1])
+        rank = order.index(settings["model"]) if settings["model"] in order else 5
+        share = 0.5 - 0.05 * sign * rank - 0.02 * (settings["lr"] != sorted(config.lrs)[1])
         each = [share + 0.002 * noise(seed) for seed in settings["seeds"]]
         return {
             "late_recall": share,
@@ -387,9 +393,10 @@ def test_the_toy_task_is_decided_by_its_command(name, sign, word, tmp_path):
             "test": {str(pairs): each for pairs in settings["test_pairs"]},
         }
 
-    ((asked, scale, config),) = commanded(f"longhorn reproduce {name}")
-    rows = outcomes(name, record_of(asked, scale, config, metrics, tmp_path))
-    assert len(rows) >= 2 and {j.verdict for _, j in rows} == {word}
+    ((command, scale, config),) = commanded(f"longhorn reproduce {name}")
+    rows = outcomes(name, record_of(command, scale, config, metrics, tmp_path))
+    assert len(rows) >= 2
+    assert {j.verdict for _, j in rows} == {word}
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
@@ -399,11 +406,9 @@ def test_the_toy_task_is_decided_by_its_command(name, sign, word, tmp_path):
 def test_long_texts_are_decided_by_the_command_that_trains_first(
     name, sign, word, monkeypatch, tmp_path
 ):
-    (trains, _, training), (asked, scale, config) = commanded(find_claim(name).commands["gpu"])
-    assert (trains, asked) == (
-        "language",
-        "extrapolation",
-    ) and config.checkpoints == "runs/language/gpu"
+    (trains, _, training), (reading, scale, config) = commanded(find_claim(name).commands["gpu"])
+    assert (trains, reading) == ("language", "extrapolation")
+    assert config.checkpoints == "runs/language/gpu"
     models = [
         ({"mixer": mixer, "seed": seed, "model": {"weights": str(seed)}}, f"{mixer}/{seed}", "gpt2")
         for mixer, seed in language.chosen_runs(training)
@@ -428,26 +433,28 @@ def test_long_texts_are_decided_by_the_command_that_trains_first(
             + 0.3 * sign * settings["mixer"].startswith("longhorn")
             + 0.01 * noise(settings["seed"])
         )
-        asked = {"once": {"length": [16384], "written": [[share]]}}
+        needle = {"once": {"length": [16384], "written": [[share]]}}
         return {
             "parameters": 5e7,
             "text": {"docs": {"by_length": {"nats": nats}}},
             "seconds": 1.0,
             "finetune_loss": 1.0,
-            "needles": {"passkey, finetuned": asked, "fact, finetuned": asked},
+            "needles": {"passkey, finetuned": needle, "fact, finetuned": needle},
         }
 
-    rows = outcomes(name, record_of(asked, scale, config, metrics, tmp_path))
-    assert rows and {(j.n, j.verdict) for _, j in rows} == {(4, word)}
+    rows = outcomes(name, record_of(reading, scale, config, metrics, tmp_path))
+    assert rows
+    assert {(j.n, j.verdict) for _, j in rows} == {(4, word)}
 
 
+# all others: 4
 RANKS = {
     "longhorn_exact": 0,
     "longhorn": 1,
     "longhorn_scalar": 2,
     "longhorn_decoupled": 2,
     "mamba": 3,
-}  # all others: 4
+}
 SECOND_PLAN = (
     "one-pass",
     "equal-state",
@@ -515,17 +522,15 @@ def one_pass_metrics(sign):  # 1: for the claims
 def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_path):
     monkeypatch.setattr(one_pass, "open_texts", lambda **source: text_of(169_500_000))
     claim = find_claim(name)
-    command = (
-        next(iter(claim.commands.values()))
-        if "one-pass" in claim.commands.get("gpu", "")
-        else (
-            f"longhorn reproduce one-pass --scale gpu --groups {' '.join(claims.pools_of(name))} --data FOLDER"
-        )
-    )
-    ((asked, scale, config),) = commanded(command)
-    record = record_of(asked, scale, config, one_pass_metrics(sign), tmp_path)
+    pools = " ".join(claims.pools_of(name))
+    command = f"longhorn reproduce one-pass --scale gpu --groups {pools} --data FOLDER"
+    if "one-pass" in claim.commands.get("gpu", ""):
+        command = next(iter(claim.commands.values()))
+    ((experiment, scale, config),) = commanded(command)
+    record = record_of(experiment, scale, config, one_pass_metrics(sign), tmp_path)
     rows = outcomes(name, record)
-    assert rows and {(j.verdict, j.look) for _, j in rows} == {(word, 4)}
+    assert rows
+    assert {(j.verdict, j.look) for _, j in rows} == {(word, 4)}
     assert len(rows) == len(QUESTIONS[name].contrasts) * len(QUESTIONS[name].families)
     _, describe = claims.readers(claim)["one-pass"]
     assert all(f"; {model}: " in describe(record) for model in QUESTIONS[name].models())
@@ -537,22 +542,20 @@ def first_plan_record(losses):
     def val(loss):
         return {"tokens": [50, 100], "all": [loss + 1, loss]}
 
-    groups = {
-        name: [
-            dict(
-                name=model.name,
-                lr=5e-3,
-                bracket={"0.0032": 1, "0.005": 0, "0.008": 1},
-                runs=[
-                    dict(seed=seed, val=val(losses(model.name) + 0.001 * noise(seed)))
-                    for seed in range(1, group.seeds + 1)
-                ],
-            )
-            for model in group.models
+    def runs(model, seeds):
+        return [
+            dict(seed=seed, val=val(losses(model.name) + 0.001 * noise(seed)))
+            for seed in range(1, seeds + 1)
         ]
-        for name, group in GROUPS.items()
-        if name != "laptop"
-    }
+
+    bracket = {"0.0032": 1, "0.005": 0, "0.008": 1}
+    groups = {}
+    for name, group in GROUPS.items():
+        if name != "laptop":
+            groups[name] = [
+                dict(name=model.name, lr=5e-3, bracket=bracket, runs=runs(model, group.seeds))
+                for model in group.models
+            ]
     return {
         "experiment": "one-pass",
         "scale": "gpu",
@@ -583,34 +586,34 @@ def test_records_of_the_first_plan_are_still_read(name, sign, word):
     order = ("exact N=64", "exact N=32", "exact N=16", "diagonal", "Mamba N=")
 
     def loss(model):
-        place = next((i for i, start in enumerate(order) if model.startswith(start)), len(order))
-        return 1.3 + 0.05 * sign * place
+        rank = next((i for i, start in enumerate(order) if model.startswith(start)), len(order))
+        return 1.3 + 0.05 * sign * rank
 
     rows = outcomes(name, first_plan_record(loss))
-    assert rows and {j.verdict for _, j in rows} == {word}
+    assert rows
+    assert {j.verdict for _, j in rows} == {word}
 
 
-def judged_tables(monkeypatch, ours, mamba):
+def judged_tables(monkeypatch, longhorn, mamba):
     "Published entries of four runs each, in place of the single ones."
-    table = {
-        measure: {
-            "longhorn": [ours + 0.1 * i for i in range(4)],
-            "mamba": [mamba + 0.1 * i for i in range(4)],
-        }
-        for measure in published.INDEPENDENT
+    runs = {
+        "longhorn": [longhorn + 0.1 * i for i in range(4)],
+        "mamba": [mamba + 0.1 * i for i in range(4)],
     }
-    monkeypatch.setattr(claims, "INDEPENDENT", table)
+    monkeypatch.setattr(claims, "INDEPENDENT", dict.fromkeys(published.INDEPENDENT, runs))
 
 
 def test_a_table_of_others_is_judged_once_it_has_four_runs_of_each_model(monkeypatch):
     names = [claim.name for claim in all_claims() if claim.name.startswith("elsewhere-")]
     assert len(names) == 4
-    for ours, mamba in ((50.0, 40.0), (40.0, 50.0)):
-        judged_tables(monkeypatch, ours, mamba)
+    for longhorn, mamba in ((50.0, 40.0), (40.0, 50.0)):
+        judged_tables(monkeypatch, longhorn, mamba)
         for name in names:
-            for comparison, found in find_claim(name).settled():
-                better = (ours < mamba) == (comparison.label in published.LOWER_IS_BETTER)
-                assert found.verdict == ("holds" if better else "does not hold"), comparison.label
+            for comparison, judgement in find_claim(name).settled():
+                better = (longhorn < mamba) == (comparison.label in published.LOWER_IS_BETTER)
+                assert judgement.verdict == ("holds" if better else "does not hold"), (
+                    comparison.label
+                )
 
 
 @pytest.mark.parametrize(
@@ -630,7 +633,7 @@ def test_arithmetic_follows_the_published_table(name, table, words, monkeypatch)
     monkeypatch.setattr(
         published, "RECALL_INTENSIVE", dict.fromkeys(("read once", "read twice"), table)
     )
-    assert [found.verdict for _, found in find_claim(name).settled()] == words
+    assert [judgement.verdict for _, judgement in find_claim(name).settled()] == words
 
 
 @pytest.mark.parametrize(
@@ -647,14 +650,11 @@ def test_arithmetic_follows_the_published_table(name, table, words, monkeypatch)
 )
 def test_counts_follow_the_sizes(name, setting, words, monkeypatch):
     monkeypatch.setattr(claims, *setting)
-    assert [found.verdict for _, found in find_claim(name).settled()] == words
+    assert [judgement.verdict for _, judgement in find_claim(name).settled()] == words
 
 
-TIMED = {
-    "exact-cost",
-    "kernel-time",
-    "kernel-official",
-}  # tests/test_claims.py: both verdicts follow the times
+# tests/test_claims.py: both verdicts follow the times
+TIMED = {"exact-cost", "kernel-time", "kernel-official"}
 
 
 @pytest.mark.parametrize("speed, word", [(1100, "holds"), (900, "does not hold")])
@@ -669,9 +669,9 @@ def test_training_speed_follows_the_times(speed, word):
         for name in ("mamba", "longhorn", "longhorn_exact")
         for compiled in (False, True)
     ]
-    assert {found.verdict for _, found in find_claim("training-speed").timed({"rows": rows})} == {
-        word
-    }
+    assert {
+        judgement.verdict for _, judgement in find_claim("training-speed").timed({"rows": rows})
+    } == {word}
 
 
 def test_no_claim_is_left_out():
@@ -696,8 +696,7 @@ def test_no_claim_is_left_out():
         *TIMED,
     }
     tested |= {claim.name for claim in all_claims() if claim.name.startswith("elsewhere-")}
-    derived = {
-        claim.name for claim in all_claims() if claim.basis == "derived"
-    }  # the theory pages test the derivation
+    # the theory pages test the derivation
+    derived = {claim.name for claim in all_claims() if claim.basis == "derived"}
     assert tested | derived | NO_CODE == {claim.name for claim in all_claims()}
     assert {claim.name for claim in all_claims() if not claim.has_code} == NO_CODE

@@ -1,4 +1,4 @@
-"""lm-eval on checkpoints of the kit: its numbers are the model's own, contexts come twice, and every failure is one sentence."""
+"""lm-eval on checkpoints of the kit: the model's own numbers, contexts twice, clear errors."""
 
 import json
 import math
@@ -127,21 +127,21 @@ def test_tokenizers_are_the_same_for_transformers(tmp_path):
         "e r",
     ]
     words = sorted(bytes_to_unicode().values(), key=lambda letter: (letter > "\xff", letter))
-    known = {
+    stored = {
         word: i for i, word in enumerate([*words, *(pair.replace(" ", "") for pair in merges)])
     }
     (tmp_path / "vocab.bpe").write_text(
         "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
     )
-    (tmp_path / "encoder.json").write_text(json.dumps(known), encoding="utf-8")
-    ours = get_tokenizer(f"gpt2:{tmp_path}")
+    (tmp_path / "encoder.json").write_text(json.dumps(stored), encoding="utf-8")
+    own = get_tokenizer(f"gpt2:{tmp_path}")
     plain = get_tokenizer("bytes")
-    assert evaluation.vocabulary(ours) == (
-        known | {evaluation.END: 50256},
+    assert evaluation.vocabulary(own) == (
+        stored | {evaluation.END: 50256},
         [tuple(pair.split()) for pair in merges],
     )
-    for ours, theirs in (
-        (ours, evaluation.hf_tokenizer(ours)),
+    for own, reference in (
+        (own, evaluation.hf_tokenizer(own)),
         (plain, evaluation.hf_tokenizer(plain)),
     ):
         for text in (
@@ -152,11 +152,10 @@ def test_tokenizers_are_the_same_for_transformers(tmp_path):
             "a\r\nb",
             "".join(map(chr, range(1, 400))),
         ):
-            assert (
-                theirs(text)["input_ids"] == ours.encode(text).tolist()
-                and theirs.decode(ours.encode(text)) == text
-            )
-    assert len(theirs) == 256 and theirs.eos_token_id == 0
+            assert reference(text)["input_ids"] == own.encode(text).tolist()
+            assert reference.decode(own.encode(text)) == text
+    assert len(reference) == 256
+    assert reference.eos_token_id == 0
 
 
 def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, monkeypatch):
@@ -186,16 +185,14 @@ def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, m
     assert value(record, "tiny_whole", "bits_per_byte") == pytest.approx(
         -nats / size / math.log(2), rel=1e-5
     )
-    assert (
-        all(row["documents"] == len(DOCS) for row in record["rows"])
-        and record["parameters"] == model.num_parameters()
-    )
+    assert all(row["documents"] == len(DOCS) for row in record["rows"])
+    assert record["parameters"] == model.num_parameters()
     monkeypatch.setattr(
-        "lm_eval.evaluator.add_env_info", lambda found: None
+        "lm_eval.evaluator.add_env_info", lambda result: None
     )  # asks pip, for seconds
     manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
     with evaluation.quiet():
-        found = lm_eval.simple_evaluate(
+        result = lm_eval.simple_evaluate(
             "hf",
             model_args=f"pretrained={checkpoint.parent / 'export'},trust_remote_code=True",
             device="cpu",
@@ -203,7 +200,7 @@ def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, m
             task_manager=manager,
             bootstrap_iters=0,
         )
-    for row in evaluation.metric_rows(found, "once"):  # the harness's way to a model
+    for row in evaluation.metric_rows(result, "once"):  # the harness's way to a model
         assert row["value"] == pytest.approx(value(record, row["task"], row["metric"]))
 
 
@@ -215,11 +212,11 @@ def test_generated_lines_are_the_models_own(checkpoint, batch_size):
         Instance("generate_until", {}, (doc["text"], {"until": ["\n"], "max_gen_toks": 9}), 0)
         for doc in DOCS
     ]
-    for reader, again in ((evaluation.read_twice(lm), True), (lm, False)):
+    for reader, repeated in ((evaluation.read_twice(lm), True), (lm, False)):
         with evaluation.quiet():
-            found = reader.generate_until(requests)
-        for doc, line in zip(DOCS, found):
-            prompt = list((f"{doc['text']}\n" * again + doc["text"]).encode())
+            result = reader.generate_until(requests)
+        for doc, line in zip(DOCS, result):
+            prompt = list((f"{doc['text']}\n" * repeated + doc["text"]).encode())
             ids = model.generate(torch.tensor([prompt]), 9, temperature=0)[
                 0, len(prompt) :
             ].tolist()
@@ -245,10 +242,10 @@ def test_only_contexts_are_doubled_and_long_ones_lose_their_start(checkpoint):
     ]
     assert twice.generate_until([request("generate_until", "x", {})]) == [("x\nx", {})]
     with evaluation.quiet():
-        (found,) = evaluation.harness_model(checkpoint, context=16).loglikelihood(
+        (result,) = evaluation.harness_model(checkpoint, context=16).loglikelihood(
             [request("loglikelihood", "x" * 50 + "0123456789ab", "cdef")]
         )
-    assert found[0] == pytest.approx(
+    assert result[0] == pytest.approx(
         log_probability(SequenceLM.from_pretrained(checkpoint), "x0123456789ab", "cdef"), rel=1e-4
     )
 
@@ -269,13 +266,13 @@ def test_recall_tasks_of_our_own_read_the_passage(checkpoint, tmp_path, monkeypa
     }
     for name, task in evaluation.OWN_TASKS.items():
         monkeypatch.setitem(evaluation.OWN_TASKS, name, task | local)
-    found = evaluation.find_tasks(list(evaluation.OWN_TASKS))
+    result = evaluation.find_tasks(list(evaluation.OWN_TASKS))
     prompts = [
         "Towers  The tower is 57 m high. It stands in",
         "A cow says moo. The sound of a cow is",
     ]
     assert [
-        task.doc_to_text(doc) for task in found["tasks"].values() for doc in task.test_docs()
+        task.doc_to_text(doc) for task in result["tasks"].values() for doc in task.test_docs()
     ] == prompts * 3
     heard = []
     lm = evaluation.harness_model(checkpoint)
@@ -284,7 +281,7 @@ def test_recall_tasks_of_our_own_read_the_passage(checkpoint, tmp_path, monkeypa
     )
     assert {
         (row["task"], row["metric"], row["value"], row["documents"])
-        for row in evaluation.run_tasks(lm, found, "twice")
+        for row in evaluation.run_tasks(lm, result, "twice")
     } == {(name, "contains", 0.5, 2) for name in evaluation.OWN_TASKS}
     assert set(heard) == {f"{prompt}\n{prompt}" for prompt in prompts}
 
@@ -313,7 +310,8 @@ def test_recall_preset_is_the_papers_table_and_means_are_over_whole_sets():
     def mean(read):
         return ("mean of 6 sets", read, "contains", pytest.approx(0.25))
 
-    assert means(*six) == [mean("once"), mean("twice")] and means(*six[1:]) == [mean("twice")]
+    assert means(*six) == [mean("once"), mean("twice")]
+    assert means(*six[1:]) == [mean("twice")]
     assert (
         means(row)
         == means(row, row | {"metric": "acc"})
@@ -378,18 +376,18 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(
         log_probability(model, context, " " + word)
         for context, _, word in (text.strip().rpartition(" ") for text in words)
     )
-    found = (
+    result = (
         value(record, "wikitext", "word_perplexity"),
         value(record, "lambada_openai", "perplexity"),
     )
-    assert found == pytest.approx(
+    assert result == pytest.approx(
         (
             math.exp(-pages / sum(len(re.split(r"\s+", text)) for text in words)),
             math.exp(-last / len(words)),
         ),
         rel=1e-4,
     )
-    assert f"mean of 2 sets once perplexity {sum(found) / 2:.4f}" in " ".join(out.split())
+    assert f"mean of 2 sets once perplexity {sum(result) / 2:.4f}" in " ".join(out.split())
     assert value(record, "wikitext", "byte_perplexity") > 1  # in the record, but not in the mean
 
 
@@ -430,12 +428,14 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)
     with pytest.raises(OSError, match="export: No space left"):
         evaluation.export_checkpoint(checkpoint, export)
-    assert contents() == before and "manifest.json" in before
+    assert contents() == before
+    assert "manifest.json" in before
     with pytest.raises(ValueError, match="holds other files; export to a new folder"):
         evaluation.export_checkpoint(checkpoint, checkpoint)
     monkeypatch.undo()
     assert cli.main(["export", str(checkpoint), str(export)]) == 0
-    assert "from_pretrained" in capsys.readouterr().out and contents() == before
+    assert "from_pretrained" in capsys.readouterr().out
+    assert contents() == before
     assert "itself" in fails(capsys, ["export", str(checkpoint), str(checkpoint)], 2)
     assert "context is 0" in fails(
         capsys, ["export", str(checkpoint), str(checkpoint.parent / "none"), "--context", "0"]
@@ -459,7 +459,8 @@ def test_a_damaged_file_is_named_with_the_remedy(checkpoint, folder, name, damag
     path.write_bytes(DAMAGE[damage](path.read_bytes()))
     with pytest.raises((ValueError, OSError)) as caught:
         evaluation.load_pair(path.parent)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
     assert ("export it again" if folder == "export" else "restore it from a copy") in str(
         caught.value
     )
@@ -477,7 +478,8 @@ def test_a_flipped_bit_a_lost_weight_and_an_export_moved_aside_are_found(checkpo
     shutil.copytree(
         checkpoint.parent / "export", tmp_path / ".hf.old"
     )  # a killed writer had moved it aside
-    assert evaluation.is_export(tmp_path / "hf") and evaluation.load_pair(tmp_path / "hf")
+    assert evaluation.is_export(tmp_path / "hf")
+    assert evaluation.load_pair(tmp_path / "hf")
 
 
 def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
@@ -497,21 +499,21 @@ def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
         for name, mixer in (("a", "longhorn"), ("b", "longhorn_exact"))
     }
     real = LonghornForCausalLM.__init__
-    seen = []
+    observed = []
 
     def built(
         self, config
     ):  # while the model is built, after its config was read and before its weights are
         real(self, config)
-        seen.append(config.mixer)
+        observed.append(config.mixer)
         if how == "exchanged":
             records.exchange(tmp_path / "a", tmp_path / "b")
-        elif len(seen) == 1:
+        elif len(observed) == 1:
             evaluation.export_checkpoint(tmp_path / "mb", tmp_path / "a")
 
     monkeypatch.setattr(LonghornForCausalLM, "__init__", built)
     for how in ("exchanged", "exported again"):
-        seen.clear()
+        observed.clear()
         model, words = evaluation.load_pair(tmp_path / "a")
         assert torch.equal(model.model.embedding.weight, weights[model.config.mixer]), how
         assert model.config._name_or_path == str(tmp_path / "a")
@@ -644,12 +646,14 @@ def test_command_prints_a_table_and_writes_the_record(
     )
     out, err = capsys.readouterr()
     rows = json.loads(path.read_text())["rows"]
-    assert err == "" and len(rows) == 6 and {row["documents"] for row in rows} == {2}
-    assert out.count("tiny_choice") == 4 and out.splitlines()[-1] == f"results: {path}"
+    assert err == ""
+    assert len(rows) == 6
+    assert {row["documents"] for row in rows} == {2}
+    assert out.count("tiny_choice") == 4
+    assert out.splitlines()[-1] == f"results: {path}"
     assert cli.main(["eval", "--tasks", "tiny_whole", *rest, "1"]) == 0
-    assert (checkpoint / "eval-tiny_whole-once-first-1.json").is_file() and not (
-        checkpoint / "eval-tiny_whole-once.json"
-    ).exists()
+    assert (checkpoint / "eval-tiny_whole-once-first-1.json").is_file()
+    assert not (checkpoint / "eval-tiny_whole-once.json").exists()
 
     def full(path, value):
         raise OSError(f"cannot write {path}: No space left on device")
@@ -657,9 +661,8 @@ def test_command_prints_a_table_and_writes_the_record(
     monkeypatch.setattr("longhorn_kit.records.write_json", full)
     assert cli.main(["eval", "--tasks", "tiny_choice", "--out", str(path), *rest, "2"]) == 1
     out, err = capsys.readouterr()
-    assert (
-        "tiny_choice once acc" in " ".join(out.split()) and "No space left" in err
-    )  # the scores are seen all the same
+    assert "tiny_choice once acc" in " ".join(out.split())
+    assert "No space left" in err  # the scores are seen all the same
 
 
 def test_what_cannot_be_evaluated_is_one_sentence(checkpoint, tasks, tmp_path, capsys, monkeypatch):
@@ -683,9 +686,8 @@ def test_what_cannot_be_evaluated_is_one_sentence(checkpoint, tasks, tmp_path, c
         (["--out", str(tasks / "docs.json" / "x.json")], "cannot write"),
     ):
         assert words in fails(capsys, ["tiny_choice", *base, *argv])
-    assert "no task" in fails(capsys, [",", *base]) and "max tokens" in fails(
-        capsys, ["tiny_line", *base, "--context", "2"]
-    )
+    assert "no task" in fails(capsys, [",", *base])
+    assert "max tokens" in fails(capsys, ["tiny_line", *base, "--context", "2"])
     assert "nowhere does not exist" in fails(capsys, ["x", "--model", str(tmp_path / "nowhere")])
     assert "none does not exist" in fails(capsys, ["x", *base, "--include", str(tmp_path / "none")])
     assert "is a folder; name a file in it" in fails(
@@ -715,12 +717,10 @@ def test_models_data_and_extras_that_are_missing_or_wrong(
 
     monkeypatch.setattr("datasets.load_dataset", no_network)
     said = fails(capsys, ["recall", "--model", str(checkpoint)])
-    assert (
-        said.startswith(
-            "task fda: its data cannot be loaded (ConnectionError: Couldn't reach the Hub)"
-        )
-        and "network" in said
+    assert said.startswith(
+        "task fda: its data cannot be loaded (ConnectionError: Couldn't reach the Hub)"
     )
+    assert "network" in said
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert (
         fails(capsys, ["fda", "--model", str(checkpoint)])

@@ -1,4 +1,4 @@
-"""Limits, fixed points and symmetries of the updates, against formulas that use none of the kit's updates."""
+"""Limits, fixed points and symmetries of the updates, against formulas that use none of them."""
 
 import base64
 import json
@@ -46,7 +46,8 @@ def test_eigenvalues_of_implicit_steps_lie_between_zero_and_one(
 ):
     values = transition_eigenvalues(step, 10**log_length * draw(seed, state_size), beta)
     assert values.shape == (state_size,)
-    assert values.min() > -1e-12 and values.max() < 1 + 1e-12
+    assert values.min() > -1e-12
+    assert values.max() < 1 + 1e-12
 
 
 def test_transition_of_a_batch_of_keys_is_the_transition_of_each():
@@ -98,7 +99,8 @@ def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channe
     beta = torch.rand(2, 7, 3).double()
     start = draw(7, 3, 4)
     states = run_stream(exact_step, keys, values, beta, start)
-    assert states.shape == (2, 8, 3, 4) and torch.equal(states[1, 0], start)
+    assert states.shape == (2, 8, 3, 4)
+    assert torch.equal(states[1, 0], start)
     A = torch.eye(4, dtype=keys.dtype) + beta[1, 0, 2] * torch.outer(keys[1, 0], keys[1, 0])
     row = torch.linalg.solve(A, start[2] + beta[1, 0, 2] * values[1, 0, 2] * keys[1, 0])
     assert torch.allclose(states[1, 1, 2], row)
@@ -122,7 +124,8 @@ def test_run_stream_takes_one_rate_per_channel_and_no_pairs():
 def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative():
     keys = draw(8, 3, 5, 6)
     assert torch.allclose(recall_matrix(linear_attention_step, keys, passes=2), 2 * keys @ keys.mT)
-    assert recall_error(torch.eye(5)) == 0 and recall_error(torch.zeros(5, 5)) == 1
+    assert recall_error(torch.eye(5)) == 0
+    assert recall_error(torch.zeros(5, 5)) == 1
 
 
 def test_no_scale_is_better_than_the_best_scale():
@@ -150,7 +153,7 @@ def test_learners_that_want_unit_keys_do_not_see_the_length_of_keys():
         assert same == (name in ("deltanet", "linear_attention"))
 
 
-# --- the notebook's film and sliders ------------------------------------------------------------------------------
+# --- the film and the sliders of the notebook
 
 NOTEBOOK = Path(__file__).parent.parent / "nbs" / "theory" / "03_exact_vs_diagonal.ipynb"
 
@@ -166,7 +169,8 @@ def outputs():
 def test_committed_outputs_hold_pictures_and_no_widget():
     "Sliders work in a running notebook; a page has the curves, which need no front end."
     kinds = {kind for data in outputs() for kind in data}
-    assert "image/png" in kinds and not [kind for kind in kinds if "widget" in kind]
+    assert "image/png" in kinds
+    assert not [kind for kind in kinds if "widget" in kind]
     assert "widgets" not in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["metadata"]
 
 
@@ -179,8 +183,8 @@ def test_the_film_is_small_needs_no_network_and_can_stand_still():
         )
     ]
     svg = base64.b64decode(film).decode()
-    assert len(film) < 100_000 and "prefers-reduced-motion" in svg
-    assert "script" not in svg and re.findall(r"https?://[^\"]+", svg) == [
-        "http://www.w3.org/2000/svg"
-    ]
+    assert len(film) < 100_000
+    assert "prefers-reduced-motion" in svg
+    assert "script" not in svg
+    assert re.findall(r"https?://[^\"]+", svg) == ["http://www.w3.org/2000/svg"]
     ElementTree.fromstring(svg)

@@ -1,4 +1,4 @@
-"""Long contexts: streamed losses are the model's, memory stays flat, needles lie where they should, results belong to weights."""
+"""Long contexts: streamed losses, flat memory, positions of needles, results of their weights."""
 
 import math
 from dataclasses import replace
@@ -77,27 +77,29 @@ def test_losses_by_hand_with_the_state_reset_and_carried():
     lm = model("longhorn_exact")
     s = replace(CONFIG, tokens_at_once=48)
     windows = {length: ex.cut(TEXT, length, 128) for length in (8, 16, 64)}
-    assert all(
-        cut[:, 1:].flatten().tolist() == TEXT[1:129].tolist() for cut in windows.values()
-    )  # the same tokens are predicted
+    # the same tokens are predicted
+    assert all(cut[:, 1:].flatten().tolist() == TEXT[1:129].tolist() for cut in windows.values())
     losses = {length: ex.window_losses(lm, cut, s) for length, cut in windows.items()}
-    for length, found in losses.items():
-        assert found.shape == (128 // length, length)
+    for length, loss in losses.items():
+        assert loss.shape == (128 // length, length)
         with torch.no_grad():
-            assert found.mean() == pytest.approx(
+            assert loss.mean() == pytest.approx(
                 float(lm(windows[length][:, :-1], windows[length][:, 1:])[1]), rel=1e-4
             )
     added = ex.added(losses[64], losses[16])  # what the state adds is nothing in the first stretch
-    by_hand = [
-        np.mean([losses[64][w, 16 * i : 16 * (i + 1)] - losses[16][4 * w + i] for w in range(2)])
-        for i in range(4)
-    ]
+    by_hand = []
+    for i in range(4):
+        stretch = slice(16 * i, 16 * (i + 1))
+        changes = [losses[64][w, stretch] - losses[16][4 * w + i] for w in range(2)]
+        by_hand.append(np.mean(changes))
     np.testing.assert_allclose(added, by_hand, atol=1e-5)
     assert abs(added[0]) < 1e-4 < abs(added[1])
     for longest in (16, 100, 4096):  # bins of positions cover every position once
         edges = ex.position_bins(longest)
         noise = np.random.default_rng(0).random((2, longest))
-        assert edges[0] == 0 and edges[-1] == longest and (np.diff(edges) > 0).all()
+        assert edges[0] == 0
+        assert edges[-1] == longest
+        assert (np.diff(edges) > 0).all()
         assert np.average(ex.by_position(noise)["nats"], weights=np.diff(edges)) == pytest.approx(
             noise.mean(), abs=1e-4
         )
@@ -110,15 +112,14 @@ def test_sliding_windows_predict_each_token_once_with_half_a_window_before_it():
         embedding = torch.nn.Embedding(1, 1)
 
         def prefill(self, tokens, cache):
-            asked.append(tokens)
+            sizes.append(tokens)
             return torch.zeros(*tokens.shape, 256), cache
 
-    asked = []
+    sizes = []
     loss = ex.sliding_loss(Spy(), np.arange(70) % 256, 64, CONFIG)
-    assert loss == pytest.approx(
-        math.log(256), rel=bound(torch.float32, 56)
-    )  # the mean of 56 terms
-    assert sorted(int(token) + 1 for part in asked for row in part for token in row[8:]) == list(
+    # the mean of 56 terms
+    assert loss == pytest.approx(math.log(256), rel=bound(torch.float32, 56))
+    assert sorted(int(token) + 1 for part in sizes for row in part for token in row[8:]) == list(
         range(9, 65)
     )
 
@@ -135,9 +136,9 @@ def test_memory_is_flat_while_a_long_text_goes_by(mixer):
     for _, cache in ex.stream_losses(lm, text, 1000):
         sizes.add(cache_numbers(cache))
         memory.append(resident())
-    assert (
-        len(sizes) == 1 and max(memory[20:]) - memory[19] < 8e6
-    )  # the losses and states of 40,000 tokens would be 100 MB
+    # the losses and states of 40,000 tokens would be 100 MB
+    assert len(sizes) == 1
+    assert max(memory[20:]) - memory[19] < 8e6
 
 
 @pytest.mark.parametrize("kind, times", [*product(ex.NEEDLES, (1, 2))])
@@ -147,34 +148,34 @@ def test_the_needle_is_in_the_text_at_its_depth(kind, times):
         context, tokens = ex.haystack(TEXT, BYTES, kind, seed, 300, depth, 8, times)
         text = BYTES.decode(context)
         size = 300 - len(question)
-        assert (
-            text.count(sentence) == times
-            and text.endswith(question)
-            and text[:size] == text[-len(question) - size : -len(question)]
-        )
-        assert text.index(sentence) == round(depth * (size - len(sentence))) and len(
-            context
-        ) == times * size + len(question)
-        assert [BYTES.decode(answer) for answer in tokens] == answers and len(set(answers)) == 8
+        assert text.count(sentence) == times
+        assert text.endswith(question)
+        assert text[:size] == text[-len(question) - size : -len(question)]
+        assert text.index(sentence) == round(depth * (size - len(sentence)))
+        assert len(context) == times * size + len(question)
+        assert [BYTES.decode(answer) for answer in tokens] == answers
+        assert len(set(answers)) == 8
         assert {len(answer) for answer in tokens} == {ex.LONGEST}
-        assert answers[0] in sentence and not any(answer in text for answer in answers[1:])
-    assert (
-        len({ex.needle("fact", seed, 8)[2][0] for seed in range(10)}) == 10
-    )  # right colours are balanced
+        assert answers[0] in sentence
+        assert not any(answer in text for answer in answers[1:])
+    # right colours are balanced
+    assert len({ex.needle("fact", seed, 8)[2][0] for seed in range(10)}) == 10
 
 
 def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_writes():
     lm = model("attention")
     rng = np.random.default_rng(0)
     contexts = torch.from_numpy(rng.integers(256, size=(2, 20)))
-    answers = [[rng.integers(256, size=size) for size in (1, 3, 2)] for _ in range(2)]
+    answers = []
+    for _ in contexts:
+        answers.append([rng.integers(256, size=size) for size in (1, 3, 2)])
     trials = [(context.numpy(), row) for context, row in zip(contexts, answers)]
     for scores, _ in (
         ex.answer_scores(lm, contexts, answers, chunk=7),
         ex.score_trials(lm, trials, replace(CONFIG, chunk=7)),
     ):
-        for context, row, found in zip(contexts, answers, scores):
-            for answer, score in zip(row, found):
+        for context, row, row_scores in zip(contexts, answers, scores):
+            for answer, score in zip(row, row_scores):
                 ids = torch.cat([context, torch.from_numpy(answer)])[None]
                 with torch.no_grad():
                     log = lm(ids[:, :-1]).log_softmax(-1)[0, 19:]
@@ -194,18 +195,15 @@ def test_finetuning_asks_for_the_answer_alone_and_never_for_a_test_needle():
     assert len({inputs.shape for inputs, _ in batches}) == 1  # as a CUDA graph needs it
     for step, length, (inputs, targets) in zip(range(4), (80, 80, 96, 96), batches):
         for row_in, row_out in zip(inputs, targets):
-            asked = (row_out != -100).nonzero()[:, 0].tolist()
+            positions = (row_out != -100).nonzero()[:, 0].tolist()
             kind = ex.NEEDLES[step % 2]
-            answer = BYTES.decode(row_out[asked])
+            answer = BYTES.decode(row_out[positions])
             text = BYTES.decode(row_in)
-            assert (
-                asked == list(range(length - 1, length - 1 + len(answer)))
-                and f"is{answer}." in text
-            )
+            assert positions == list(range(length - 1, length - 1 + len(answer)))
+            assert f"is{answer}." in text
             assert answer[1:].isdigit() if kind == "passkey" else answer[1:] in ex.COLOURS
-    assert torch.equal(
-        list(ex.lessons(TEXT, BYTES, s, "cpu"))[1][0], batches[1][0]
-    ) and not torch.equal(batches[0][0], batches[2][0])
+    assert torch.equal(list(ex.lessons(TEXT, BYTES, s, "cpu"))[1][0], batches[1][0])
+    assert not torch.equal(batches[0][0], batches[2][0])
 
 
 def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch):
@@ -217,20 +215,20 @@ def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypat
     )
     start = lm.embedding.weight.clone()
     with torch.no_grad():
-        found = ex.measure(lm, TEXTS, replace(CONFIG, needles=("fact",), bf16=True))
+        result = ex.measure(lm, TEXTS, replace(CONFIG, needles=("fact",), bf16=True))
         (base, before), (finetuned, after) = read
         for reader, logits in read:
             with torch.autocast("cpu", torch.bfloat16):
                 torch.testing.assert_close(reader(tokens), logits, rtol=0, atol=0)
-    assert (
-        torch.equal(start, lm.embedding.weight)
-        and not torch.equal(start, finetuned.embedding.weight)
-        and not finetuned.training
-    )
-    assert math.isfinite(found["finetune_loss"]) and not torch.equal(before, after)
+    assert torch.equal(start, lm.embedding.weight)
+    assert not torch.equal(start, finetuned.embedding.weight)
+    assert not finetuned.training
+    assert math.isfinite(result["finetune_loss"])
+    assert not torch.equal(before, after)
     wide = ex.perplexities(lm, TEXT, CONFIG)["by_length"]["nats"]
-    narrow = found["text"]["held out"]["by_length"]["nats"]
-    assert wide != narrow and wide == pytest.approx(narrow, abs=0.02)
+    narrow = result["text"]["held out"]["by_length"]["nats"]
+    assert wide != narrow
+    assert wide == pytest.approx(narrow, abs=0.02)
 
 
 def test_what_cannot_be_is_refused():
@@ -288,21 +286,22 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
             ex.EXPERIMENT, "gpu", tmp_path / "here", workers=0, minutes=minutes, **here | more
         )
 
-    assert len(go(minutes=-1)["results"]["not_run"]) == 3 and measured == []
+    assert len(go(minutes=-1)["results"]["not_run"]) == 3
+    assert measured == []
     record = go()
-    assert len(measured) == 3 and [row["seed"] for row in record["results"]["models"]] == [0, 0, 1]
-    assert (
-        set(record["results"]["text"]) == {"prose", "docs"} and record["results"]["not_run"] == []
-    )
+    assert len(measured) == 3
+    assert [row["seed"] for row in record["results"]["models"]] == [0, 0, 1]
+    assert set(record["results"]["text"]) == {"prose", "docs"}
+    assert record["results"]["not_run"] == []
     assert [
-        len(found.differences)
-        for found in compare_length(record, ("longhorn",)) + compare_needles(record)
+        len(comparison.differences)
+        for comparison in compare_length(record, ("longhorn",)) + compare_needles(record)
     ] == [2, 2, 1]
     assert about_length(record).startswith("0.0")
-    moved = str(
-        (tmp_path / "grid").rename(tmp_path / "moved")
-    )  # where the models lie does not matter
-    assert go(checkpoints=moved)["results"] == record["results"] and len(measured) == 3
+    # where the models lie does not matter
+    moved = str((tmp_path / "grid").rename(tmp_path / "moved"))
+    assert go(checkpoints=moved)["results"] == record["results"]
+    assert len(measured) == 3
     save_job(tmp_path / "other", "longhorn", 0, weights=7)  # a model of the same name
     assert (
         go(checkpoints=str(tmp_path / "other"))["results"]["models"][0]["text"]
@@ -310,11 +309,11 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
     )
     go(checkpoints=moved, windows=1)
     assert len(measured) == 7
-    for wrong, told in (
+    for wrong, message in (
         (dict(data=""), "--data FOLDER"),
         (dict(checkpoints="nowhere"), "nowhere holds no trained model"),
     ):
-        with pytest.raises((ValueError, FileNotFoundError), match=told):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
             go(**wrong)
 
 
@@ -331,19 +330,15 @@ def test_tiny_run_has_the_structure_of_the_committed_records(tmp_path):
     )
     assert len(compare_length(record, ("longhorn",))) == len(compare_needles(record)) == 1
     for path in RECORDS.glob("*.json"):
-        known = read_record(path)
+        recorded = read_record(path)
         fields = set(record["settings"]) - {"preset"}
-        assert (
-            set(known["settings"]) - {"preset"} == fields
-            and known["results"].keys() == record["results"].keys()
-        )
-        ours = record["results"]["models"][0]
-        theirs = known["results"]["models"][0]
-        assert (
-            ours.keys() == theirs.keys()
-            and ours["text"]["held out"].keys() == next(iter(theirs["text"].values())).keys()
-        )
+        assert set(recorded["settings"]) - {"preset"} == fields
+        assert recorded["results"].keys() == record["results"].keys()
+        model = record["results"]["models"][0]
+        reference = recorded["results"]["models"][0]
+        assert model.keys() == reference.keys()
+        assert model["text"]["held out"].keys() == next(iter(reference["text"].values())).keys()
         assert all(
-            found["once"].keys() == ours["needles"]["fact, finetuned"]["once"].keys()
-            for found in theirs["needles"].values()
+            maps["once"].keys() == model["needles"]["fact, finetuned"]["once"].keys()
+            for maps in reference["needles"].values()
         )

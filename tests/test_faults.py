@@ -1,4 +1,6 @@
-"""Records, claims, exports and prepared text survive kills, damage and full disks: `make faults`. Children are forked from one warm process."""
+"""Records, claims, exports and prepared text survive kills, damage and full disks: `make faults`.
+
+Children are forked from one warm process."""
 
 import itertools
 import json
@@ -43,12 +45,12 @@ def here(monkeypatch, tmp_path):
 
 
 def watch(folder, kill_at):
-    "Count the file operations under a folder, and kill this process before operation number `kill_at`."
-    seen = [0]
+    "Count the file operations under a folder; kill this process before number `kill_at`."
+    observed = [0]
 
     def step():
-        seen[0] += 1
-        if seen[0] == kill_at:
+        observed[0] += 1
+        if observed[0] == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def hook(event, arguments):
@@ -68,11 +70,11 @@ def watch(folder, kill_at):
     os.fsync = lambda handle: (step(), fsync(handle))
     records.exchange = lambda one, other: (step(), exchange(one, other))[1]
     sys.addaudithook(hook)
-    return seen
+    return observed
 
 
 def child(argv, folder, kill_at=0, limit=None):
-    "Run a command in a forked process; return exit code (-9 if killed), output, and number of file operations."
+    "Run a command in a forked process; return exit code, output, number of file operations."
     counted = os.pipe()
     screen = os.pipe()  # the limit on file sizes does not apply to a pipe
     if not (pid := os.fork()):
@@ -83,10 +85,10 @@ def child(argv, folder, kill_at=0, limit=None):
             sys.stderr = open(2, "w", closefd=False)
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-            seen = watch(folder, kill_at)
+            observed = watch(folder, kill_at)
             code = cli.main(argv)
             sys.stdout.flush(), sys.stderr.flush()
-            os.write(counted[1], str(seen[0]).encode())
+            os.write(counted[1], str(observed[0]).encode())
         finally:
             os._exit(code)
     os.close(counted[1]), os.close(screen[1])
@@ -107,9 +109,9 @@ def killed_and_resumed(argv, here, operations, between=lambda folder: None):
         folder = here / f"killed{n}"
         assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
         between(folder)
-        code, again, _ = child(argv(folder), folder)
-        assert code == 0, (n, again)
-        yield folder, again.replace(folder.name, "whole")
+        code, repeated, _ = child(argv(folder), folder)
+        assert code == 0, (n, repeated)
+        yield folder, repeated.replace(folder.name, "whole")
         shutil.rmtree(folder)
 
 
@@ -123,7 +125,8 @@ def test_reproduce_killed_at_every_file_operation(here):
         return ["reproduce", "--out", str(folder)]
 
     code, output, operations = child(argv(here / "whole"), here / "whole")
-    assert code == 0 and operations > 20
+    assert code == 0
+    assert operations > 20
 
     def numbers(folder):
         return [
@@ -137,8 +140,9 @@ def test_reproduce_killed_at_every_file_operation(here):
     def whole(folder):
         return all(map(records.read_record, named(folder)))  # files with their final name
 
-    for folder, again in killed_and_resumed(argv, here, operations, between=whole):
-        assert numbers(folder) == numbers(here / "whole") and stable(again) == stable(output)
+    for folder, repeated in killed_and_resumed(argv, here, operations, between=whole):
+        assert numbers(folder) == numbers(here / "whole")
+        assert stable(repeated) == stable(output)
         assert files_in(folder) == files_in(here / "whole")
 
 
@@ -156,13 +160,14 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
         return ["prepare", source, "--cache", str(folder), "--workers", "1"]
 
     code, output, operations = child(argv(here / "whole"), here / "whole")
-    assert code == 0 and operations > 30
+    assert code == 0
+    assert operations > 30
     whole = {
         name: (here / "whole" / name).read_bytes()
         for name in files_in(here / "whole")
         if name.endswith(("bin", "index.json"))
     }
-    for folder, again in killed_and_resumed(argv, here, operations):
+    for folder, repeated in killed_and_resumed(argv, here, operations):
 
         def lines(text):
             return [
@@ -171,10 +176,9 @@ def test_prepare_killed_at_every_file_operation(here, monkeypatch, kind):
                 if "checked" not in line
             ]
 
-        assert lines(again) == lines(output), again
-        assert {name: (folder / name).read_bytes() for name in whole} == whole and files_in(
-            folder
-        ) == files_in(here / "whole")
+        assert lines(repeated) == lines(output), repeated
+        assert {name: (folder / name).read_bytes() for name in whole} == whole
+        assert files_in(folder) == files_in(here / "whole")
 
 
 def small_model(folder, seed):
@@ -214,24 +218,21 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
     text_of_old = writes(here / "b" / "out")
     code, _, operations = child(argv(new, here / "b" / "out"), here / "b")
     text_of_new = writes(here / "b" / "out")
-    assert (
-        code == 0
-        and operations > 15
-        and text_of_old[0] == text_of_new[0] == 0
-        and text_of_old != text_of_new
-    )
-    found = set()
+    assert code == 0
+    assert operations > 15
+    assert text_of_old[0] == text_of_new[0] == 0
+    assert text_of_old != text_of_new
+    result = set()
     for n in fakes.kills(operations):
         shutil.rmtree(here / "c", ignore_errors=True)
         shutil.copytree(here / "a", here / "c")
         assert child(argv(new, here / "c" / "out"), here / "c", n)[0] == -signal.SIGKILL
-        found.add(writes(here / "c" / "out"))
-        assert found <= {text_of_old, text_of_new}
+        result.add(writes(here / "c" / "out"))
+        assert result <= {text_of_old, text_of_new}
         assert child(argv(new, here / "c" / "out"), here / "c")[0] == 0
-        assert writes(here / "c" / "out") == text_of_new and files_in(here / "c") == files_in(
-            here / "b"
-        )
-    assert found == {text_of_old, text_of_new}
+        assert writes(here / "c" / "out") == text_of_new
+        assert files_in(here / "c") == files_in(here / "b")
+    assert result == {text_of_old, text_of_new}
 
 
 def damage(path, chance):
@@ -276,14 +277,13 @@ def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
         ]
         for row in rows:
             if row.judgement.verdict == "cannot be judged" and not row.comparison.differences:
-                assert (
-                    f"nbs/lab/results/{name}/laptop.json" in row.judgement.why
-                    and "delete it" in row.judgement.why
-                )
+                assert f"nbs/lab/results/{name}/laptop.json" in row.judgement.why
+                assert "delete it" in row.judgement.why
                 assert "\n" not in row.judgement.why
             else:
                 assert row.judgement == whole[row.comparison.label].judgement, (n, kind)
-        assert rows and (changed or len(rows) > 0)
+        assert rows
+        assert changed or len(rows) > 0
 
 
 @pytest.mark.parametrize("kind", ["export", "model of train-lm"])
@@ -304,9 +304,9 @@ def test_a_hundred_damaged_models_change_no_word(here, warm, kind):
         code, output = writes(here / "out")
         last = output.strip().splitlines()[-1] if output.strip() else ""
         if (code, output) != good:
-            assert (
-                code == 1 and "Traceback" not in output and last.startswith("longhorn: error: ")
-            ), (path, kind, output)
+            assert code == 1, (path, kind, output)
+            assert "Traceback" not in output, (path, kind, output)
+            assert last.startswith("longhorn: error: "), (path, kind, output)
             assert path.name in last and re.search("export|restore|save|--tokenizer", last), (
                 path,
                 kind,
@@ -337,12 +337,11 @@ def test_text_of_a_record_is_escaped_wherever_it_ends(here):
     assert cli.main(["reproduce", "second"]) == 0
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
     for text in (ledger_text(rows), ledger_html(rows), page):
-        assert "\x1b" not in text and "\x07" not in text
-    assert (
-        "<script>alert" not in page
-        and "<script>alert" not in ledger_html(rows)
-        and "&lt;script&gt;alert" in page
-    )
+        assert "\x1b" not in text
+        assert "\x07" not in text
+    assert "<script>alert" not in page
+    assert "<script>alert" not in ledger_html(rows)
+    assert "&lt;script&gt;alert" in page
 
 
 @pytest.mark.parametrize("what", ["reproduce", "export"])
@@ -358,18 +357,16 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
     before = {
         name: (folder / name).read_bytes() for name in files_in(folder) if (folder / name).is_file()
     }
-    again = [*argv, "--fresh"] if what == "reproduce" else argv
+    repeated = [*argv, "--fresh"] if what == "reproduce" else argv
     for limit in (0, 100, 1000, 3000):
-        code, output, _ = child(again, folder, limit=limit)
+        code, output, _ = child(repeated, folder, limit=limit)
         if code == 0:  # the output fits
             continue
         last = output.strip().splitlines()[-1]
-        assert (
-            code == 1
-            and last.startswith("longhorn: error: ")
-            and "File too large" in last
-            and "Traceback" not in output
-        ), output
+        assert code == 1, output
+        assert last.startswith("longhorn: error: "), output
+        assert "File too large" in last, output
+        assert "Traceback" not in output, output
         kept = {
             str(path.relative_to(folder)).replace(".previous", ""): path.read_bytes()
             for path in folder.rglob("*")
@@ -377,7 +374,8 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
         }
         assert what == "reproduce" or kept == before
         assert not list(folder.rglob("*.partial"))
-    assert child(argv, folder)[0] == 0 and json.dumps(files_in(folder))
+    assert child(argv, folder)[0] == 0
+    assert json.dumps(files_in(folder))
 
 
 # ---- training: the same tests for every trainer
@@ -432,7 +430,7 @@ TRAINERS = {
 
 @pytest.fixture(params=TRAINERS)
 def trainer(request, here, monkeypatch):
-    "Run a command without interruption; return its words, folder, output and number of file operations."
+    "Run a command whole; return its words, folder, output and number of file operations."
     monkeypatch.setenv("LONGHORN_CACHE", str(here / "cache"))
     (here / "cache").mkdir()  # cache of prepared text
     (here / "text.txt").write_text(
@@ -442,7 +440,8 @@ def trainer(request, here, monkeypatch):
     words = TRAINERS[request.param]
     assert cli.main([*words, "--out", "warm"]) == 0  # imports before the children are forked
     code, output, operations = child([*words, "--out", "whole"], here / "whole")
-    assert code == 0 and operations > 60
+    assert code == 0
+    assert operations > 60
     return words, here / "whole", output, operations
 
 
@@ -480,17 +479,17 @@ def test_training_killed_at_every_file_operation(here, trainer):
 
     def whole_ones(folder):  # a checkpoint is listed only while all its files are there
         for path in checkpoints(folder):
-            about, _ = read_checkpoint(path)
+            metadata, _ = read_checkpoint(path)
             assert len(list(path.iterdir())) == len(
                 list(next((whole / "checkpoints").iterdir()).iterdir())
             ), path
 
-    for folder, again in killed_and_resumed(
+    for folder, repeated in killed_and_resumed(
         lambda folder: [*words, "--out", folder.name], here, operations, between=whole_ones
     ):
-        assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (
+        assert printed(repeated) == printed(output) and outcome(folder) == outcome(whole), (
             folder,
-            again,
+            repeated,
         )
 
 
@@ -508,32 +507,31 @@ def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
                 shutil.rmtree(newest)
         files = sorted(
             path
-            for place in (folder, here / "cache")
-            for path in place.rglob("*")
+            for root in (folder, here / "cache")
+            for path in root.rglob("*")
             if path.is_file() and "model" not in path.parts
         )
         kind, changed = damage(path := chance.choice(files), chance)
-        code, again, _ = child([*words, "--out", folder.name], folder)
-        last = again.strip().splitlines()[-1]
-        assert "Traceback" not in again, (path, kind, again)
+        code, repeated, _ = child([*words, "--out", folder.name], folder)
+        last = repeated.strip().splitlines()[-1]
+        assert "Traceback" not in repeated, (path, kind, repeated)
         if code:
-            assert (
-                last.startswith("longhorn: error: ")
-                and path.name in again
-                and re.search("delete|use another|restore", last)
-            ), (path, kind, last)
+            assert last.startswith("longhorn: error: "), (path, kind, last)
+            assert path.name in repeated, (path, kind, last)
+            assert re.search("delete|use another|restore", last), (path, kind, last)
             reported += 1
         else:
-            assert printed(again) == printed(output) and outcome(folder) == outcome(whole), (
+            assert printed(repeated) == printed(output) and outcome(folder) == outcome(whole), (
                 path,
                 kind,
-                again,
+                repeated,
             )
-            went_back += "going back" in again
+            went_back += "going back" in repeated
         shutil.rmtree(folder)
         shutil.rmtree(here / "cache")
         cache.rename(here / "cache")
-    assert reported > 5 and went_back > 10
+    assert reported > 5
+    assert went_back > 10
 
 
 def test_a_kill_while_a_library_writes_leaves_nothing(here, trainer, monkeypatch):
@@ -549,7 +547,8 @@ def test_a_kill_while_a_library_writes_leaves_nothing(here, trainer, monkeypatch
         patch.setattr("safetensors.torch.save_file", killed)
         patch.setattr("timm.models._hub.safetensors.torch.save_file", killed)
         assert child([*words, "--out", "killed"], here / "killed")[0] == -signal.SIGKILL
-    left = [path for path in (here / "killed").rglob(".tmpAbCdEf")]
-    assert len(left) == 1 and left[0].parent.name.endswith(".partial")
+    left = list((here / "killed").rglob(".tmpAbCdEf"))
+    assert len(left) == 1
+    assert left[0].parent.name.endswith(".partial")
     assert child([*words, "--out", "killed"], here / "killed")[0] == 0
     assert files_in(here / "killed") == files_in(whole)

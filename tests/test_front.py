@@ -1,4 +1,4 @@
-"""The front page: one wording whoever is ahead, pictures that can be read, and a notebook that shows them before it is run."""
+"""The front page: one wording for either leader, readable pictures, a notebook that shows them."""
 
 import json
 import os
@@ -59,10 +59,12 @@ def timed(first, second, ratios):
 def test_a_decided_row_has_the_same_words_whichever_side_the_claim_puts_first():
     one = judged("exact", "Mamba", LEADS)
     other = judged("Mamba", "exact", tuple(-lead for lead in LEADS))
-    assert one.row.judgement.verdict == "holds" and other.row.judgement.verdict == "does not hold"
+    assert one.row.judgement.verdict == "holds"
+    assert other.row.judgement.verdict == "does not hold"
     assert statement(one) == statement(other) == "exact is ahead of Mamba by 0.021"
     assert statement(one, interval=True) == statement(other, interval=True)
-    assert favours(one) == favours(other) == "exact" and kind(one) == kind(other) == "exact"
+    assert favours(one) == favours(other) == "exact"
+    assert kind(one) == kind(other) == "exact"
 
 
 def test_the_faster_side_comes_first_with_its_share_of_the_time():
@@ -79,7 +81,8 @@ def test_the_faster_side_comes_first_with_its_share_of_the_time():
         "3 of 3 shapes",
         "2 of 3 shapes",
     )
-    assert leader(mixed) == "exact" and leader(timed("exact", "diagonal", (0.5, 0.4))) == "diagonal"
+    assert leader(mixed) == "exact"
+    assert leader(timed("exact", "diagonal", (0.5, 0.4))) == "diagonal"
 
 
 def test_an_open_row_gives_its_interval_and_a_row_without_numbers_its_reason():
@@ -89,10 +92,8 @@ def test_an_open_row_gives_its_interval_and_a_row_without_numbers_its_reason():
     )
     assert (favours(row), kind(row), leader(row)) == ("undecided", "undecided", "")
     doubted = judged("exact", "Mamba", LEADS, doubt="one learning rate was tried")
-    assert (favours(doubted), kind(doubted)) == (
-        "not judged",
-        "not judged",
-    ) and "between" in statement(doubted)
+    assert (favours(doubted), kind(doubted)) == ("not judged", "not judged")
+    assert "between" in statement(doubted)
     assert "one learning rate was tried" in findings_markdown([doubted])
     assert (
         statement(judged("exact", "Mamba", (), doubt="Mamba diverged"))
@@ -102,17 +103,18 @@ def test_an_open_row_gives_its_interval_and_a_row_without_numbers_its_reason():
 
 def test_every_row_of_the_front_page_is_a_row_of_the_ledger():
     rows = ledger("recorded runs only")
-    known = {claim.name for claim in claims.all_claims()}
+    names = {claim.name for claim in claims.all_claims()}
     for shown in FRONT:
         same = [row for row in rows if (row.claim.name, row.scale) == (shown.claim, shown.scale)]
         labels = [row.comparison.label for row in same if row.comparison.label]
         assert (
-            shown.claim not in known
+            shown.claim not in names
             or not labels
             or any(label.startswith(shown.label) for label in labels)
         ), shown
-    for found in findings():
-        assert found.row in rows and leader(found) in (found.shown.first, found.shown.second, "")
+    for finding in findings():
+        assert finding.row in rows
+        assert leader(finding) in (finding.shown.first, finding.shown.second, "")
 
 
 def test_planned_rows_replace_the_earlier_ones_as_soon_as_they_are_judged(monkeypatch):
@@ -131,44 +133,43 @@ def test_planned_rows_replace_the_earlier_ones_as_soon_as_they_are_judged(monkey
     others = [row for row in rows if row.claim.name != "recall-rewritten"]
 
     def names():
-        return {found.shown.claim for found in findings() if "rewritten" in found.shown.topic}
+        return {finding.shown.claim for finding in findings() if "rewritten" in finding.shown.topic}
 
     for extra, expected in ((planned, {"recall-rewritten"}), (waiting, {"recall"})):
-        monkeypatch.setattr("longhorn_kit.lab.claims.front.ledger", lambda *_: [*others, extra])
+        shown = [*others, extra]
+        monkeypatch.setattr("longhorn_kit.lab.claims.front.ledger", lambda *_, rows=shown: rows)
         assert names() == expected
 
 
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_picture_has_every_statement_inside_and_names_both_sides(narrow):
-    found = findings() + [judged("a < b", "c & d", LEADS)]
-    drawn = ElementTree.fromstring(picture(found, narrow))
+    results = findings() + [judged("a < b", "c & d", LEADS)]
+    drawn = ElementTree.fromstring(picture(results, narrow))
     texts = [element for element in drawn.iter() if element.tag.endswith("}text")]
     words = " ".join("".join(element.itertext()) for element in texts)
     assert all(
         statement(each) in words and each.shown.second.removeprefix("the ") in words
-        for each in found
+        for each in results
     )
     width, height = map(float, drawn.get("viewBox").split()[2:])
     assert all(
         0 <= float(element.get("x")) <= width and 0 < float(element.get("y")) <= height
         for element in texts
     )
-    assert "a &lt; b is ahead of c &amp; d" in findings_html(found)
+    assert "a &lt; b is ahead of c &amp; d" in findings_html(results)
 
 
 def test_a_picture_in_an_image_comes_back_unchanged_and_the_narrow_one_is_hidden():
     drawn = svg('what "it" shows & more', 100, 20, "<text>é</text>")
     shown = both(drawn, drawn)
-    assert inline(image(drawn)) == drawn and "<svg" not in shown and shown.count("<img") == 2
-    assert (
-        '<div class="lk-narrow" hidden="hidden">' in shown
-        and 'alt="what &quot;it&quot; shows &amp; more"' in shown
-    )
+    assert inline(image(drawn)) == drawn
+    assert "<svg" not in shown
+    assert shown.count("<img") == 2
+    assert '<div class="lk-narrow" hidden="hidden">' in shown
+    assert 'alt="what &quot;it&quot; shows &amp; more"' in shown
     row = judged("exact", "Mamba", LEADS).row
-    assert (
-        "<svg" not in forest([row]) + legend()
-        and inline(forest([row]) + legend()).count("<svg") == 4
-    )
+    assert "<svg" not in forest([row]) + legend()
+    assert inline(forest([row]) + legend()).count("<svg") == 4
 
 
 def test_words_and_marks_of_the_pictures_have_enough_contrast_in_both_themes():
@@ -188,17 +189,17 @@ def test_the_minutes_of_reproduce_are_those_of_the_claims():
     for name in ("recall", "language"):
         claim = claims.find_claim(name)
         line = next(line for line in reproduced().splitlines() if f"`{name}`" in line)
-        assert (
-            line.split("|")[-2].strip() == f"{claim.minutes['laptop']:g}"
-            and claim.statement in line
-        )
+        assert line.split("|")[-2].strip() == f"{claim.minutes['laptop']:g}"
+        assert claim.statement in line
     assert "`vision`" not in reproduced(), "it runs only if named"
 
 
-# --- an untrusted notebook in JupyterLab --------------------------------------------------------------------------
+# ---- an untrusted notebook in JupyterLab
 
 SEEN = """[...document.querySelectorAll('.jp-OutputArea img[src^="data:image/svg+xml"]')].map(
-  image => ({pixels: image.complete ? image.naturalWidth : 0, width: image.getBoundingClientRect().width}))"""
+  image => ({
+    pixels: image.complete ? image.naturalWidth : 0,
+    width: image.getBoundingClientRect().width}))"""
 
 
 @pytest.fixture(scope="module")
@@ -217,9 +218,8 @@ def jupyterlab(tmp_path_factory):
     (home / "book/elements.ipynb").write_text(json.dumps(index), encoding="utf-8")
     settings = home / "settings/@jupyterlab/notebook-extension"
     settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text(
-        '{"windowingMode": "none"}'
-    )  # draw every cell at once
+    # draw every cell at once
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
     folders = {
         f"JUPYTER_{name}_DIR": str(home / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")
     }
@@ -244,10 +244,11 @@ def jupyterlab(tmp_path_factory):
         stderr=subprocess.DEVNULL,
     )
     limit = time.monotonic() + 120
-    while not (found := list((home / "runtime").glob("jpserver-*.json"))):
-        assert time.monotonic() < limit and server.poll() is None, "JupyterLab does not start"
+    while not (servers := list((home / "runtime").glob("jpserver-*.json"))):
+        assert time.monotonic() < limit, "JupyterLab does not start"
+        assert server.poll() is None, "JupyterLab does not start"
         time.sleep(0.2)
-    yield json.loads(found[0].read_text())["url"]
+    yield json.loads(servers[0].read_text())["url"]
     server.terminate()
     try:
         server.wait(60)
@@ -264,7 +265,8 @@ def test_an_untrusted_notebook_shows_the_pictures_of_the_index(jupyterlab, tmp_p
             f"(seen => seen.length >= 2 && seen.every(image => image.pixels > 0))({SEEN})", 180
         )
         wide, narrow = browser.run(SEEN)
-        assert wide["width"] > 400 and narrow["width"] == 0, "the second one is for phones"
+        assert wide["width"] > 400, "the second one is for phones"
+        assert narrow["width"] == 0, "the second one is for phones"
         assert (
             "Mamba is ahead of"
             not in browser.run("document.querySelector('.jp-Notebook').innerText").split(
@@ -273,7 +275,8 @@ def test_an_untrusted_notebook_shows_the_pictures_of_the_index(jupyterlab, tmp_p
         )
         browser.visit(f"{jupyterlab}lab/tree/elements.ipynb", 1200)
         browser.wait(
-            "document.querySelector('.jp-Notebook')?.innerText.includes('Mamba is ahead of diagonal')",
+            "document.querySelector('.jp-Notebook')?.innerText.includes('Mamba is ahead of "
+            "diagonal')",
             180,
         )
         assert browser.run("document.querySelectorAll('.jp-OutputArea svg.lk').length") == 0, (

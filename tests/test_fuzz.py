@@ -1,4 +1,4 @@
-"""Random command lines and random calls, with a seed: each works, or refuses in one sentence; none hangs or prints a traceback.
+"""Random command lines and calls, with a seed: each works, or refuses in one sentence.
 
 python -m pytest tests/test_fuzz.py -m slow           # a part, in a minute (make test-all)
 python -m pytest tests/test_fuzz.py -m release        # 500 command lines and 500 calls, in ten minutes
@@ -70,7 +70,7 @@ TEXTS = [
 
 
 def forked(work, limit):  # work() -> exit code; prints to the screen
-    "Run in a forked process; return (exit code, or None if it was still running after `limit` seconds; what it printed; seconds)."
+    "Run in a forked process; return (exit code or None after `limit` seconds, output, seconds)."
     screen = os.pipe()
     start = time.monotonic()
     if not (pid := os.fork()):
@@ -199,12 +199,12 @@ def command(rng, folder, out):
     return words
 
 
-def check_commands(place, tmp_path, seeds):
+def check_commands(folder, tmp_path, seeds):
     bad = []
     os.chdir(tmp_path)  # some commands write into the current folder
     for seed in seeds:
         rng = random.Random(seed)
-        words = command(rng, place, tmp_path / f"out{seed}")
+        words = command(rng, folder, tmp_path / f"out{seed}")
         os.environ["LONGHORN_CACHE"] = str(tmp_path / "cache")
         code, said, seconds = forked(lambda: cli.main(words), 90)
         problem = (

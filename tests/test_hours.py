@@ -1,4 +1,4 @@
-"""The GPU hours of the ledger: every record counted once, shared GPUs as a range, and nothing guessed."""
+"""The GPU hours of the ledger: every record counts once, shared GPUs as a range, no guesses."""
 
 import json
 from pathlib import Path
@@ -43,30 +43,32 @@ def test_runs_are_added_up_by_card_and_searches_without_a_card_stand_apart(tmp_p
         {"runs": [], "bracket": {"0.1": None}, "bracket_seconds": 360},
     ]
     kept = record("one-pass", {"groups": {"paper": models}}, 8460, (H100, H200), missing=3)
-    found = parts_of(tmp_path, {"nbs/lab/results/one-pass/gpu.json": kept})
+    parts = parts_of(tmp_path, {"nbs/lab/results/one-pass/gpu.json": kept})
     both = f"{H100} or {H200}"
-    assert [(part.card, part.runs, hours_text([part]), part.note) for part in found] == [
+    assert [(part.card, part.runs, hours_text([part]), part.note) for part in parts] == [
         (H100, 1, "1.00", "3 jobs not finished"),
         (H200, 2, "1.00", ""),
         (both, 2, "0.25", "searches"),
         (both, 1, "0.10", "no judged run yet"),
     ]
-    assert totals(found) == [["one-pass", 1, 6, "2.35", 0], ["all", 1, 6, "2.35", 0]]
+    assert totals(parts) == [["one-pass", 1, 6, "2.35", 0], ["all", 1, 6, "2.35", 0]]
 
 
 def test_jobs_that_share_a_gpu_have_a_range(tmp_path):
     cells = [{"by_lr": {"0.1": 0.5, "0.2": 0.6}, "accuracy": [0.6, 0.7, None]}]
-    (found,) = parts_of(
+    (part,) = parts_of(
         tmp_path, {"nbs/lab/results/mqar/gpu.json": record("mqar", {"cells": cells}, 8 * 3600)}
     )
-    assert found.runs == 4 and found.hours() == (1.0, 8.0) and hours_text([found]) == "1.00 to 8.00"
+    assert part.runs == 4
+    assert part.hours() == (1.0, 8.0)
+    assert hours_text([part]) == "1.00 to 8.00"
 
 
 def test_an_experiment_that_no_claim_has_is_counted_as_a_whole(tmp_path):
-    (found,) = parts_of(
+    (part,) = parts_of(
         tmp_path, {"nbs/lab/results/one-off/gpu.json": record("one-off", {}, 7200, missing=1)}
     )
-    assert (found.experiment, found.card, found.runs, hours_text([found]), found.note) == (
+    assert (part.experiment, part.card, part.runs, hours_text([part]), part.note) == (
         "one-off",
         H200,
         None,
@@ -76,7 +78,7 @@ def test_an_experiment_that_no_claim_has_is_counted_as_a_whole(tmp_path):
 
 
 def test_what_is_not_recorded_is_not_guessed(tmp_path):
-    found = parts_of(
+    parts = parts_of(
         tmp_path,
         {
             "nbs/lab/results/recall/laptop.json": record(
@@ -98,14 +100,14 @@ def test_what_is_not_recorded_is_not_guessed(tmp_path):
     )
     assert [
         (part.record.split("/")[-1], part.runs, part.seconds, part.card, part.note)
-        for part in found
+        for part in parts
     ] == [
         ("config.json", None, None, H200, "no time recorded"),
         ("steps.json", 2, None, H100, "no time recorded"),
         ("throughput.json", 3, 360, H200, "1 of them failed"),
         ("h200.json", None, None, H200, "no time recorded"),
     ]
-    assert totals(found)[-1] == ["all", 4, 5, "0.10", 3]
+    assert totals(parts)[-1] == ["all", 4, 5, "0.10", 3]
 
 
 @pytest.mark.parametrize(
@@ -114,14 +116,12 @@ def test_what_is_not_recorded_is_not_guessed(tmp_path):
 )
 def test_a_total_that_is_not_the_sum_of_the_runs_is_said(total, hours, note, tmp_path):
     runs = [{"wall_seconds": 3600, "device": H200}] * 2
-    found = parts_of(
+    parts = parts_of(
         tmp_path, {"nbs/lab/results/language/gpu.json": record("language", {"runs": runs}, total)}
     )
-    assert (
-        [hours_text([part]) for part in found] == hours
-        and found[0].note == note
-        and found[0].runs == 2
-    )
+    assert [hours_text([part]) for part in parts] == hours
+    assert parts[0].note == note
+    assert parts[0].runs == 2
 
 
 def test_every_committed_record_of_a_gpu_is_counted_once():
@@ -136,7 +136,8 @@ def test_every_committed_record_of_a_gpu_is_counted_once():
         for path in names
         if '"gpu": "NVIDIA' in path.read_text() or "NVIDIA H" in str(read_json(path).get("made"))
     }
-    assert with_gpu <= counted and all((ROOT / name).exists() for name in counted)
+    assert with_gpu <= counted
+    assert all((ROOT / name).exists() for name in counted)
     plan = json.loads((ROOT / "nbs/lab/results/one-pass/gpu.json").read_text())
     own = [part for part in gpu_parts(ROOT) if part.record.endswith("one-pass/gpu.json")]
     assert sum(part.seconds for part in own) == pytest.approx(plan["seconds"], abs=1)

@@ -37,7 +37,7 @@ ONE_PLACE = {  # mechanism -> pattern
 
 
 def guide_examples():
-    "Return the modules that CONTRIBUTING.md shows, as a reader who copies them would export them: name -> source."
+    "Return the modules that CONTRIBUTING.md shows, as nbdev would export them: name -> source."
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     examples = {}
     for heading, name in (
@@ -59,7 +59,7 @@ def guide_examples():
 
 @cache
 def modules():
-    "Return the source of every module of the package, and of those that the guide for contributors shows."
+    "Return the source of every module of the package and of the guide for contributors."
     paths = [path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_modidx.py"]
     package = {
         path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text(encoding="utf-8")
@@ -85,10 +85,10 @@ def imports():
     graph = {}
     for name, text in modules().items():
         package = ("longhorn_kit/" + name).split("/")[:-1]
-        found = set()
+        result = set()
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
-                found |= {alias.name for alias in node.names}
+                result |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 base = (
                     ".".join(
@@ -100,15 +100,15 @@ def imports():
                     if node.level
                     else node.module
                 )
-                found |= {base} | {f"{base}.{alias.name}" for alias in node.names}
+                result |= {base} | {f"{base}.{alias.name}" for alias in node.names}
             elif (
                 isinstance(node, ast.Constant)
                 and isinstance(node.value, str)
                 and node.value.startswith("longhorn_kit.")
             ):
-                found.add(node.value)
+                result.add(node.value)
         if not name.endswith("__init__"):
-            graph[name] = {dotted[word] for word in found if word in dotted} - {name}
+            graph[name] = {dotted[word] for word in result if word in dotted} - {name}
     return graph
 
 
@@ -122,15 +122,15 @@ def test_no_line_is_over_120_columns():
         name: [line for line in written(text) if len(line) > 120]
         for name, text in modules().items()
     }
-    assert not {name: found for name, found in wide.items() if found}
+    assert not {name: result for name, result in wide.items() if result}
 
 
 def test_imports_go_one_way_and_in_no_circle():
     rank = {name: FLOORS.index(floor(name)) for name in imports()}
-    assert [(a, b) for a, found in imports().items() for b in found if rank[b] > rank[a]] == []
-    left = {name: set(found) for name, found in imports().items()}
+    assert [(a, b) for a, result in imports().items() for b in result if rank[b] > rank[a]] == []
+    left = {name: set(result) for name, result in imports().items()}
     while free := [
-        name for name, found in left.items() if not found & left.keys()
+        name for name, result in left.items() if not result & left.keys()
     ]:  # modules that import nothing from the rest
         for name in free:
             del left[name]
@@ -139,7 +139,7 @@ def test_imports_go_one_way_and_in_no_circle():
 
 def test_only_pages_use_the_module_of_their_figures():
     assert "plots" in imports()
-    assert [name for name, found in imports().items() if "plots" in found] == []
+    assert [name for name, result in imports().items() if "plots" in result] == []
 
 
 @pytest.mark.parametrize("mechanism", ONE_PLACE)
@@ -237,7 +237,7 @@ def test_a_folded_solution_begins_with_a_line_that_gives_nothing_away(path):
 
 
 def prose(path):
-    "Markdown without code and formulas, and the comments, docstrings and messages of four words or more, of a file."
+    "Return a file's Markdown without code, and its comments, docstrings and long messages."
     text = path.read_text(encoding="utf-8")
 
     def strip(part):
@@ -275,12 +275,12 @@ def test_wording():
         *ROOT.glob("docs/*.py"),
         ROOT / "kernels/README.md",
     ]
-    found = [
+    result = [
         (path.name, line)
         for path in files
         if path.name != "test_house.py"
         for line in prose(path)
         if ODD.search(line)
     ]
-    assert len(found) <= WORDING, found[:20]
-    assert [line for name, line in found if name in ("README.md", "index.ipynb")] == []
+    assert len(result) <= WORDING, result[:20]
+    assert [line for name, line in result if name in ("README.md", "index.ipynb")] == []

@@ -1,4 +1,4 @@
-"""Language models: recipes and sizes, text, one training, the experiment, and the two competitors without gradients."""
+"""Language models: recipes, text, one training, the experiment, and the two baselines."""
 
 import json
 import lzma
@@ -97,11 +97,14 @@ def rehearse(config, folder, workers=0, **changes):
 
 
 def comparable(record):
-    drop = ("seconds", "tokens_per_second", "wall_seconds", "engine")
-    return [
-        {name: value for name, value in row.items() if name not in drop}
-        for row in record["results"]["runs"]
-    ]
+    "Return the runs of a record without times."
+    rows = []
+    for row in record["results"]["runs"]:
+        row = dict(row)
+        for name in ("seconds", "tokens_per_second", "wall_seconds", "engine"):
+            row.pop(name, None)
+        rows.append(row)
+    return rows
 
 
 @pytest.fixture(scope="module")
@@ -124,12 +127,15 @@ def finished(texts, tmp_path_factory):
     return folder, rehearse(TOY, folder, data=texts)
 
 
-def count_by_two(config, known={}):
+COUNTS = {}  # config of one block -> parameters with one block and with two
+
+
+def count_by_two(config):
     "Parameters of a model from one with one block and one with two: blocks are alike."
     key = str(replace(config, n_layer=1))
-    if key not in known:
-        known[key] = [count_parameters(replace(config, n_layer=n)) for n in (1, 2)]
-    one, two = known[key]
+    if key not in COUNTS:
+        COUNTS[key] = [count_parameters(replace(config, n_layer=n)) for n in (1, 2)]
+    one, two = COUNTS[key]
     return one + (config.n_layer - 1) * (two - one)
 
 
@@ -146,7 +152,7 @@ def longhorn_parameters(preset):
 @every_family
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
 def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset, monkeypatch):
-    "A preset's model has Longhorn's parameters within 1 % with every mixer, and sizes that suit a GPU's matrix products."
+    "A preset's model is as large as Longhorn's within 1 %, with sizes that suit matrix products."
     chosen = LM_PRESETS[preset]
     vocab = vocabulary(preset)
     whole = longhorn_parameters(preset)
@@ -154,14 +160,13 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset,
         monkeypatch.setattr(module, "count_parameters", count_by_two)
     config = model_config(chosen, name, vocab)
     scan = name.startswith(("longhorn", "mamba"))
-    assert config.mixer == name and abs(count_parameters(config) / whole - 1) <= 0.01
+    assert config.mixer == name
+    assert abs(count_parameters(config) / whole - 1) <= 0.01
     assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
-    assert config.vocab_size == (256 if vocab == 256 else 50304) and (
-        scan or config.d_mlp > chosen.d_model
-    )
-    assert (
-        vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0
-    )  # what a GPU's matrix products want
+    assert config.vocab_size == (256 if vocab == 256 else 50304)
+    assert scan or config.d_mlp > chosen.d_model
+    # what a GPU's matrix products want
+    assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0
 
 
 def test_the_papers_recipe():
@@ -173,10 +178,8 @@ def test_the_papers_recipe():
         ("owt-350m", (369.97, 371.54), 14000, 3e-4),
     ):
         recipe = LM_PRESETS[name].train
-        assert (
-            millions(name, "longhorn"),
-            millions(name, "mamba"),
-        ) == sizes and recipe.batch_size * recipe.context == 491_520
+        assert (millions(name, "longhorn"), millions(name, "mamba")) == sizes
+        assert recipe.batch_size * recipe.context == 491_520
         assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.min_lr_ratio) == (
             1024,
             steps,
@@ -190,10 +193,9 @@ def test_the_papers_recipe():
             0.95,
             1.0,
         )
-        assert (
-            recipe.gradient_accumulation_steps % 4 == 0
-            and recipe.batch_size % recipe.gradient_accumulation_steps == 0
-        )  # parts are whole on one GPU and on four
+        # parts are whole on one GPU and on four
+        assert recipe.gradient_accumulation_steps % 4 == 0
+        assert recipe.batch_size % recipe.gradient_accumulation_steps == 0
     assert all(text in LM_PRESETS["owt-120m"].description for text in ("3.225", "3.238", "3.247"))
     largest = LM_PRESETS["slimpajama-1.3b"].train
     assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (
@@ -217,14 +219,11 @@ def test_the_papers_recipe():
 def test_the_authors_sizes(mixer, count):
     config = model_config(override(LM_PRESETS["owt-120m"], sizes="official"), mixer, 50257)
     assert count_parameters(config) == count
-    assert config.n_layer == (12 if config.d_mlp else 24) and config.mixer_options == (
-        {"n_heads": 12} if config.d_mlp else {}
-    )
+    assert config.n_layer == (12 if config.d_mlp else 24)
+    assert config.mixer_options == ({"n_heads": 12} if config.d_mlp else {})
     if config.d_mlp:
-        assert (
-            0.037 < 128_563_968 / count - 1 < 0.041
-            and config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
-        )
+        assert 0.037 < 128_563_968 / count - 1 < 0.041
+        assert config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
     assert (
         model_config(override(LM_PRESETS["owt-350m"], sizes="official"), "attention", 50257).d_mlp
         == 2752
@@ -242,37 +241,31 @@ def test_dropout_warmup_and_seed_of_a_preset():
         for mixer, share in dropout.items()
     )
     assert new_model(model_config(small, "attention", 256), 0).blocks[0].dropout == 0.2
-    assert (
-        override(small, steps=50).train.warmup == 5
-        and override(small, steps=50, warmup=20).train.warmup == 20
-    )
-    assert override(small, seed=3).train.warmup == small.train.warmup and math.isclose(
-        small.train.min_lr_ratio * small.train.lr, 1e-4
-    )
+    assert override(small, steps=50).train.warmup == 5
+    assert override(small, steps=50, warmup=20).train.warmup == 20
+    assert override(small, seed=3).train.warmup == small.train.warmup
+    assert math.isclose(small.train.min_lr_ratio * small.train.lr, 1e-4)
     config = model_config(TINY, "longhorn", 256)
     state = torch.get_rng_state()
     one, same, other = (new_model(config, seed).embedding.weight for seed in (0, 0, 1))
-    assert (
-        torch.equal(one, same)
-        and not torch.equal(one, other)
-        and torch.equal(torch.get_rng_state(), state)
-    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_differences_say_what_the_code_does():
-    found = read_json(RECORDS.parents[1] / "differences.json")
-    rows = {row["what"]: SimpleNamespace(**row) for row in found}
-    assert len(rows) == len(found) and all(text for row in found for text in row.values())
+    differences = read_json(RECORDS.parents[1] / "differences.json")
+    rows = {row["what"]: SimpleNamespace(**row) for row in differences}
+    assert len(rows) == len(differences)
+    assert all(text for row in differences for text in row.values())
     official = override(LM_PRESETS["owt-120m"], sizes="official")
     counts = [
         count_parameters(model_config(official, mixer, 50257)) for mixer in ("attention", "gla")
     ]
     row = rows["sizes of LLaMA and GLA at 120M"]
     lacks = f"lacks {123_822_336 - counts[1]:,}"
-    assert (
-        row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
-        and lacks in row.consequence
-    )
+    assert row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
+    assert lacks in row.consequence
     with torch.device("meta"):
         heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
     assert (
@@ -286,46 +279,43 @@ def test_differences_say_what_the_code_does():
         rows["recipe at 350M"].ours
         == f"{rates} in {medium.steps:,} steps; the warm-up of {medium.warmup} steps is a guess"
     )
-    numbers = f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of {large.train.warmup} steps"
+    numbers = (
+        f"{large.n_layer} blocks of width {large.d_model}, beta2 {large.train.beta2}, a warm-up of "
+        f"{large.train.warmup} steps"
+    )
     assert numbers in rows["recipe at 1.3B"].ours
-    flags = {name for row in found for name in re.findall("--([a-z]+)", row["ours"])}
+    flags = {name for row in differences for name in re.findall("--([a-z]+)", row["ours"])}
     given = cli.TrainLM.settings_of(["--preset", "owt-120m"])[0]
-    assert (
-        flags == {"decay", "sizes", "tasks"}
-        and {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
-    )
-    assert (
-        "downstream" in evaluation.TASK_PRESETS and LM_PRESETS["shakespeare"].tokenizer == "bytes"
-    )
+    assert flags == {"decay", "sizes", "tasks"}
+    assert {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
+    assert "downstream" in evaluation.TASK_PRESETS
+    assert LM_PRESETS["shakespeare"].tokenizer == "bytes"
 
 
 @settings(max_examples=20, deadline=None)
 @given(length=st.integers(64, 500), total=st.integers(0, 600))
 def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
-    found = stretches(np.arange(length), total)
-    assert (
-        len(found) == min(length, total)
-        and (total == 0 or found[0] == 0)
-        and (total < 2 or found[-1] == length - 1)
-    )
-    assert (np.diff(found) > 0).all() and (np.diff(found) != 1).sum() < 16
+    edges = stretches(np.arange(length), total)
+    assert len(edges) == min(length, total)
+    assert total == 0 or edges[0] == 0
+    assert total < 2 or edges[-1] == length - 1
+    assert (np.diff(edges) > 0).all()
+    assert (np.diff(edges) != 1).sum() < 16
 
 
 def test_domains_are_measured_apart_and_together(texts):
     opened = open_texts(texts)
     written = (Path(texts) / "docs.val.txt").read_text()
     tokens, size = opened.domains["docs"]
-    assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip(
-        "\n"
-    ).encode() + b"\n\0" and size == len(tokens)
+    assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip("\n").encode() + b"\n\0"
+    assert size == len(tokens)
     assert sum(len(part) for part, _ in opened.domains.values()) == len(opened.corpus.val)
-    found = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
+    losses = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
     weights, parts = zip(
-        *((len(part) - 1, found[f"val/{name}"]) for name, (part, _) in opened.domains.items())
+        *((len(part) - 1, losses[f"val/{name}"]) for name, (part, _) in opened.domains.items())
     )
-    assert found["val_loss"] == pytest.approx(np.average(parts, weights=weights)) and set(
-        opened.domains
-    ) == {"docs", "prose"}
+    assert losses["val_loss"] == pytest.approx(np.average(parts, weights=weights))
+    assert set(opened.domains) == {"docs", "prose"}
     assert list(open_texts(str(Path(texts) / "docs.train.txt")).domains) == ["held out"]
 
 
@@ -334,7 +324,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
 ):
     monkeypatch.setitem(LM_PRESETS, "test", TINY)
 
-    def again(mixer="longhorn", name="docs", steps=3, **changes):
+    def rerun(mixer="longhorn", name="docs", steps=3, **changes):
         return train_lm(
             "test",
             mixer,
@@ -346,18 +336,14 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
         )
 
     with pytest.raises(ValueError, match="a context of 1000000 needs at least 1000001"):
-        again("mamba", context=10**6)  # a start that failed does not claim the folder
-    result = again()
+        rerun("mamba", context=10**6)  # a start that failed does not claim the folder
+    result = rerun()
     folder = tmp_path / "run" / "model"
-    assert (
-        f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out
-        and result["steps"] == 3
-    )
+    assert f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out
+    assert result["steps"] == 3
     model = SequenceLM.from_pretrained(folder)
-    assert (
-        trained_tokenizer(folder, model.config.vocab_size) == "bytes"
-        and again()["resumed_from"] == 3
-    )
+    assert trained_tokenizer(folder, model.config.vocab_size) == "bytes"
+    assert rerun()["resumed_from"] == 3
     assert write_text(model, ByteTokenizer(), "1 times", 5, seed=1) == write_text(
         model, ByteTokenizer(), "1 times", 5, seed=1
     )
@@ -367,7 +353,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
         ({"name": "prose"}, "on another text"),
     ):
         with pytest.raises(ValueError, match=f"holds a run {differs}"):
-            again(**changes)
+            rerun(**changes)
     assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
 
 
@@ -391,27 +377,23 @@ def trained(tmp_path, texts, monkeypatch):
 
 
 def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
-    "From its last checkpoint on, at the rates of the longer run; also if the second part is interrupted."
+    "It resumes at its last checkpoint, at the rates of the longer run; also after an interruption."
     for out in ("run", "stopped"):
         short = trained(out, 3)
     longer = trained("run", 6)
     folder = tmp_path / "run"
-    known = longer["history"][:3]
+    first = longer["history"][:3]
     added = longer["history"][3:]
-    assert longer["resumed_from"] == 3 and [line["loss"] for line in known] == [
-        line["loss"] for line in short["history"]
-    ]
+    assert longer["resumed_from"] == 3
+    assert [line["loss"] for line in first] == [line["loss"] for line in short["history"]]
     whole = override(TINY, steps=6, seed=5).train
     assert [line["lr"] for line in added] == [learning_rate(step, whole) for step in (4, 5, 6)]
     record = read_record(folder / "config.json")
-    assert (
-        record["lengthened"] == [3]
-        and record["config"]["steps"] == 6
-        and [a["from_step"] for a in record["attempts"]] == [0, 3]
-    )
-    assert (folder / "model-3-steps" / "model.safetensors").exists() and files.run_facts(
-        folder / "model-3-steps"
-    ) == {}
+    assert record["lengthened"] == [3]
+    assert record["config"]["steps"] == 6
+    assert [a["from_step"] for a in record["attempts"]] == [0, 3]
+    assert (folder / "model-3-steps" / "model.safetensors").exists()
+    assert files.run_facts(folder / "model-3-steps") == {}
     assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 3 to 6 steps"
     step = training.train_step
     with (
@@ -425,25 +407,55 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
         )
         trained("stopped", 6)
     resumed = trained("stopped", 6)
-    assert resumed["resumed_from"] == 5 and [line["loss"] for line in resumed["history"]] == [
+    assert resumed["resumed_from"] == 5
+    assert [line["loss"] for line in resumed["history"]] == [
         line["loss"] for line in longer["history"]
     ]
-    assert trained("run", 8)["steps"] == 8 and read_record(folder / "config.json")[
-        "lengthened"
-    ] == [3, 6]
+    assert trained("run", 8)["steps"] == 8
+    assert read_record(folder / "config.json")["lengthened"] == [3, 6]
     assert {path.name for path in folder.glob("model*")} == {
         "model",
         "model-3-steps",
         "model-6-steps",
     }
+    assert (
+        files.run_facts(folder / "model-3-steps") == files.run_facts(folder / "model-6-steps") == {}
+    )
+    assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 6 to 8 steps"
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(re.sub(r"(val_loss\D+\d)", r"\g<1>1", metrics))
+    assert files.run_facts(folder / "model") == {}  # the losses are damaged
 
 
-def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(tmp_path, trained, texts):
+def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
+    "The next start would read its metrics as texts."
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    (plain / "a.txt").write_text("a text")
+    with pytest.raises(
+        ValueError, match="lies in the folder of texts .*plain; name a folder outside of it"
+    ):
+        language_training.check_outside(plain / "runs" / "a", str(plain))
+    for source in (
+        str(plain / "a.txt"),
+        str(texts),
+        "hf:plain",
+        "stdlib",
+        "",
+    ):  # those read files of certain names
+        language_training.check_outside(Path(source) / "run", source)
+    language_training.check_outside(tmp_path / "run", str(plain))
+
+
+def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(
+    tmp_path, trained, texts, capsys
+):
     trained("run", 4)
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=3"):
         trained("run", 3)
     with pytest.raises(ValueError, match="holds a run with lr="):
         trained("run", 6, lr=0.5)
+    assert "lengthened" not in capsys.readouterr().err
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=6"):
         trained("run", 6)
@@ -469,10 +481,10 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
     starts = []
     train = language_training.train
 
-    def noted(model, *arguments):
+    def noted(model, *arguments, **options):
         starts.append({name: weight.clone() for name, weight in model.state_dict().items()})
         assert model.training
-        return train(model, *arguments)
+        return train(model, *arguments, **options)
 
     monkeypatch.setattr(language_training, "train", noted)
     trained("from run", 2, init_from=str(tmp_path / "run" / "model"))
@@ -487,8 +499,14 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
             ValueError, match="from run holds a run that started from other weights"
         ):
             trained("from run", 2, **changes)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "longhorn"}')
     for changes, match in (
         ({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+        (
+            {"init_from": str(tmp_path / "export")},
+            "export is a folder of transformers; name the run that it was exported from",
+        ),
         (
             {"options": {"d_state": 3}},
             "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}",
@@ -513,13 +531,13 @@ def test_options_of_the_mixer_belong_to_the_model_and_to_its_size(mixer, options
         model_config(TINY, "attention", 256, {"d_state": 3})
 
 
-@pytest.mark.parametrize("place", [".", "{}", "~"])
-def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("folder", [".", "{}", "~"])
+def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch, folder):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     language_training.save_lm(
         new_model(LMConfig(300, 16, 1), 0),
-        f"gpt2:{place.format(tmp_path)}/words",
+        f"gpt2:{folder.format(tmp_path)}/words",
         tmp_path / "model",
     )
     assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
@@ -545,17 +563,14 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
     ]
     assert cli.main([*train, "--data", str(tmp_path / "char")]) == 0
     out, err = capsys.readouterr()
-    assert (
-        "text: 1,440 tokens of chars to train on, checked in full" in out
-        and "--prompt ' or '" in out
-    )
+    assert "text: 1,440 tokens of chars to train on, checked in full" in out
+    assert "--prompt ' or '" in out
     assert "train.bin: read as ids of the tokenizer chars" in err
     shutil.rmtree(tmp_path / "char")  # the model has its own
     assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be", "--tokens", "9"]) == 0
     written = capsys.readouterr().out.rstrip("\n")
-    assert written.startswith("to be") and set(written) <= set(
-        "to be or not to be, that is the question\n"
-    )
+    assert written.startswith("to be")
+    assert set(written) <= set("to be or not to be, that is the question\n")
     for argv, says in (
         (
             ["generate", str(tmp_path / "run"), "--prompt", "The"],
@@ -563,10 +578,12 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
         ),
         (
             ["export", str(tmp_path / "run"), str(tmp_path / "out")],
-            "the tokenizer chars has no end mark, which transformers needs: its models are neither exported nor",
+            "the tokenizer chars has no end mark, which transformers needs: its models are neither "
+            "exported nor",
         ),
     ):
-        assert cli.main(argv) == 1 and says in capsys.readouterr().err
+        assert cli.main(argv) == 1
+        assert says in capsys.readouterr().err
     path = tmp_path / "run" / "model" / "tokenizer.json"
     path.write_text(path.read_text().replace('"b", "e"', '"e", "b"'))
     assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be"]) == 1
@@ -615,12 +632,11 @@ def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
         for path in folder.rglob("*")
         if path.is_file()
     ]
-    assert len(files) > 20 and not [path for path in files if b"alice" in path.read_bytes()]
+    assert len(files) > 20
+    assert not [path for path in files if b"alice" in path.read_bytes()]
     command = read_record(out / "config.json")["attempts"][0]["command"]
-    assert (
-        command.endswith("--data '.../private text.txt' --out .../run")
-        and f"`{command}`" in (export / "README.md").read_text()
-    )
+    assert command.endswith("--data '.../private text.txt' --out .../run")
+    assert f"`{command}`" in (export / "README.md").read_text()
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
@@ -706,16 +722,18 @@ def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, c
     monkeypatch.delenv("LONGHORN_TEXT", raising=False)
     with pytest.raises((ValueError, OSError), match=match) as caught:
         call(tmp_path)
-    assert "\n" not in str(caught.value) and not list(tmp_path.iterdir())
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_first_runs_of_a_scale_are_a_comparison():
     pairs = in_order()
-    assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN) and len(pairs) == 26
-    seeds = {
-        mixer: sorted(seed for name, seed in pairs if name == mixer)
-        for mixer in MAIN + SECOND + OTHERS
-    }
+    assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN)
+    assert len(pairs) == 26
+    seeds = {}
+    for mixer, seed in sorted(pairs):
+        seeds.setdefault(mixer, []).append(seed)
+    assert seeds.keys() == {*MAIN, *SECOND, *OTHERS}
     assert all(
         seeds[mixer] == list(range(n))
         for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS))
@@ -723,19 +741,16 @@ def test_the_first_runs_of_a_scale_are_a_comparison():
     )
     for config in (PRESETS["gpu"], PRESETS["paper"]):  # the steps follow from the tokens
         runs = chosen_runs(config)
-        assert len(set(seed for _, seed in runs)) == len(runs) == 16 and [
-            mixer for mixer, _ in runs[:4]
-        ] == list(PUBLISHED)
+        assert len({seed for _, seed in runs}) == len(runs) == 16
+        assert [mixer for mixer, _ in runs[:4]] == list(PUBLISHED)
         assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), (
             "more seeds and models keep what is finished"
         )
         long = recipe_of(config)
         short = recipe_of(replace(config, tokens=config.tokens // 2))
-        assert (
-            abs(short.steps - long.steps / 2) <= 1
-            and short.warmup == short.steps // 8
-            and long.lr == short.lr
-        )
+        assert abs(short.steps - long.steps / 2) <= 1
+        assert short.warmup == short.steps // 8
+        assert long.lr == short.lr
     assert recipe_of(PRESETS["laptop"]) == LM_PRESETS["laptop"].train
 
 
@@ -753,14 +768,16 @@ def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch
     def recipe(**changes):
         return {"train": replace(TOY.train, **changes)}
 
-    assert len(same) == 3 and same == folders(
+    assert len(same) == 3
+    assert same == folders(
         **recipe(gradient_accumulation_steps=2, loss_chunk=8, log_every=2, compile=True)
     )
     copy.mkdir()
     for path in Path(texts).iterdir():
         (copy / path.name).write_bytes(path.read_bytes())
     monkeypatch.setenv("LONGHORN_TEXT", str(copy))
-    assert same == folders(data="") and str(copy) in (tmp_path / "jobs/note.json").read_text()
+    assert same == folders(data="")
+    assert str(copy) in (tmp_path / "jobs/note.json").read_text()
     (copy / "docs.train.txt").write_text("another text\n" * 99)
     open_texts.cache_clear()
     for changes in (
@@ -781,31 +798,27 @@ def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path)
 
 def test_a_record_has_every_run_and_its_curve_beside_its_model(finished, texts):
     folder, record = finished
-    assert record["missing"] == 0 and [
-        (row["mixer"], row["seed"]) for row in record["results"]["runs"]
-    ] == list(TOY.runs)
-    for asked, row in zip(
+    assert record["missing"] == 0
+    assert [(row["mixer"], row["seed"]) for row in record["results"]["runs"]] == list(TOY.runs)
+    for job, row in zip(
         jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True
     ):
         curve = row["val"]
-        place = Results(folder).job_folder(asked)
+        job_folder = Results(folder).job_folder(job)
+        assert curve["tokens"][-1] == row["tokens"] == 1024
+        assert len(curve["all"]) == 4
+        assert row["loss"]["all"] == curve["all"][-1]
         assert (
-            curve["tokens"][-1] == row["tokens"] == 1024
-            and len(curve["all"]) == 4
-            and row["loss"]["all"] == curve["all"][-1]
+            SequenceLM.from_pretrained(job_folder / "model").num_parameters() == row["parameters"]
         )
-        assert (
-            SequenceLM.from_pretrained(place / "model").num_parameters() == row["parameters"]
-            and row["state_numbers"] == 64 * row["model"]["d_model"]
-        )
-        assert (
-            trained_tokenizer(place / "model", 256) == "bytes"
-            and not (place / "training" / "checkpoints").exists()
-        )
+        assert row["state_numbers"] == 64 * row["model"]["d_model"]
+        assert trained_tokenizer(job_folder / "model", 256) == "bytes"
+        assert not (job_folder / "training" / "checkpoints").exists()
     first, second = (
         row["train"]["loss"] for row in record["results"]["runs"] if row["mixer"] == "longhorn"
     )
-    assert first != second and (folder / "record.json").stat().st_size < 60_000
+    assert first != second
+    assert (folder / "record.json").stat().st_size < 60_000
 
 
 def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(
@@ -819,17 +832,15 @@ def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(
     )
     monkeypatch.setattr(language, "fit", fit)
     for _ in range(2):
-        again = rehearse(TOY, folder, data=texts, runs=(*TOY.runs, ("gla", 0)))
+        repeated = rehearse(TOY, folder, data=texts, runs=(*TOY.runs, ("gla", 0)))
+    assert fit.call_count == 1
+    assert fit.call_args.args[1] == "gla"
+    assert repeated["missing"] == 0
+    assert comparable(repeated)[:3] == comparable(record)
     assert (
-        fit.call_count == 1
-        and fit.call_args.args[1] == "gla"
-        and again["missing"] == 0
-        and comparable(again)[:3] == comparable(record)
+        repeated["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)"
     )
-    assert (
-        again["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)"
-        and outcomes("language", again)[0][1].n == 1
-    )
+    assert outcomes("language", repeated)[0][1].n == 1
 
 
 def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(
@@ -869,24 +880,21 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
 ):
     recorded = read_record(RECORDS / f"{name}.json")
     config, record = small_records[bool(recorded["settings"]["baselines"])]
-    found = record["results"]
+    results = record["results"]
     then = recorded["results"]
-    assert (
-        record["settings"]["train"].keys() >= recorded["settings"]["train"].keys()
-    )  # recipes gain settings
+    # recipes gain settings
+    assert record["settings"]["train"].keys() >= recorded["settings"]["train"].keys()
     for here, there in (
         (record["settings"], recorded["settings"]),
-        (found, then),
-        (found["baselines"], then["baselines"]),
-        (found["runs"][0]["decode"], then["runs"][0]["decode"]),
+        (results, then),
+        (results["baselines"], then["baselines"]),
+        (results["runs"][0]["decode"], then["runs"][0]["decode"]),
     ):
-        assert (
-            here.keys() - {"judged", "models", "passes"} == there.keys()
-        )  # of the rule with looks
-    assert {frozenset(row) for row in found["runs"]} == {
-        frozenset(row) for row in then["runs"]
-    } and texts not in json.dumps(found)
-    assert all(row["sample"].startswith("    def ") for row in found["runs"]) or not config.sample
+        # of the rule with looks
+        assert here.keys() - {"judged", "models", "passes"} == there.keys()
+    assert {frozenset(row) for row in results["runs"]} == {frozenset(row) for row in then["runs"]}
+    assert texts not in json.dumps(results)
+    assert all(row["sample"].startswith("    def ") for row in results["runs"]) or not config.sample
     (comparison, verdict), *_ = outcomes("language", record)
     assert (comparison.unit, verdict.n, verdict.verdict) == ("bits per byte", 1, "cannot be judged")
 
@@ -902,12 +910,11 @@ def by_hand(windows, tokens, size):
 
     def probability(context, byte):
         shorter = probability(context[1:], byte) if context else 1 / size
-        following = [n for c in range(size) if (n := grams[*context, c])]
-        return (
-            (grams[*context, byte] + len(following) * shorter) / (sum(following) + len(following))
-            if following
-            else shorter
-        )
+        counts = [grams[*context, c] for c in range(size)]
+        different = sum(count > 0 for count in counts)
+        if not different:
+            return shorter
+        return (grams[*context, byte] + different * shorter) / (sum(counts) + different)
 
     return [probability((a, b), c) for a, b, c in zip(tokens, tokens[1:], tokens[2:])]
 
@@ -932,36 +939,34 @@ def test_trigrams_are_a_count_by_hand(rng, size, count, length):
 
 def test_baselines_are_given_what_training_feeds_the_model():
     data = np.random.default_rng(0).integers(0, 256, 4001, dtype=np.uint8)
-    found = baselines(data[None], data[:-1])
+    levels = baselines(data[None], data[:-1])
     assert (
-        found["xz_alone"]
+        levels["xz_alone"]
         == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000
         > 8
     )
-    assert found["xz_primed"] < 0.2  # only the distance to the first copy is left
-    assert found["trigram"] == pytest.approx(-np.log2(trigram(data[None], data[:-1])).mean())
+    assert levels["xz_primed"] < 0.2  # only the distance to the first copy is left
+    assert levels["trigram"] == pytest.approx(-np.log2(trigram(data[None], data[:-1])).mean())
 
     class Recorder(torch.nn.Linear):
         def forward(self, tokens, targets):
-            seen.append(torch.cat([tokens, targets[:, -1:]], 1))
+            batches.append(torch.cat([tokens, targets[:, -1:]], 1))
             return self.weight.sum() ** 2
 
-    seen = []
+    batches = []
     train(Recorder(1, 1), data, None, RECIPE, quiet=True)
-    assert (torch.cat(seen).numpy() == seen_windows(data, RECIPE)).all()
+    assert (torch.cat(batches).numpy() == seen_windows(data, RECIPE)).all()
 
 
 @pytest.mark.parametrize("mixer", ["longhorn_exact", "attention"])
 def test_the_cache_of_attention_grows_and_a_state_does_not(mixer):
     model = new_model(model_config(TINY, mixer, 256), 0)
     tokens = torch.randint(256, (1, 30))
-    found = decode_costs(model, tokens, (8, 30), rounds=1, steps=1)
+    costs = decode_costs(model, tokens, (8, 30), rounds=1, steps=1)
     assert (
-        (found["numbers"][1] > found["numbers"][0])
+        (costs["numbers"][1] > costs["numbers"][0])
         == (mixer == "attention")
         != (language.state_numbers(model) > 0)
     )
-    assert (
-        found["numbers"][1] == language.cache_numbers(model.prefill(tokens)[1])
-        and min(found["ms"]) > 0
-    )
+    assert costs["numbers"][1] == language.cache_numbers(model.prefill(tokens)[1])
+    assert min(costs["ms"]) > 0

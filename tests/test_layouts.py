@@ -1,4 +1,4 @@
-"""Copies and slices of a model on several processes train alike, resume each other's checkpoints, and end together."""
+"""Copies and slices of a model train alike, resume each other's checkpoints, and end together."""
 
 import dataclasses
 import math
@@ -17,13 +17,14 @@ import torch
 
 from layouts import Alone, Pool
 from longhorn_kit.lab.data.text import Sampler
-from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder
+from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder, together
 from longhorn_kit.lab.train import checkpoint
 from longhorn_kit.lab.train import loop as training
 from longhorn_kit.lab.train.checkpoint import checkpoints
 from longhorn_kit.lab.train.lm import gather_full_model
 from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.recipe import evaluate
+from longhorn_kit.lab.use import UsageError
 from longhorn_kit.records import read_json, read_jsonl
 from rounding import bound
 from sweep import slow_case
@@ -62,9 +63,9 @@ def pools():
         pools.drop(count)
 
 
-def no_error(found):
-    assert not [text for text in found if isinstance(text, str)], found
-    return found
+def no_error(result):
+    assert not [text for text in result if isinstance(text, str)], result
+    return result
 
 
 def curve(folder):
@@ -133,7 +134,7 @@ def sampled(kind, rows, gradient_accumulation_steps=1):
 
 
 def images(folder, sharding, stop=None):
-    "Train on images, whose order and augmentation are the same in any layout; without Mixup, which pairs images within a process."
+    "Train on images, the same in any layout; without Mixup, which pairs images of a process."
     from longhorn_kit.lab.data import (
         images as lab_images,  # seconds, which the other tests' processes save
     )
@@ -152,7 +153,7 @@ def images(folder, sharding, stop=None):
         )
 
     with patch.object(lab_images, "open_part", lambda _, part: digits(part)):
-        model, batches, val, about = vision_training.run_parts(config, folder, accelerator)
+        model, batches, val, metadata = vision_training.run_parts(config, folder, accelerator)
     validate = vision_training.measure(batches, val, accelerator)
     train(
         model,
@@ -161,7 +162,7 @@ def images(folder, sharding, stop=None):
         batches.config,
         folder,
         quiet=True,
-        beside={"images.json": about},
+        beside={"images.json": metadata},
     )
 
 
@@ -183,14 +184,14 @@ def trained(pools, tmp_path_factory):
 
     @cache
     def folder(kind, layout, at=None):
-        place = tmp_path_factory.mktemp(kind) / "run"
+        out = tmp_path_factory.mktemp(kind) / "run"
         count, sharding = LAYOUTS[layout]
-        messages = pools(count).run(KINDS[kind], place, sharding, at)
+        messages = pools(count).run(KINDS[kind], out, sharding, at)
         assert messages == [at and "MemoryError: stopped"] * count, messages
-        assert [path.name for path in checkpoints(place)][:1] == [
+        assert [path.name for path in checkpoints(out)][:1] == [
             f"step-000000{'08' if at else '16'}"
         ]
-        return place
+        return out
 
     return folder
 
@@ -202,23 +203,23 @@ def test_a_run_resumes_with_other_processes_and_sharding(
     shutil.copytree(trained(kind, before, 10), tmp_path / "run")
     count, sharding = LAYOUTS[after]
     no_error(pools(count).run(KINDS[kind], tmp_path / "run", sharding))
-    found = curve(tmp_path / "run")
+    result = curve(tmp_path / "run")
     whole = curve(trained(kind, "one"))
     if before == after:
-        assert found == curve(trained(kind, before))
+        assert result == curve(trained(kind, before))
     assert (
-        [line["step"] for line in found] == [line["step"] for line in whole] == list(range(1, 21))
+        [line["step"] for line in result] == [line["step"] for line in whole] == list(range(1, 21))
     )
-    for line, expected in zip(found, whole):
+    for line, expected in zip(result, whole):
         for name, value in expected.items():
             assert value is None or math.isclose(line[name], value, rel_tol=1e-5, abs_tol=1e-5), (
                 name,
                 line,
                 expected,
             )
-    about = read_json(tmp_path / "run" / "config.json")["attempts"]
-    assert [attempt["engine"]["sharding"] for attempt in about] == [LAYOUTS[before][1], sharding]
-    assert [attempt["from_step"] for attempt in about] == [0, 8]
+    metadata = read_json(tmp_path / "run" / "config.json")["attempts"]
+    assert [attempt["engine"]["sharding"] for attempt in metadata] == [LAYOUTS[before][1], sharding]
+    assert [attempt["from_step"] for attempt in metadata] == [0, 8]
 
 
 class Counting(checkpoint.Reader):
@@ -246,7 +247,8 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
     stored = [path.stat().st_size for path in checkpoints(tmp_path)[0].glob("*.distcp")]
     shares = no_error(pools(2).run(large, tmp_path, sharding))
     half = sum(stored) / 2
-    assert len(stored) == 2 and max(stored) <= 1.03 * half
+    assert len(stored) == 2
+    assert max(stored) <= 1.03 * half
     assert all(
         math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03)
         for share in shares
@@ -288,7 +290,7 @@ def plain(folder, model=Tiny, tokens=TOKENS, options=None, **changes):
     ],
 )
 def test_two_processes_train_as_one_would(pools, tmp_path, options):
-    found = no_error(pools(2).run(plain, tmp_path, **options))
+    result = no_error(pools(2).run(plain, tmp_path, **options))
     assert len(list(tmp_path.rglob("events.out.*"))) == ("track" in options)  # of the main process
     fields = {"sharding": options.get("sharding", "ddp"), "processes": 2}
     assert fields.items() <= read_json(tmp_path / "config.json")["attempts"][0]["engine"].items()
@@ -296,19 +298,20 @@ def test_two_processes_train_as_one_would(pools, tmp_path, options):
     tokens = options.get("tokens", TOKENS)
     whole = alone(model, Masked(TOKENS, 8, 4, 0) if callable(tokens) else tokens)
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), whole)
-    for loss in found:  # each process gathers the whole weights
+    for loss in result:  # each process gathers the whole weights
         assert loss is None or math.isclose(loss, whole[-1]["val_loss"], rel_tol=1e-5)
 
 
 @pytest.mark.numeric
 def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
-    """Copies and slices multiply the same numbers in the same shapes, so their losses have the same bits.
+    """Copies and slices multiply the same numbers in the same shapes: their losses have equal bits.
 
-    A sum of two gradients has no order. A norm of all gradients has one, so nothing is clipped here; and all sizes
-    are multiples of 16, so that no processor treats the end of a slice apart. One process multiplies twice the rows:
-    its products may sum in another order, and a bfloat16 result then falls on the number next to it. Nine products
-    follow one another, and a loss moves by at most twice as much as logits, which are below 1/2 at the start. Later
-    losses have no bound that follows from arithmetic: every step of the training enlarges the difference."""
+    A sum of two gradients has no order. A norm of all gradients has one, so nothing is clipped
+    here; and all sizes are multiples of 16, so that no processor treats the end of a slice apart.
+    One process multiplies twice the rows: its products may sum in another order, and a bfloat16
+    result then falls on the number next to it. Nine products follow one another, and a loss moves
+    by at most twice as much as logits, which are below 1/2 at the start. Later losses have no bound
+    that follows from arithmetic: every step of the training enlarges the difference."""
     options = dict(precision="bf16", clip=0)
     losses = {}
     for kind in ("ddp", "fsdp"):
@@ -324,16 +327,60 @@ def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
         )
         losses[kind] = [line["loss"] for line in read_jsonl(tmp_path / kind / "metrics.jsonl")]
     one = [line["loss"] for line in alone(language_model(d_model=32), **options)]
-    assert len(one) == 20 and losses["ddp"] == losses["fsdp"]
+    assert len(one) == 20
+    assert losses["ddp"] == losses["fsdp"]
     assert abs(losses["fsdp"][0] - one[0]) < bound(torch.bfloat16, 9)
+
+
+# ---- errors of one process
+
+
+class Unpicklable(ValueError):
+    "Error that needs more than a message."
+
+    def __init__(self, message, code):
+        super().__init__(message)
+        self.code = code
+
+
+ERRORS = (
+    (checkpoint.Damaged, "step-00000010 is damaged"),
+    (FileNotFoundError, "no such text"),
+    (UsageError, "name one text"),
+)
+
+
+def raised(kind, *arguments):
+    "Raise an error in process 1 and return what this process gets."
+    try:
+        with together():
+            if os.environ["RANK"] == "1":
+                raise kind(*arguments)
+    except Exception as error:
+        return type(error), str(error)
+
+
+def test_an_error_of_another_process_keeps_its_class(pools):
+    for kind, message in ERRORS:
+        other, own = pools(2).run(raised, kind, message)
+        assert own == (kind, message)
+        assert other == (kind, f"process 1 on {socket.gethostname()}: {message}")
+
+
+def test_an_error_that_needs_more_than_a_message_becomes_a_value_error(pools):
+    for kind, arguments in ((Unpicklable, ("no text", 7)), (KeyError, ("text",))):
+        other, own = pools(2).run(raised, kind, *arguments)
+        assert own[0] is kind
+        assert other[0] is ValueError
+        assert other[1].startswith(f"process 1 on {socket.gethostname()}: ")
 
 
 # ---- refusals
 
 
-def other_checkpoint(run, *found):
-    run.checkpoints = run.checkpoints[:-1]
-    return facts_of(run, *found)
+def other_checkpoint(attempt, *others):
+    attempt.checkpoints = attempt.checkpoints[:-1]
+    return facts_of(attempt, *others)
 
 
 facts_of = training.facts_of
@@ -387,10 +434,10 @@ CASES = dict(  # name=(change, message of both processes)
 def refused(name, folder):
     own = os.environ["RANK"] == "1"
     case, _ = CASES[name]
-    ours = dict(
+    local = dict(
         model=16, tokens=TOKENS, val=VAL, config=SHORT, folder="a/run", same={"mixer": "mamba"}
     )
-    ours |= case if own or name in ALL else {}
+    local |= case if own or name in ALL else {}
     see_folder.__defaults__ = (0.3,)
     with (
         patch.object(
@@ -402,13 +449,13 @@ def refused(name, folder):
         patch.dict(os.environ, ACCELERATE_USE_FSDP=str(name == "launcher")),
     ):
         train(
-            Tiny(d=ours["model"]),
-            ours["tokens"],
-            ours["val"],
-            ours["config"],
-            folder / ours["folder"],
+            Tiny(d=local["model"]),
+            local["tokens"],
+            local["val"],
+            local["config"],
+            folder / local["folder"],
             quiet=True,
-            same=ours["same"],
+            same=local["same"],
         )
 
 
@@ -454,11 +501,9 @@ def full_disk(folder, rank, in_background):
 )
 def test_a_full_disk_of_any_process_is_one_sentence_in_all(pools, tmp_path, rank, in_background):
     for line in pools(2).run(full_disk, tmp_path, rank, in_background):
-        assert (
-            f"process {rank}: cannot write" in line
-            and "step-00000020: No space left on device" in line
-            and "\n" not in line
-        )
+        assert f"process {rank}: cannot write" in line
+        assert "step-00000020: No space left on device" in line
+        assert "\n" not in line
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010"]
     no_error(pools(2).run(plain, tmp_path))
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), alone(Tiny(dropout=0.0)))
@@ -472,14 +517,10 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
         victim.write_bytes(data[: len(data) // 2])
         no_error(pools(2).run(plain, tmp_path, language_model, options={}, sharding="fsdp"))
         warned = pools(2).printed
-        assert (
-            f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0]
-            and not warned[1]
-        )
-        assert (
-            Path(newest).exists()
-            and read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
-        )
+        assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0]
+        assert not warned[1]
+        assert Path(newest).exists()
+        assert read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
 
 
 def lost(folder, where):
@@ -511,15 +552,11 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, whe
         message, gone = pools(2).run(lost, tmp_path, where)
     finally:
         pools.drop(2)
-    assert (
-        gone is None
-        and message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ")
-        and "\n" not in message
-    )
-    assert (
-        f"seen at step {step} " in message
-        and "start the same command again; it resumes from" in message
-    )
+    assert gone is None
+    assert message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ")
+    assert "\n" not in message
+    assert f"seen at step {step} " in message
+    assert "start the same command again; it resumes from" in message
     assert ("step-00000010" if step else "the beginning") in message
     assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
 

@@ -45,9 +45,12 @@ def put(folder, content, name="fake"):
     "Write a record, the bytes of a damaged one, or (None) a folder in its place."
     path = folder / name / "laptop" / "record.json"
     path.parent.mkdir(parents=True)
-    path.mkdir() if content is None else path.write_bytes(content) if isinstance(
-        content, bytes
-    ) else write_record(path, content)
+    if content is None:
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        write_record(path, content)
 
 
 def words(rows):
@@ -57,10 +60,8 @@ def words(rows):
 def test_nothing_ran(three_claims, tmp_path):
     rows = ledger(tmp_path / "missing", tmp_path / "missing too")
     assert words(rows) == ["not run", "no code", "not run"]  # nothing judges the second
-    assert (
-        rows[0].command == "longhorn reproduce fake --scale laptop"
-        and "1 min on two CPU cores" in rows[0].judgement.why
-    )
+    assert rows[0].command == "longhorn reproduce fake --scale laptop"
+    assert "1 min on two CPU cores" in rows[0].judgement.why
     assert rows[1].command == "" == rows[2].command
 
 
@@ -75,10 +76,8 @@ def test_scale_without_a_run_is_a_row_beside_the_one_that_has_it(monkeypatch, tm
         ("gpu", "not run"),
         ("paper", "not run"),
     ]
-    assert (
-        "50 h on four" in rows[2].judgement.why
-        and rows[1].command == "longhorn reproduce fake --scale gpu"
-    )
+    assert "50 h on four" in rows[2].judgement.why
+    assert rows[1].command == "longhorn reproduce fake --scale gpu"
 
 
 def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, tmp_path):
@@ -134,21 +133,20 @@ def test_kernel_record_that_is_missing_or_damaged_leaves_the_ledger_standing(mon
     for text in ("", "[]", '{"rows": []}', '{"rows": 3}'):
         path.write_text(text)
         rows = ledger("x", results)
-        assert (
-            words(rows) == ["cannot be judged"] and claims.Claim.times in rows[0].judgement.why
-        ), text
+        assert words(rows) == ["cannot be judged"], text
+        assert claims.Claim.times in rows[0].judgement.why, text
 
 
 def test_fresh_record_comes_before_the_recorded_one(three_claims, tmp_path):
     put(tmp_path / "runs", fakes.record(results={"score": -1}))
     write_record(tmp_path / "results" / "fake" / "laptop.json", fakes.record())
     rows = ledger(tmp_path / "runs", tmp_path / "results")
-    assert (
-        words(rows) == ["does not hold", "holds", "no code", "does not hold", "holds"]
-        and rows[0].file == "runs/fake/laptop/record.json"
-    )
+    assert words(rows) == ["does not hold", "holds", "no code", "does not hold", "holds"]
+    assert rows[0].file == "runs/fake/laptop/record.json"
     text = str(rows)
-    assert text.count("The fake claim") == 1 and "-1.0 points" in text and "+2.0 points" in text
+    assert text.count("The fake claim") == 1
+    assert "-1.0 points" in text
+    assert "+2.0 points" in text
 
 
 @pytest.mark.parametrize(
@@ -173,8 +171,10 @@ def test_damaged_record_is_a_row_and_not_a_crash(three_claims, tmp_path, content
     put(tmp_path, content)
     rows = ledger(tmp_path, tmp_path / "none")
     assert words(rows) == ["cannot be judged", "no code", "cannot be judged"]
-    assert "record" in rows[0].judgement.why and "\n" not in rows[0].judgement.why
-    assert "record.json" in ledger_text(rows) and "record.json" in rows._repr_html_()
+    assert "record" in rows[0].judgement.why
+    assert "\n" not in rows[0].judgement.why
+    assert "record.json" in ledger_text(rows)
+    assert "record.json" in rows._repr_html_()
 
 
 def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(
@@ -191,36 +191,23 @@ def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(
 
 @pytest.mark.parametrize("width", [20, 80, *map(slow_case, (72, 120, 200))])
 def test_terminal_table_keeps_to_its_width_and_loses_no_word(width):
-    text = ledger_text(rows := ledger("no runs"), width)
+    rows = ledger("no runs")
+    text = ledger_text(rows, width)
     assert max(map(len, text.splitlines())) <= max(72, width)
-    there = set(re.findall("[A-Za-z]+", text))
+    shown = set(re.findall("[A-Za-z]+", text))
     for row in rows:
-        assert (
-            set(
-                re.findall(
-                    "[A-Za-z]+",
-                    " ".join(
-                        [
-                            row.claim.statement,
-                            row.claim.published,
-                            row.judgement.why,
-                            row.file,
-                            row.command,
-                            *cells(row),
-                        ]
-                    ),
-                )
-            )
-            <= there
-        )
-    assert all(re.search(rf"^{name}\b", text, re.M) for name in {row.claim.name for row in rows})
+        claim = row.claim
+        texts = [claim.statement, claim.published, row.judgement.why, row.file, row.command]
+        expected = set(re.findall("[A-Za-z]+", " ".join([*texts, *cells(row)])))
+        assert expected <= shown
+        assert re.search(rf"^{claim.name}\b", text, re.M)
 
 
 def test_json_holds_everything():
     rows = ledger("no runs")
-    found = json.loads(ledger_json(ledger("no runs")))
-    assert len(found) == len(rows)
-    for row, line in zip(rows, found):
+    lines = json.loads(ledger_json(ledger("no runs")))
+    assert len(lines) == len(rows)
+    for row, line in zip(rows, lines):
         assert (line["claim"], line["verdict"], line["file"], line["command"], line["n"]) == (
             row.claim.name,
             row.judgement.verdict,
@@ -228,21 +215,21 @@ def test_json_holds_everything():
             row.command,
             row.judgement.n,
         )
-        assert (
-            line["differences"] == list(row.comparison.differences)
-            and {"paper", "rule", "why", "about", "published", "unit"} <= line.keys()
-        )
+        assert line["differences"] == list(row.comparison.differences)
+        assert {"paper", "rule", "why", "about", "published", "unit"} <= line.keys()
 
 
 def test_html_and_markdown_are_escaped(three_claims, tmp_path):
     put(tmp_path, fakes.record())
     rows = ledger(tmp_path, tmp_path / "none")
-    assert "claim &lt; &amp; holds" in rows._repr_html_() and "claim < &" not in rows._repr_html_()
+    assert "claim &lt; &amp; holds" in rows._repr_html_()
+    assert "claim < &" not in rows._repr_html_()
     assert "claim &lt; &amp; holds" in section("fake", rows)
     lines = ledger_markdown(
         [Row(rows[0].claim, Comparison("a | b", (1.0,)), judge([Comparison("a", (1.0,))])[0])]
     ).splitlines()
-    assert len(lines) == 3 and lines[2].replace("\\|", "").count("|") == 6
+    assert len(lines) == 3
+    assert lines[2].replace("\\|", "").count("|") == 6
 
 
 def measured(*comparisons):
@@ -259,15 +246,14 @@ def test_plot_is_text_that_names_every_row_and_verdict(narrow):
     svg = picture(rows, narrow)
     root = ElementTree.fromstring(svg)
     texts = [e for e in root.iter() if e.tag.endswith("text")]
-    told = ["".join(e.itertext()) for e in texts]
-    assert (
-        {"a < b & c", "far", "one", "undecided", "cannot be judged"} <= set(told)
-        and root.get("role") == "img"
-        and root.get("aria-label")
-    )
+    words = ["".join(e.itertext()) for e in texts]
+    assert {"a < b & c", "far", "one", "undecided", "cannot be judged"} <= set(words)
+    assert root.get("role") == "img"
+    assert root.get("aria-label")
     width, height = map(float, root.get("viewBox").split()[2:])
     assert all(0 <= float(e.get("x")) <= width and 0 < float(e.get("y")) <= height for e in texts)
-    assert "prefers-color-scheme: dark" in svg and svg.count("<circle") == 2, "a ring and a disc"
+    assert "prefers-color-scheme: dark" in svg, "a ring and a disc"
+    assert svg.count("<circle") == 2, "a ring and a disc"
 
 
 def test_a_claim_as_good_has_its_line_at_the_margin():
@@ -275,35 +261,28 @@ def test_a_claim_as_good_has_its_line_at_the_margin():
         Comparison("as good", (-0.002, -0.0021, -0.0019), margin=0.005, searched=0),
         Comparison("below", (0.001, 0.0011, 0.0009)),
     )
-    place, _ = axis(rows, "points", WIDE["plot"])
+    to_pixels, _ = axis(rows, "points", WIDE["plot"])
     lines = [float(x) for x in re.findall(r'd="M([\d.]+) \d+v', picture(rows))]
-    assert (
-        lines == pytest.approx([place(-0.005), place(0)], abs=0.1)
-        and lines[0] < place(-0.002) < lines[1]
-    )
+    assert lines == pytest.approx([to_pixels(-0.005), to_pixels(0)], abs=0.1)
+    assert lines[0] < to_pixels(-0.002) < lines[1]
 
 
 def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     rows = measured(Comparison("x", (1.0, 2.0, 3.0)), Comparison("y", (-90.0, 95.0, -2.0)))
-    place, ticks = axis(rows, "points", (100, 200))
-    assert (
-        place(0) == 150 < place(1)
-        and place(-1e9) >= 100
-        and place(1e9) <= 200
-        and ticks[1] == 0 == ticks[0] + ticks[2]
-    )
+    to_pixels, ticks = axis(rows, "points", (100, 200))
+    assert to_pixels(0) == 150 < to_pixels(1)
+    assert to_pixels(-1e9) >= 100
+    assert to_pixels(1e9) <= 200
+    assert ticks[1] == 0 == ticks[0] + ticks[2]
     times = measured(Comparison("x", (2.0, 4.0, 3.0), "times as fast", searched=0))
-    place, ticks = axis(times, "times as fast", (0, 100))
-    assert (
-        place(1) == 50
-        and place(2) - place(1) == pytest.approx(place(1) - place(0.5))
-        and 1 in ticks
-    )
+    to_pixels, ticks = axis(times, "times as fast", (0, 100))
+    assert to_pixels(1) == 50
+    assert to_pixels(2) - to_pixels(1) == pytest.approx(to_pixels(1) - to_pixels(0.5))
+    assert 1 in ticks
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
     html = inline(forest(rows))  # has a row for every measured comparison
-    assert html.count("<svg") == 2 and all(
-        html.count(f">{row.judgement.verdict}<") >= 2 for row in rows
-    )
+    assert html.count("<svg") == 2
+    assert all(html.count(f">{row.judgement.verdict}<") >= 2 for row in rows)
 
 
 def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypatch, tmp_path):
@@ -313,12 +292,11 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
     write_record(tmp_path / "one-pass" / "gpu.json", record)
     monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: tmp_path)
     for text in (ledger_markdown(rows := front()), picture(rows), picture(rows, narrow=True)):
-        assert (
-            "diagonal below Mamba" in text
-            and "exact below Mamba" in text
-            and text.count("Mamba N=16 diverged") == 2
-        )
-    assert "+0.000" not in picture(rows[:2]) and rows[0].judgement.verdict == "cannot be judged"
+        assert "diagonal below Mamba" in text
+        assert "exact below Mamba" in text
+        assert text.count("Mamba N=16 diverged") == 2
+    assert "+0.000" not in picture(rows[:2])
+    assert rows[0].judgement.verdict == "cannot be judged"
     models_of(record)["Mamba N=16"]["runs"] = []
     del models_of(record)["diagonal N=16"]["runs"][5:]  # what has not all its seeds is not shown
     write_record(tmp_path / "one-pass" / "gpu.json", record)
@@ -327,8 +305,9 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
 
 def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
     code = (
-        "import sys; from longhorn_kit.lab.claims.ledger import ledger; str(ledger('x')); ledger('x')._repr_html_(); "
-        "print([m for m in ('torch', 'matplotlib') if m in sys.modules])"
+        "import sys; from longhorn_kit.lab.claims.ledger import ledger; str(ledger('x')); "
+        "ledger('x')._repr_html_(); print([m for m in ('torch', 'matplotlib') if m in "
+        "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
@@ -402,10 +381,8 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
     ]
     html = rows._repr_html_()
     text = str(rows)
-    assert (
-        html.count("verdict no-code") == 2 == html.count("verdict not-run")
-        and text.count("no code ") >= 2
-    )
+    assert html.count("verdict no-code") == 2 == html.count("verdict not-run")
+    assert text.count("no code ") >= 2
     assert "| no code (no code runs or judges it)" in ledger_markdown(rows)
     assert len({mark(5, 5, word) for word in ("undecided", "no code", "cannot be judged")}) == 3
     style = (records_root() / "longhorn_kit/lab/claims/report.css").read_text()
@@ -442,45 +419,33 @@ EIGHT = (0.0, 0.001, 0.002, 0.003) * 2
 def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside():
     row = looked([1.30 + d for d in EIGHT], [1.32 + d for d in EIGHT], published=0.0044)
     label, paper, here, n, verdict = cells(row)
-    assert (
-        (paper, n, verdict) == ("+0.0044", "4", "holds")
-        and here.startswith("+0.0200 [")
-        and here.endswith(", 98 % interval")
-    )
-    told = reason(row)
-    assert (
-        told.startswith(" (ahead, at 4 seeds; ")
-        and "all 8 seeds: +0.0200 [" in told
-        and "rank test p = 0.029" in told
-    )
-    assert (
-        "a fresh run of exact beats one of Mamba: 100% of pairs" in told
-        and "excludes the published +0.0044" in told
-    )
+    assert (paper, n, verdict) == ("+0.0044", "4", "holds")
+    assert here.startswith("+0.0200 [")
+    assert here.endswith(", 98 % interval")
+    text = reason(row)
+    assert text.startswith(" (ahead, at 4 seeds; ")
+    assert "all 8 seeds: +0.0200 [" in text
+    assert "rank test p = 0.029" in text
+    assert "a fresh run of exact beats one of Mamba: 100% of pairs" in text
+    assert "excludes the published +0.0044" in text
     for text in (
         " ".join(ledger_text([row], 200).split()),
         ledger_markdown([row]),
         ledger_html([row]),
     ):
-        assert (
-            "holds" in text
-            and "ahead, at 4 seeds" in text
-            and "98 % interval" in text
-            and "rank test p = 0.029" in text
-        )
+        assert "holds" in text
+        assert "ahead, at 4 seeds" in text
+        assert "98 % interval" in text
+        assert "rank test p = 0.029" in text
     (line,) = json.loads(ledger_json([row]))
-    assert (line["side"], line["look"], line["level"]) == (
-        "ahead",
-        4,
-        0.02,
-    ) and "all 8 seeds" in line["beside"]
+    assert (line["side"], line["look"], line["level"]) == ("ahead", 4, 0.02)
+    assert "all 8 seeds" in line["beside"]
     low, high = (
         f"{end:.1f}"
         for end in map(axis([row], "bits per byte", WIDE["plot"])[0], (line["low"], line["high"]))
     )
-    assert f"M{low} " in picture([row]) and f"H{high}" in picture([row]), (
-        "the bar is the interval of the verdict"
-    )
+    assert f"M{low} " in picture([row]), "the bar is the interval of the verdict"
+    assert f"H{high}" in picture([row]), "the bar is the interval of the verdict"
 
 
 def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
@@ -492,21 +457,17 @@ def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
         reason(row).startswith(" (equal within the margin, at 4 seeds; ")
         for row in (better, as_good)
     )
-    found = Finding(Shown("fake", "gpu", "", "Language", "", "exact", "Mamba", ""), as_good)
-    assert (leader(found), favours(found)) == ("", "equal within the margin"), "nobody is ahead"
+    finding = Finding(Shown("fake", "gpu", "", "Language", "", "exact", "Mamba", ""), as_good)
+    assert (leader(finding), favours(finding)) == ("", "equal within the margin"), "nobody is ahead"
     behind = looked([d + 0.1 for d in close], close)
-    assert (
-        reason(behind).startswith(" (behind, at 4 seeds; ")
-        and behind.judgement.verdict == "does not hold"
-    )
+    assert reason(behind).startswith(" (behind, at 4 seeds; ")
+    assert behind.judgement.verdict == "does not hold"
 
 
 def test_a_row_before_its_look_says_how_many_seeds_are_there():
     row = looked([1.3] * 4, [1.4] * 3)
-    assert (row.judgement.verdict, cells(row)[2:4]) == (
-        "not run",
-        ("–", "–"),
-    ) and row.comparison.waits
+    assert (row.judgement.verdict, cells(row)[2:4]) == ("not run", ("–", "–"))
+    assert row.comparison.waits
     assert reason(row) == " (3 of 4 seeds so far)"
 
 
@@ -532,22 +493,22 @@ def test_old_rows_say_nothing_of_looks():
 )
 def test_a_row_without_a_run_names_its_basis(name, basis, words):
     rows = [row for row in ledger("no runs") if row.claim.name == name]
-    assert rows and {(row.scale, row.about) for row in rows} == {(basis, words)}
+    assert rows
+    assert {(row.scale, row.about) for row in rows} == {(basis, words)}
     assert f"{basis}: {rows[0].comparison.label}" == cells(rows[0])[0]
 
 
 def test_an_unfinished_record_says_how_many_jobs_are_missing(three_claims, tmp_path):
     put(tmp_path, fakes.record(missing=7))
     row = ledger(tmp_path, tmp_path / "none")[0]
-    assert row.judgement.verdict == "holds" and row.about.endswith("7 jobs of this run are missing")
+    assert row.judgement.verdict == "holds"
+    assert row.about.endswith("7 jobs of this run are missing")
 
 
 def test_counts_agree_with_their_nouns():
     rows = [Row(fakes.claim()), Row(fakes.claim()), Row(fakes.claim("second"))]
-    assert (
-        ledger_summary(rows[:1]) == "1 claim, 1 row: 1 × not run"
-        and ledger_summary(rows) == "2 claims, 3 rows: 3 × not run"
-    )
+    assert ledger_summary(rows[:1]) == "1 claim, 1 row: 1 × not run"
+    assert ledger_summary(rows) == "2 claims, 3 rows: 3 × not run"
 
 
 def test_measured_minutes_are_ranges_with_their_machines(monkeypatch, tmp_path):

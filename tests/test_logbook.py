@@ -1,4 +1,4 @@
-"""The ledger as a logbook: the layout that Trackio reads, whole folders, and no page of a person lost."""
+"""The ledger as a logbook: the layout that Trackio reads, whole folders, no lost pages."""
 
 import json
 import re
@@ -43,7 +43,8 @@ def test_every_claim_has_a_page_that_trackio_finds(rows, book):
     index = (root / "pages/index.md").read_text(encoding="utf-8")
     manifest = json.loads((root / "logbook.json").read_text(encoding="utf-8"))
     assert LINK.findall(index) == names == [page["slug"] for page in manifest["root"]["children"]]
-    assert index.startswith(f"# {manifest['title']}\n") and manifest["schema_version"] == 2
+    assert index.startswith(f"# {manifest['title']}\n")
+    assert manifest["schema_version"] == 2
     assert sorted(path.parent.name for path in root.glob("pages/*/page.md")) == sorted(names)
     for page in manifest["root"]["children"]:
         assert (root / page["file"]).read_text(encoding="utf-8").startswith(f"# {page['title']}\n")
@@ -62,14 +63,13 @@ def test_pages_hold_scale_record_verdict_and_command_of_every_row(rows, book):
         ]
         for row in rows:
             if row.claim.name == name:
-                assert row.claim.statement in texts and row.judgement.verdict in texts
-                assert f"**Scale:** {row.scale or 'none'}" in texts and (
-                    f"`{row.file}`" in texts or not row.file
-                )
+                assert row.claim.statement in texts
+                assert row.judgement.verdict in texts
+                assert f"**Scale:** {row.scale or 'none'}" in texts
+                assert f"`{row.file}`" in texts or not row.file
                 assert row.command in commands or not row.command
-        assert {cell["type"] for cell in cells} <= {"markdown", "code"} and all(
-            cell["title"] and cell["created_at"] for cell in cells
-        )
+        assert {cell["type"] for cell in cells} <= {"markdown", "code"}
+        assert all(cell["title"] and cell["created_at"] for cell in cells)
     assert len(set(numbers)) == len(numbers) > len(rows) / 4
 
 
@@ -88,9 +88,8 @@ def test_a_second_logbook_replaces_the_first_and_nothing_else(rows, tmp_path):
     book = write_logbook(few, tmp_path / "book")
     (book / ".trackio/logbook/index.html").write_text("Trackio adds its viewer")
     write_logbook(few[-1:], book)
-    assert len(list(book.glob(".trackio/logbook/pages/*/page.md"))) == 1 and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["book"]
+    assert len(list(book.glob(".trackio/logbook/pages/*/page.md"))) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["book"]
     note = book / f".trackio/logbook/pages/{few[-1].claim.name}/page.md"
     note.write_text(note.read_text(encoding="utf-8") + "a note", encoding="utf-8")
     with pytest.raises(

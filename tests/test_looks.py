@@ -1,4 +1,4 @@
-"""The second plan: searches ask for the runs that they need, looks ask for seeds where a comparison is open."""
+"""The second plan: searches request the runs that they need, looks request seeds."""
 
 import math
 
@@ -36,47 +36,48 @@ SEEDS = (1, 2, 3)
 
 
 def run_search(loss, count=7):
-    "Run a search to its end, with `loss(place, seed)`."
+    "Run a search to its end, with `loss(position, seed)`."
     losses = {}
     for _ in range(40):
         search = Search(losses, SEEDS, count)
-        missing = [asked for asked in search.asked if asked not in losses]
+        missing = [run for run in search.requested if run not in losses]
         if not missing:
             return search
-        losses |= {asked: loss(*asked) for asked in missing}
+        losses |= {run: loss(*run) for run in missing}
     raise AssertionError("the search does not end")
 
 
 def parabola(centre, seed=0, edge=math.inf):
     noise = np.random.default_rng(seed).normal(0, PLAN_SD, (60, 4))
-    return lambda place, number: (
+    return lambda position, number: (
         2.0
-        if place > edge
-        else 1.3 + 0.01 * (place - centre) ** 2 + noise[int(2 * place) + 10, number]
+        if position > edge
+        else 1.3 + 0.01 * (position - centre) ** 2 + noise[int(2 * position) + 10, number]
     )
 
 
 @pytest.mark.parametrize(
-    "place, rate", [(3, 5e-3), (0, 1.25e-3), (6, 2e-2), (3.5, 6.3e-3), (7, 3.2e-2), (-2, 5e-4)]
+    "position, rate", [(3, 5e-3), (0, 1.25e-3), (6, 2e-2), (3.5, 6.3e-3), (7, 3.2e-2), (-2, 5e-4)]
 )
-def test_rates_lie_on_the_grid_between_its_rates_and_beyond_it(place, rate):
-    assert rate_at(RATES, place) == rate
+def test_rates_lie_on_the_grid_between_its_rates_and_beyond_it(position, rate):
+    assert rate_at(RATES, position) == rate
 
 
 @given(st.lists(st.floats(0, 10) | st.just(math.nan), min_size=11, max_size=11))
 def test_walk_ends_where_both_neighbours_are_worse_or_at_the_end_of_the_extended_grid(curve):
     losses = {}
-    asked, best = walk(losses, 7)
+    visited, best = walk(losses, 7)
     for _ in range(12):
         if best is not None:
             break
-        losses[asked[-1]] = curve[asked[-1] + EXTRA]
-        asked, best = walk(losses, 7)
+        losses[visited[-1]] = curve[visited[-1] + EXTRA]
+        visited, best = walk(losses, 7)
 
-    def worst(place):
-        return math.inf if math.isnan(losses[place]) else losses[place]
+    def worst(position):
+        return math.inf if math.isnan(losses[position]) else losses[position]
 
-    assert asked[0] == 3 and set(asked) == losses.keys()
+    assert visited[0] == 3
+    assert set(visited) == losses.keys()
     assert all(
         worst(near) >= worst(best) for near in (best - 1, best + 1) if -EXTRA <= near < 7 + EXTRA
     )
@@ -87,37 +88,33 @@ def test_a_search_ends_near_the_optimum_with_three_seeds_at_the_best_rate_and_it
     centre, seed
 ):
     search = run_search(parabola(centre, seed))
-    assert abs(search.best - centre) < 1.3 and not search.why
-    for place in (search.best - 1, search.best, search.best + 1):
-        assert all((place, number) in search.losses for number in SEEDS)
+    assert abs(search.best - centre) < 1.3
+    assert not search.why
+    for position in (search.best - 1, search.best, search.best + 1):
+        assert all((position, number) in search.losses for number in SEEDS)
 
 
 def test_half_a_step_takes_the_place_of_a_neighbour_that_explodes():
     search = run_search(parabola(3.0, edge=3.6))
-    assert {place for place, _ in search.asked} == {2, 3, 3.5, 4} and search.best in (2, 3, 3.5)
-    assert (4, 2) not in search.asked, "one seed shows that the whole step explodes"
+    assert {position for position, _ in search.requested} == {2, 3, 3.5, 4}
+    assert search.best in (2, 3, 3.5)
+    assert (4, 2) not in search.requested, "one seed shows that the whole step explodes"
     both = run_search(parabola(3.0, edge=3.2))
-    assert (3.5, 1) in both.asked and (3.5, 2) not in both.asked, (
-        "then there is no neighbour on this side"
-    )
+    assert (3.5, 1) in both.requested, "then there is no neighbour on this side"
+    assert (3.5, 2) not in both.requested, "then there is no neighbour on this side"
 
 
 def test_a_search_moves_to_a_better_neighbour_once():
     curve = {2: 1.300, 3: 1.298, 4: 1.280, 5: 1.260, 6: 1.250}
-    first = {
-        2: 1.300,
-        3: 1.270,
-        4: 1.280,
-        5: 1.300,
-        6: 1.310,
-    }  # the walk's seed is lucky at place 3
-    search = run_search(lambda place, seed: (first if seed == 1 else curve)[place])
+    # the walk's seed is lucky at position 3
+    first = {2: 1.300, 3: 1.270, 4: 1.280, 5: 1.300, 6: 1.310}
+    search = run_search(lambda position, seed: (first if seed == 1 else curve)[position])
     assert search.best == 4, "5 is better than 4, but the search moves at most once"
 
 
 def test_a_search_that_finds_no_rate_says_why():
     assert "end of the extended grid" in run_search(parabola(12.0)).why
-    lost = run_search(lambda place, seed: math.nan)
+    lost = run_search(lambda position, seed: math.nan)
     assert (
         lost.best is None
         and lost.done()
@@ -131,12 +128,12 @@ def test_further_losses_do_not_change_what_a_search_asked_for(seed):
     loss = parabola(3.4, seed)
     search = run_search(loss)
     more = search.losses | {
-        (place, number): loss(place, number) for place in (0, 1, 5, 6) for number in SEEDS
+        (position, number): loss(position, number) for position in (0, 1, 5, 6) for number in SEEDS
     }
-    assert Search(more, SEEDS, 7).asked == search.asked
+    assert Search(more, SEEDS, 7).requested == search.requested
 
 
-def model(name, loss, seeds=4, seed=0, place=3, common=3, sd=PLAN_SD, why=""):
+def model(name, loss, seeds=4, seed=0, position=3, common=3, sd=PLAN_SD, why=""):
     "Return a model of a record, with losses around a parabola."
     rng = np.random.default_rng(seed)
 
@@ -149,12 +146,12 @@ def model(name, loss, seeds=4, seed=0, place=3, common=3, sd=PLAN_SD, why=""):
     search = [at(where) for where in (2, 3, 4) for _ in SEEDS]
     return {
         "name": name,
-        "place": None if why else place,
+        "place": None if why else position,
         "lr": 5e-3,
         "common": common,
         "why": why,
         "search": search,
-        "runs": [at(place) for _ in range(seeds)],
+        "runs": [at(position) for _ in range(seeds)],
         "one_rate": [at(common) for _ in range(seeds)],
     }
 
@@ -184,7 +181,8 @@ def test_only_open_comparisons_ask_for_more_seeds():
     assert [judgement.side for judgement in looks.judged["one-pass"]] == ["ahead", "ahead", ""]
     assert not looks.done()
     decided = looks_at(paper((1.300, 1.320, 1.340, 1.300)))
-    assert set(decided.needs.values()) == {4} and decided.done()
+    assert set(decided.needs.values()) == {4}
+    assert decided.done()
 
 
 def test_a_verdict_keeps_its_bar_when_more_seeds_come():
@@ -201,9 +199,8 @@ def test_a_verdict_keeps_its_bar_when_more_seeds_come():
 
 def test_no_look_is_taken_before_every_model_has_its_seeds():
     pools = paper((1.3, 1.31, 1.33, 1.3))
-    pools["paper"][3]["runs"] = pools["paper"][3]["runs"][
-        :3
-    ]  # a model of the pool, in no comparison here
+    # a model of the pool, in no comparison here
+    pools["paper"][3]["runs"] = pools["paper"][3]["runs"][:3]
     assert looks_at(pools).judged == {}
     pools["paper"][3] |= {"why": "every learning rate of the walk diverged", "place": None}
     assert len(looks_at(pools).judged["one-pass"]) == 3
@@ -214,10 +211,13 @@ def test_a_second_look_waits_for_the_first_look_of_every_claim_that_can_ask_for_
     names = ("exact N=32", "diagonal N=32")
     pools["middle-state"] = [model(name, 1.3, seeds=3, seed=9 + i) for i, name in enumerate(names)]
     waiting = below("exact N=16", "exact N=32")
-    asked = {"one-pass": QUESTIONS["one-pass"], "other": QUESTIONS["control"].__class__((waiting,))}
-    assert len(Looks(pools, asked).fits["one-pass"]) == 1
+    questions = {
+        "one-pass": QUESTIONS["one-pass"],
+        "other": QUESTIONS["control"].__class__((waiting,)),
+    }
+    assert len(Looks(pools, questions).fits["one-pass"]) == 1
     pools["middle-state"] = [model(name, 1.3, seeds=4, seed=9 + i) for i, name in enumerate(names)]
-    assert len(Looks(pools, asked).fits["one-pass"]) == 2
+    assert len(Looks(pools, questions).fits["one-pass"]) == 2
 
 
 def test_a_model_without_a_rate_gives_no_verdict_and_asks_for_nothing():
@@ -227,13 +227,14 @@ def test_a_model_without_a_rate_gives_no_verdict_and_asks_for_nothing():
     assert [judgement.verdict for judgement in looks.judged["one-pass"]][1:] == [
         "cannot be judged"
     ] * 2
-    assert looks.needs["exact N=16"] == 4 and looks.needs["diagonal N=16"] == 4
+    assert looks.needs["exact N=16"] == 4
+    assert looks.needs["diagonal N=16"] == 4
 
 
 def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
     models = paper((1.3, 1.31, 1.33, 1.3))["paper"]
-    for loss, found in zip((0.0, 0.05, 0.0, 0.0), models):
-        for run in found["search"]:
+    for loss, entry in zip((0.0, 0.05, 0.0, 0.0), models):
+        for run in entry["search"]:
             run["bits_per_byte"] = 1.3 + (loss if run["place"] == 3 else 0.02 * (run["place"] != 4))
     models[0]["place"] = 3
     models[1]["place"] = 4
@@ -247,10 +248,8 @@ def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
 def test_at_one_rate_a_model_whose_best_rate_is_the_common_one_is_not_run_again():
     same = model("a", 1.3, common=3)
     other = model("b", 1.3, common=4)
-    assert (
-        runs_of(same, "one rate") is same["runs"]
-        and runs_of(other, "one rate") is other["one_rate"]
-    )
+    assert runs_of(same, "one rate") is same["runs"]
+    assert runs_of(other, "one rate") is other["one_rate"]
     exploded = model("c", 1.3, common=4)
     exploded["one_rate"][1]["bits_per_byte"] = 1.9
     pools = {
@@ -282,17 +281,16 @@ def record(pools):
 
 def test_rows_of_a_claim_name_their_family_and_what_is_missing():
     rows = rows_of_claim(record(paper((1.300, 1.320, 1.340, 1.300))), "one-pass")
-    assert len(rows) == 6 and all(judgement.verdict == "holds" for _, judgement in rows)
+    assert len(rows) == 6
+    assert all(judgement.verdict == "holds" for _, judgement in rows)
     assert [comparison.label.endswith("one learning rate for all") for comparison, _ in rows] == [
         False
     ] * 3 + [True] * 3
     assert rows[0][0].published == pytest.approx(0.0044)
     early = paper((1.300, 1.320, 1.340, 1.300), seeds=2)
     comparison, judgement = rows_of_claim(record(early), "one-pass")[0]
-    assert (judgement.verdict, judgement.why) == (
-        "not run",
-        "2 of 4 seeds so far",
-    ) and comparison.waits
+    assert (judgement.verdict, judgement.why) == ("not run", "2 of 4 seeds so far")
+    assert comparison.waits
     assert (
         rows_of_claim(record(early), "one-pass")[3][1].why
         == "its runs follow when earlier ones have ended"
@@ -302,8 +300,8 @@ def test_rows_of_a_claim_name_their_family_and_what_is_missing():
 
 def test_growth_with_the_context_is_read_from_the_judged_runs():
     pools = paper((1.300, 1.320, 1.340, 1.300))
-    for found, grows in zip(pools["paper"], (0.001, 0.1, 0.0, 0.0)):  # exact first
-        for i, run in enumerate(found["runs"]):
+    for entry, grows in zip(pools["paper"], (0.001, 0.1, 0.0, 0.0)):  # exact first
+        for i, run in enumerate(entry["runs"]):
             docs = {"documents": 3, "bits_per_byte": [1.0, 1.1, 1.0 + grows + i * 1e-4]}
             none = {"documents": 0, "bits_per_byte": [None] * 3}
             run["measured"] = {"by_length": {"length": [8, 64, 128], "docs": docs, "prose": none}}
@@ -350,6 +348,10 @@ def test_the_plan_is_complete():
         for planned in ALL_MODELS.values()
         for seed in (*planned.search_seeds(), *planned.seeds_to_judge(16))
     ]
-    assert len(set(seeds)) == len(seeds) and min(seeds) > 1000
-    assert at_end(-2, 7) and at_end(8, 7) and not at_end(7, 7) and LOOKS == (4, 8, 16)
+    assert len(set(seeds)) == len(seeds)
+    assert min(seeds) > 1000
+    assert at_end(-2, 7)
+    assert at_end(8, 7)
+    assert not at_end(7, 7)
+    assert LOOKS == (4, 8, 16)
     assert LAPTOP_QUESTIONS.keys() == questions_of(("laptop",)).keys()

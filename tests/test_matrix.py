@@ -1,4 +1,4 @@
-"""Matrix states: chunks against the loop in float64, the loop against flash-linear-attention's naive operations."""
+"""Matrix states: chunks against the loop, the loop against flash-linear-attention, in float64."""
 
 import ast
 import itertools
@@ -54,14 +54,9 @@ def with_gradients(t, backend, scan=matrix_scan, without=()):
         name: tensor.clone().requires_grad_(name not in without) for name, tensor in t.items()
     }
     y, S = scan(**leaves, output_final_state=True, backend=backend)
-    return (
-        y,
-        S,
-        *torch.autograd.grad(
-            y.square().sum() + S.pow(3).sum(),
-            [leaf for leaf in leaves.values() if leaf.requires_grad],
-        ),
-    )
+    loss = y.square().sum() + S.pow(3).sum()
+    learned = [leaf for leaf in leaves.values() if leaf.requires_grad]
+    return y, S, *torch.autograd.grad(loss, learned)
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -72,8 +67,8 @@ def with_gradients(t, backend, scan=matrix_scan, without=()):
 )
 def test_chunks_equal_the_loop(decay, delta, bonus, sizes, strongest):
     t = draw(decay, delta, bonus, *sizes, strongest)
-    for ours, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
-        torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
+    for result, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
+        torch.testing.assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -84,7 +79,8 @@ def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
     exact = with_gradients(t, "reference")
     rounded = with_gradients({name: tensor.float() for name, tensor in t.items()}, "chunked")
     for a, b in zip(rounded, exact):
-        assert a.isfinite().all() and (a - b).norm() <= 2e-5 * b.norm()
+        assert a.isfinite().all()
+        assert (a - b).norm() <= 2e-5 * b.norm()
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -120,7 +116,7 @@ def swap(*tensors):
 
 
 def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, **options):
-    "The naive operation for these arguments, with its own scale taken out and its states (B,H,N,P) turned."
+    "The naive operation for these arguments, without its scale, its states (B,H,N,P) turned."
     scaled = q * q.shape[-1] ** 0.5
     S = initial_state.mT
     if bonus is not None:
@@ -164,30 +160,29 @@ def test_a_state_can_be_wiped_out_at_once(decay, delta, bonus, strongest):
     t = draw(decay, delta, bonus, T=70)
     t["log_decay"][:, [0, 33]] = strongest
     t["log_decay"][:1, 50:52] = strongest
-    for ours, expected in zip(
-        *(with_gradients(t, backend, without=["log_decay"]) for backend in ("chunked", "reference"))
-    ):
-        torch.testing.assert_close(ours, expected, atol=1e-8, rtol=1e-8)
+    results = with_gradients(t, "chunked", without=["log_decay"])
+    references = with_gradients(t, "reference", without=["log_decay"])
+    for result, expected in zip(results, references):
+        torch.testing.assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_any_strides_and_no_tokens():
     t = draw("key", False, False, N=6)
-    strange = {
-        name: tensor.transpose(-1, -2).contiguous().transpose(-1, -2) for name, tensor in t.items()
-    }
+    strange = {name: tensor.mT.contiguous().mT for name, tensor in t.items()}
     assert not strange["q"].is_contiguous()
     torch.testing.assert_close(matrix_scan(**strange), matrix_scan(**t))
-    empty = {
-        name: (tensor if name == "initial_state" else tensor[:, :0]).clone().requires_grad_()
-        for name, tensor in t.items()
-    }
+    empty = {}
+    for name, tensor in t.items():
+        rows = tensor if name == "initial_state" else tensor[:, :0]
+        empty[name] = rows.clone().requires_grad_()
     for backend in ("chunked", "reference"):
         y, S = matrix_scan(**empty, output_final_state=True, backend=backend)
-        assert y.shape == (2, 0, 3, 4) and torch.equal(S, t["initial_state"])
+        assert y.shape == (2, 0, 3, 4)
+        assert torch.equal(S, t["initial_state"])
         gradients = torch.autograd.grad(y.sum(), list(empty.values()))
-        assert all(
-            g.shape == tensor.shape and not g.any() for g, tensor in zip(gradients, empty.values())
-        )
+        for gradient, tensor in zip(gradients, empty.values()):
+            assert gradient.shape == tensor.shape
+            assert not gradient.any()
 
 
 def test_low_precision_keeps_a_float32_state_even_under_autocast():
@@ -195,18 +190,18 @@ def test_low_precision_keeps_a_float32_state_even_under_autocast():
     expected = matrix_scan(**{name: tensor.double() for name, tensor in t.items()})
     with torch.autocast("cpu", torch.bfloat16):
         y, S = matrix_scan(**t, output_final_state=True)
-    assert y.dtype is torch.bfloat16 and S.dtype is torch.float32
+    assert y.dtype is torch.bfloat16
+    assert S.dtype is torch.float32
     assert (y.double() - expected).norm() < 4e-3 * expected.norm()
 
 
 def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "fla.ops", SimpleNamespace(chunk_gla="the kernel"))
     fla._tunes_first.cache_clear()
+    keys = torch.ones(1, 1, 1, 2)
     for _ in range(2):
-        assert (
-            fla.fla_kernel(torch.ones(1, 1, 1, 2), -torch.ones(1, 1, 1, 2), None, None)[0]
-            == "the kernel"
-        )
+        kernel, _ = fla.fla_kernel(keys, -keys, None, None)
+        assert kernel == "the kernel"
     (line,) = caplog.messages
     assert "tunes chunk_gla when it first runs" in line
 
@@ -225,15 +220,15 @@ def test_the_kernels_take_the_arguments_in_this_order():
     folders = ops_folder()
     for name, (folder, order) in SIGNATURES.items():
         tree = ast.parse((folders / folder / "chunk.py").read_text())
-        function = next(
-            node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name
-        )
-        names = [argument.arg for argument in function.args.args]
-        assert names[: len(order.split())] == order.split(), name
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        names = [argument.arg for argument in functions[name].args.args]
+        expected = order.split()
+        assert names[: len(expected)] == expected, name
         assert {"scale", "initial_state", "output_final_state"} <= set(names), name
 
 
-ROUTES = {  # decay, delta rule: the function for it, and the one where gradients of one decay a head are wrong
+# Decay, delta rule: the function, and the one where gradients of one decay per head are wrong.
+ROUTES = {
     ("none", False): ("chunk_simple_gla", "chunk_simple_gla"),
     ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
     ("head", False): ("chunk_simple_gla", "chunk_gla"),
@@ -241,6 +236,28 @@ ROUTES = {  # decay, delta rule: the function for it, and the one where gradient
     ("key", False): ("chunk_gla", "chunk_gla"),
     ("key", True): ("chunk_kda", "chunk_kda"),
 }
+
+
+RATES = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")  # fla's name -> ours
+
+
+def loop_as_kernel(name, order, called):
+    "The loop with the arguments and states of a kernel; `called` gets its name."
+
+    def run(q, k, v, *rates, scale, initial_state, output_final_state):
+        called.append(name)
+        assert all(t.is_contiguous() for t in (q, k, v, *rates, initial_state))
+        assert scale == 1.0
+        assert output_final_state
+        if name in ("chunk_gla", "chunk_kda", "chunk_rwkv6"):
+            assert rates[0].shape == k.shape
+        _, _, _, *letters = order.split()
+        rates = {RATES[letter]: rate for letter, rate in zip(letters, rates)}
+        options = dict(output_final_state=True, backend="reference")
+        y, S = matrix_scan(q, k, v, **rates, initial_state=initial_state.mT, **options)
+        return y, S.mT
+
+    return run
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -255,41 +272,15 @@ def test_the_kernels_are_given_the_right_arguments(
     monkeypatch.setattr(fla, "TRITON", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     called = []
-
-    def kernel(name, order):
-        def run(q, k, v, *rates, scale, initial_state, output_final_state):
-            called.append(name)
-            assert (
-                all(t.is_contiguous() for t in (q, k, v, *rates, initial_state))
-                and scale == 1.0
-                and output_final_state
-            )
-            if name in ("chunk_gla", "chunk_kda", "chunk_rwkv6"):
-                assert rates[0].shape == k.shape
-            words = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")
-            rates = {words[word]: rate for word, rate in zip(order.split()[3:], rates)}
-            y, S = matrix_scan(
-                q,
-                k,
-                v,
-                **rates,
-                initial_state=initial_state.mT,
-                output_final_state=True,
-                backend="reference",
-            )
-            return y, S.mT
-
-        return run
-
-    ops = SimpleNamespace(**{name: kernel(name, order) for name, (_, order) in SIGNATURES.items()})
+    kernels = {name: loop_as_kernel(name, order, called) for name, (_, order) in SIGNATURES.items()}
+    ops = SimpleNamespace(**kernels)
     monkeypatch.setitem(sys.modules, "fla", SimpleNamespace(ops=ops))
     monkeypatch.setitem(sys.modules, "fla.ops", ops)
     monkeypatch.setattr(matrix, "pick_matrix_backend", lambda backend, *tensors: backend)
     t = draw(decay, delta, bonus)
-    for ours, expected in zip(
-        with_gradients(t, "fla"), with_gradients(t, "reference"), strict=True
-    ):
-        torch.testing.assert_close(ours, expected)
+    references = with_gradients(t, "reference")
+    for result, expected in zip(with_gradients(t, "fla"), references, strict=True):
+        torch.testing.assert_close(result, expected)
     assert called == ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
 
 
@@ -306,8 +297,9 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
     fla._fla_trouble.cache_clear()
     count = CompileCounter()
     try:
-        asked = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
-        assert asked(torch.ones(2)).tolist() == [2, 2] and count.frame_count == 1
+        compiled = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+        assert count.frame_count == 1
     finally:
         fla._fla_trouble.cache_clear()
         for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:

@@ -1,4 +1,4 @@
-"""Measurements after a run: losses are those of a document read alone, shares are those of a step, files repeat to the byte."""
+"""Measurements after a run: losses as of a document read alone, shares of a step, equal files."""
 
 import copy
 import itertools
@@ -33,23 +33,30 @@ def document(length, seed=0):
 
 
 def joined(documents):
-    return np.concatenate([part for text in documents for part in (text, [0])]).astype(np.uint16)
+    "Return documents in a row, an end mark after each."
+    parts = []
+    for text in documents:
+        parts += [text, [0]]
+    return np.concatenate(parts).astype(np.uint16)
 
 
-def texts(
-    lengths={"docs": (3, 200, 7, 127, 30, 128), "prose": (60, 10)},
-    long={"docs": (140, 300), "prose": (127,)},
-):
-    documents = {name: [document(length) for length in each] for name, each in lengths.items()}
-    apart = {name: [document(length, 1) for length in each] for name, each in long.items()}
-    domains = {
-        name: (joined(each), sum(map(len, each)) + len(each)) for name, each in documents.items()
-    }
-    return Texts(SimpleNamespace(tokenizer=BYTES), domains, apart)
+LENGTHS = {"docs": (3, 200, 7, 127, 30, 128), "prose": (60, 10)}
+LONG = {"docs": (140, 300), "prose": (127,)}
+
+
+def texts(lengths=LENGTHS, long=LONG):
+    domains = {}
+    for name, sizes in lengths.items():
+        documents = [document(size) for size in sizes]
+        domains[name] = joined(documents), sum(sizes) + len(sizes)
+    long_documents = {}
+    for name, sizes in long.items():
+        long_documents[name] = [document(size, 1) for size in sizes]
+    return Texts(SimpleNamespace(tokenizer=BYTES), domains, long_documents)
 
 
 def model(mixer="longhorn_exact", layers=2):
-    "A model in float64, with larger weights than at the start, so that what is read changes what is predicted."
+    "A model in float64, whose weights are so large that the tokens change the predictions."
     lm = new_model(LMConfig(256, 16, layers, mixer), 0).double()
     with torch.no_grad():
         for name, weight in lm.named_parameters():
@@ -58,11 +65,17 @@ def model(mixer="longhorn_exact", layers=2):
 
 
 def alone(lm, tokens):  # (m,) -> (m-1,) nats
+    "Return the losses of a document that is read alone."
     tokens = torch.from_numpy(np.asarray(tokens, np.int64))[None]
     with torch.no_grad():
-        return F.cross_entropy(lm(tokens[:, :-1]).transpose(1, 2), tokens[:, 1:], reduction="none")[
-            0
-        ].numpy()
+        scores = lm(tokens[:, :-1]).transpose(1, 2)
+        losses = F.cross_entropy(scores, tokens[:, 1:], reduction="none")
+    return losses[0].numpy()
+
+
+def all_documents():
+    parts = measures.parts_of(texts(), LONGEST)
+    return [tokens for documents in parts.values() for tokens in documents]
 
 
 # ---- documents
@@ -70,46 +83,43 @@ def alone(lm, tokens):  # (m,) -> (m-1,) nats
 
 def test_documents_are_read_from_an_end_mark_to_an_end_mark_and_cut():
     tokens = np.array([5, 6, 0, 7, 0, 0, 8, 9], np.uint16)  # the last one was cut off
-    assert [found.tolist() for found in measures.documents_of(tokens, 0)] == [
+    assert [document_read.tolist() for document_read in measures.documents_of(tokens, 0)] == [
         [0, 5, 6, 0],
         [0, 7, 0],
         [0, 8, 9],
     ]
     parts = measures.parts_of(texts(), 20)
     assert list(parts) == ["docs", "prose", "docs long", "prose long"]
-    assert [len(found) for found in parts["docs"]] == [5, 21, 9, 21, 21, 21] and len(
-        parts["prose long"][0]
-    ) == 21
-    assert parts["docs"][0].tolist() == [0, *document(3), 0] and parts["docs long"][0].tolist() == [
-        0,
-        *document(140, 1)[:20],
-    ]
+    assert [len(document_read) for document_read in parts["docs"]] == [5, 21, 9, 21, 21, 21]
+    assert len(parts["prose long"][0]) == 21
+    assert parts["docs"][0].tolist() == [0, *document(3), 0]
+    assert parts["docs long"][0].tolist() == [0, *document(140, 1)[:20]]
     assert list(measures.parts_of(texts(long={}), 20)) == ["docs", "prose"]
 
 
 @every_family
 def test_a_document_has_the_losses_that_it_has_alone(name):
-    "Documents of any length read side by side, padded and in pieces, have the losses of each read alone."
+    "Documents read side by side, padded and in pieces, have the losses of each read alone."
     lm = model(name)
-    documents = [found for part in measures.parts_of(texts(), LONGEST).values() for found in part]
+    documents = all_documents()
     for rows in (1, 5):
         losses = measures.read_documents(lm, documents, CONTEXT, rows)
-        for found, tokens in zip(losses, documents):
-            assert found.shape == (len(tokens) - 1,)
-            np.testing.assert_allclose(
-                found, alone(lm, tokens), rtol=2e-6, atol=2e-6
-            )  # stored as float32
+        for result, tokens in zip(losses, documents):
+            assert result.shape == (len(tokens) - 1,)
+            # stored as float32
+            np.testing.assert_allclose(result, alone(lm, tokens), rtol=2e-6, atol=2e-6)
 
 
 @every_family
 def test_lengths_are_windows_with_a_fresh_state(name):
-    "The loss at a length is that of windows of this length, each read from a fresh state, on the same bytes."
+    "The loss at a length is that of windows of this length with a fresh state, on the same bytes."
     lm = model(name)
-    documents = [found for part in measures.parts_of(texts(), LONGEST).values() for found in part]
+    documents = all_documents()
     losses = measures.read_documents(lm, documents, CONTEXT, 5)
-    found = measures.losses_by_length(lm, documents, losses, CONTEXT, 5)
-    assert found.shape == (11, 5) and len(documents) == 11
-    for row, tokens in zip(found, documents):
+    result = measures.losses_by_length(lm, documents, losses, CONTEXT, 5)
+    assert result.shape == (11, 5)
+    assert len(documents) == 11
+    for row, tokens in zip(result, documents):
         for sum_of_losses, length in zip(row, (8, 16, 32, 64, 128)):
             if len(tokens) < 129:
                 assert math.isnan(sum_of_losses)
@@ -119,14 +129,8 @@ def test_lengths_are_windows_with_a_fresh_state(name):
                     for start in range(0, 128, length)
                 ]
                 assert sum_of_losses == pytest.approx(sum(cuts), rel=1e-5)
-    assert np.flatnonzero(found[:, 0] > 0).tolist() == [
-        1,
-        3,
-        5,
-        8,
-        9,
-        10,
-    ]  # of 128 predictions or more
+    # of 128 predictions or more
+    assert np.flatnonzero(result[:, 0] > 0).tolist() == [1, 3, 5, 8, 9, 10]
 
 
 def test_bins_hold_sums_and_counts():
@@ -141,67 +145,79 @@ def test_bins_hold_sums_and_counts():
 # ---- one run
 
 
-def test_summary_and_arrays_against_plain_formulas():
+@pytest.fixture(scope="module")
+def measured():
+    "A model, the documents of its text, and their measures."
     lm = model("longhorn", layers=1)
     source = texts()
     summary, arrays = measures.measure_run(lm, source, CONTEXT, 4, False)
-    parts = measures.parts_of(source, LONGEST)
-    every = {part: [alone(lm, tokens) for tokens in found] for part, found in parts.items()}
-    reached = {}
-    for part, losses in every.items():
-        found = summary["parts"][part]
-        lengths = [len(loss) for loss in losses]
-        assert (
-            found["documents"] == len(losses)
-            and found["bytes"] == sum(lengths) == arrays[f"{part}/bytes"].sum()
-        )
-        assert found["bits_per_byte"] == pytest.approx(
-            np.concatenate(losses).mean() / math.log(2), abs=2e-5
-        )
-        assert found["reach"] == [
-            sum(length >= least for length in lengths) for least in (8, 16, 32, 64, 128)
-        ]
-        for low, high, bits in zip(
-            summary["positions"], summary["positions"][1:], found["by_position"]
-        ):
-            inside = np.concatenate([loss[low:high] for loss in losses])
-            assert (
-                bits is None
-                if not len(inside)
-                else bits == pytest.approx(inside.mean() / math.log(2), abs=2e-5)
-            )
+    return lm, measures.parts_of(source, LONGEST), summary, arrays
+
+
+def mean_bits(losses):
+    return np.concatenate(losses).mean() / math.log(2)
+
+
+def test_summaries_of_parts_against_plain_formulas(measured):
+    lm, parts, summary, _ = measured
+    edges = summary["positions"]
+    for part, documents in parts.items():
+        result = summary["parts"][part]
+        losses = [alone(lm, tokens) for tokens in documents]
+        lengths = np.array([len(loss) for loss in losses])
+        assert result["documents"] == len(losses)
+        assert result["bytes"] == lengths.sum()
+        assert result["bits_per_byte"] == pytest.approx(mean_bits(losses), abs=2e-5)
+        reach = [(lengths >= least).sum() for least in (8, 16, 32, 64, 128)]
+        assert result["reach"] == reach
+        for low, high, bits in zip(edges, edges[1:], result["by_position"]):
+            inside = [loss[low:high] for loss in losses]
+            if sum(map(len, inside)):
+                assert bits == pytest.approx(mean_bits(inside), abs=2e-5)
+            else:
+                assert bits is None
+
+
+def test_arrays_of_parts_against_plain_formulas(measured):
+    lm, parts, _, arrays = measured
+    reached = []
+    for part, documents in parts.items():
+        losses = [alone(lm, tokens) for tokens in documents]
+        size = sum(len(loss) for loss in losses)
+        assert arrays[f"{part}/bytes"].sum() == size
         for row, loss in zip(arrays[f"{part}/nats"], losses):
             assert row.sum() == pytest.approx(loss.sum(), abs=len(row) / 128 + 1e-3)
         curve = arrays[f"{part}/position_nats"]
         counts = arrays[f"{part}/position_bytes"]
-        assert counts.sum() == found["bytes"] and counts[0] == len(losses)
+        assert counts.sum() == size
+        assert counts[0] == len(losses)
         assert curve[0] == pytest.approx(np.mean([loss[0] for loss in losses]), rel=1e-5)
-        reached[part] = [tokens for tokens in parts[part] if len(tokens) == LONGEST + 1]
-        assert arrays[f"{part}/windows"].shape == (len(reached[part]), 5)
-    assert [len(found) for found in reached.values()] == [3, 0, 2, 1]
+        reached.append(sum(len(tokens) == LONGEST + 1 for tokens in documents))
+        assert arrays[f"{part}/windows"].shape == (reached[-1], 5)
+    assert reached == [3, 0, 2, 1]
+
+
+def test_losses_by_length_against_plain_formulas(measured):
+    lm, parts, summary, _ = measured
+    by_length = summary["by_length"]
     for name in ("docs", "prose"):
-        documents = reached[name] + reached[f"{name} long"]
-        found = summary["by_length"][name]
-        assert found["documents"] == len(documents)
-        for length, bits in zip(summary["by_length"]["length"], found["bits_per_byte"]):
-            losses = [
-                alone(lm, tokens[at : at + length + 1])
-                for tokens in documents
-                for at in range(0, LONGEST, length)
-            ]
-            assert bits == pytest.approx(
-                np.concatenate(losses).mean() / math.log(2), abs=1e-3
-            )  # sums are rounded
-    title, columns, rows = measures.reach_table(summary)
-    assert columns[2:] == [f"{length} bytes" for length in (8, 16, 32, 64, 128)] and rows[0] == [
-        "docs",
-        6,
-        5,
-        4,
-        3,
-        3,
-        3,
-    ]
+        documents = [
+            tokens for tokens in parts[name] + parts[f"{name} long"] if len(tokens) == LONGEST + 1
+        ]
+        assert by_length[name]["documents"] == len(documents)
+        for length, bits in zip(by_length["length"], by_length[name]["bits_per_byte"]):
+            losses = []
+            for tokens in documents:
+                for start in range(0, LONGEST, length):
+                    losses.append(alone(lm, tokens[start : start + length + 1]))
+            assert bits == pytest.approx(mean_bits(losses), abs=1e-3)  # sums are rounded
+
+
+def test_a_table_tells_how_many_documents_reach_a_length(measured):
+    _, _, summary, _ = measured
+    _, columns, rows = measures.reach_table(summary)
+    assert columns[2:] == [f"{length} bytes" for length in (8, 16, 32, 64, 128)]
+    assert rows[0] == ["docs", 6, 5, 4, 3, 3, 3]
 
 
 def test_a_text_without_long_documents_has_no_loss_by_length():
@@ -209,21 +225,21 @@ def test_a_text_without_long_documents_has_no_loss_by_length():
         model(layers=1), texts({"prose": (60, 10)}, {}), CONTEXT, 4, False
     )
     assert summary["by_length"]["prose"] == {"documents": 0, "bits_per_byte": [None] * 5}
-    assert list(summary["parts"]) == ["prose"] and arrays["prose/windows"].shape == (0, 5)
-    assert summary["parts"]["prose"]["by_position"][-1] is None and math.isfinite(
-        summary["parts"]["prose"]["bits_per_byte"]
-    )
+    assert list(summary["parts"]) == ["prose"]
+    assert arrays["prose/windows"].shape == (0, 5)
+    assert summary["parts"]["prose"]["by_position"][-1] is None
+    assert math.isfinite(summary["parts"]["prose"]["bits_per_byte"])
 
 
 def test_a_run_is_small_repeats_and_changes_nothing():
     lm = model("longhorn").float().train()
     before = copy.deepcopy(lm.state_dict())
     first, second = (measures.measure_run(lm, texts(), CONTEXT, 4, False) for _ in range(2))
-    assert json.dumps(first[0]) == json.dumps(second[0]) and first[0] == json.loads(
-        json.dumps(first[0])
-    )
+    assert json.dumps(first[0]) == json.dumps(second[0])
+    assert first[0] == json.loads(json.dumps(first[0]))
     assert all(np.array_equal(values, second[1][name]) for name, values in first[1].items())
-    assert lm.training and all(block.mixer.form == "diagonal" for block in lm.blocks)
+    assert lm.training
+    assert all(block.mixer.form == "diagonal" for block in lm.blocks)
     assert all(not block.mixer._forward_pre_hooks for block in lm.blocks)
     assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
     assert all(parameter.grad is None for parameter in lm.parameters())
@@ -250,7 +266,7 @@ def test_wrong_arguments_are_named():
 
 @pytest.mark.parametrize("form", STEPS)
 def test_shares_are_those_of_the_step(form):
-    "Shares are what a step writes into an empty memory, and what its transition takes from a state along the key."
+    "Shares are what a step writes into an empty memory, and takes from a state along the key."
     torch.manual_seed(0)
     k = torch.randn(5, 4).double()
     beta = torch.rand(5, 3).double()
@@ -284,10 +300,8 @@ def test_effective_entries_and_cosines():
         assert mean == pytest.approx(float(torch.stack(pairs).mean()), abs=1e-4, rel=1e-3)
         assert size == pytest.approx(float(torch.stack(pairs).abs().mean()), abs=1e-4, rel=1e-3)
     alternating = torch.tensor([1.0, -1]).repeat(10)[None, :, None, None] * torch.ones(1, 20, 1, 4)
-    assert measures.cosines(alternating) == (
-        [-1, 1, 1, 1, 1],
-        [1] * 5,
-    )  # steps that the sequence has
+    # steps that the sequence has
+    assert measures.cosines(alternating) == ([-1, 1, 1, 1, 1], [1] * 5)
 
 
 def percentiles(values):
@@ -311,17 +325,17 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
     torch.manual_seed(0)
     mixer = build_mixer("longhorn", 8, d_state=4, form=form, rate=rate, key_norm=key_norm).double()
     x = 3 * torch.randn(2, 20, 8).double()
-    found = measures.describe_layer(mixer, x)
+    result = measures.describe_layer(mixer, x)
     k, beta, _ = mixer.rates(x)
     norms = k.square().sum(-1, keepdim=True)
     fourth = k.pow(4).sum(-1, keepdim=True)
     share = beta * norms / (1 + beta * norms)
-    assert found["squared_norm"] == percentiles(norms) and found["gate"] == percentiles(beta)
-    assert not key_norm or found["squared_norm"] == [4.0, 4.0, 4.0]  # the learnt length starts at 2
-    assert (
-        found["effective_entries"] == percentiles(norms.square() / fourth)
-        and len(found["cosine"]) == 5
-    )
+    assert result["squared_norm"] == percentiles(norms)
+    assert result["gate"] == percentiles(beta)
+    # the learnt length starts at 2
+    assert not key_norm or result["squared_norm"] == [4.0, 4.0, 4.0]
+    assert result["effective_entries"] == percentiles(norms.square() / fourth)
+    assert len(result["cosine"]) == 5
     if form == "decoupled":
         entry = (
             beta[..., None]
@@ -334,7 +348,7 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
         entry = share[..., None] * k[:, :, None].square() / norms[..., None]
         erased = share if form == "exact" else share * fourth / norms.square()
     for name, values in (("written", share), ("erased", erased), ("entry", entry)):
-        assert found[name] == percentiles(values), name
+        assert result[name] == percentiles(values), name
 
 
 @pytest.mark.parametrize("name", ["mamba", "mamba_input_a"])
@@ -343,7 +357,7 @@ def test_percentiles_of_mamba(name):
     torch.manual_seed(0)
     mixer = build_mixer(name, 8, d_state=4).double()
     x = torch.randn(2, 20, 8).double()
-    found = measures.describe_layer(mixer, x)
+    result = measures.describe_layer(mixer, x)
     _, B, inner, dt, _, _ = mixer.project(x)
     dt = F.softplus(mixer.dt_proj(dt))
     A = mixer.rates(inner)
@@ -357,12 +371,12 @@ def test_percentiles_of_mamba(name):
         ("erased", along),
         ("written", dt * norms[..., None]),
     ):
-        assert found[key] == percentiles(values), key
+        assert result[key] == percentiles(values), key
 
 
 @every_family_of_kit
 def test_every_layer_is_described_or_has_no_keys(name):
-    "A layer with keys is described by finite numbers; keys of the delta rule have length one; attention has nothing."
+    "Numbers of a layer with keys are finite; keys of the delta rule have length one."
     lm = model(name).float()
     summary, arrays = measures.measure_run(lm, texts(), CONTEXT, 4, False)
     layers = summary["layers"]
@@ -371,10 +385,8 @@ def test_every_layer_is_described_or_has_no_keys(name):
     assert ("entry" in layers) == name.startswith(("longhorn", "mamba")) - (name == "mamba2")
     assert ("written" in layers) == ("entry" in layers or "delta" in name)
     if "delta" in name:
-        assert (
-            layers["squared_norm"] == [[1.0, 1.0, 1.0]] * 2
-            and layers["written"] == layers["erased"] == layers["gate"]
-        )
+        assert layers["squared_norm"] == [[1.0, 1.0, 1.0]] * 2
+        assert layers["written"] == layers["erased"] == layers["gate"]
     assert (
         ("exchange" in summary)
         == ("exchange" in arrays)
@@ -385,14 +397,14 @@ def test_every_layer_is_described_or_has_no_keys(name):
 def test_layers_are_described_on_their_own_inputs():
     lm = model("longhorn")
     windows = measures.sample_windows(texts(), CONTEXT)
-    found = measures.describe_layers(lm, windows)
+    result = measures.describe_layers(lm, windows)
     with torch.no_grad():
         h = lm.embed(windows[:, :-1])
         for layer, block in enumerate(lm.blocks):
             one = measures.describe_layer(block.mixer, block.norm(h))
-            assert one.keys() == found.keys()
+            assert one.keys() == result.keys()
             for name, values in one.items():
-                assert found[name][layer] == pytest.approx(values, rel=1e-3), name
+                assert result[name][layer] == pytest.approx(values, rel=1e-3), name
             h = block(h)
 
 
@@ -428,12 +440,12 @@ def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
             twin.blocks[layer].mixer.form = other
         expected = [alone(twin, window).sum() for window in windows]
         np.testing.assert_allclose(arrays["exchange"][row], expected, atol=1 / 128 + 1e-4)
-    found = summary["exchange"]
+    exchange = summary["exchange"]
     losses = arrays["exchange"].sum(1) / windows[:, 1:].numel() / math.log(2)
-    assert found["form"] == other and [found["as_trained"], *found["exchanged"]] == pytest.approx(
-        losses, abs=2e-3
-    )
-    assert len({found["as_trained"], *found["exchanged"]}) == 4  # every layer changes the loss
+    assert exchange["form"] == other
+    assert [exchange["as_trained"], *exchange["exchanged"]] == pytest.approx(losses, abs=2e-3)
+    # every layer changes the loss
+    assert len({exchange["as_trained"], *exchange["exchanged"]}) == 4
 
 
 def test_forms_come_back_after_an_error(monkeypatch):
@@ -464,10 +476,11 @@ def test_arrays_come_back_and_equal_arrays_give_equal_bytes(tmp_path):
     }
     one, two = (measures.save_arrays(tmp_path / name, arrays) for name in ("one.npz", "two.npz"))
     assert one.read_bytes() == two.read_bytes()
-    found = measures.load_arrays(one)
-    assert list(found) == list(arrays)
+    loaded = measures.load_arrays(one)
+    assert list(loaded) == list(arrays)
     for name, values in arrays.items():
-        assert found[name].dtype == values.dtype and np.array_equal(found[name], values)
+        assert loaded[name].dtype == values.dtype
+        assert np.array_equal(loaded[name], values)
 
 
 def test_a_failed_write_leaves_the_old_file_and_damage_is_named(tmp_path):
@@ -475,7 +488,8 @@ def test_a_failed_write_leaves_the_old_file_and_damage_is_named(tmp_path):
     data = path.read_bytes()
     with pytest.raises(ValueError):
         measures.save_arrays(path, {"x": np.ones(3), "y": np.array([{}], dtype=object)})
-    assert path.read_bytes() == data and [file.name for file in tmp_path.iterdir()] == ["a.npz"]
+    assert path.read_bytes() == data
+    assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
     for damaged in (data[: len(data) // 2], b"text", b"", data.replace(data[60:70], b"0123456789")):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="a.npz holds no arrays or is damaged"):
@@ -497,19 +511,19 @@ def test_a_compiled_model_on_a_gpu_is_measured_like_one_on_the_cpu(name):
     lm = lm.cuda()
     for block in lm.blocks:
         block.compile(dynamic=False)
-    found, _ = measures.measure_run(lm, texts(), CONTEXT, 4, True)
+    result, _ = measures.measure_run(lm, texts(), CONTEXT, 4, True)
     for part, losses in expected["parts"].items():
-        assert found["parts"][part]["bits_per_byte"] == pytest.approx(
+        assert result["parts"][part]["bits_per_byte"] == pytest.approx(
             losses["bits_per_byte"], abs=0.02
         )
-    assert found["by_length"]["docs"]["bits_per_byte"] == pytest.approx(
+    assert result["by_length"]["docs"]["bits_per_byte"] == pytest.approx(
         expected["by_length"]["docs"]["bits_per_byte"], abs=0.02
     )
     for measured, rows in expected["layers"].items():
         np.testing.assert_allclose(
-            found["layers"][measured], rows, rtol=0.1, atol=0.03, err_msg=measured
+            result["layers"][measured], rows, rtol=0.1, atol=0.03, err_msg=measured
         )
     if "exchange" in expected:
-        assert found["exchange"]["exchanged"] == pytest.approx(
+        assert result["exchange"]["exchanged"] == pytest.approx(
             expected["exchange"]["exchanged"], abs=0.02
         )

@@ -1,4 +1,4 @@
-"""The scans in C++: values, every gradient, odd sizes, hard numbers; and the way back to PyTorch without a compiler."""
+"""The scans in C++: values, every gradient, odd sizes, hard numbers; PyTorch without a compiler."""
 
 import shutil
 
@@ -30,48 +30,47 @@ def scan(form, t, chunk=None):
 def everything(results, t):
     "Values and gradients of all inputs, under one random projection of output and final state."
     generator = torch.Generator().manual_seed(9)
-    weights = [
-        torch.randn(part.shape, generator=generator, dtype=torch.float64).to(part.dtype)
-        for part in results
-    ]
-    return dict(zip(("out", "state"), (part.detach() for part in results))) | gradients(
-        results, weights, t
-    )
+    weights = []
+    for result in results:
+        weight = torch.randn(result.shape, generator=generator, dtype=torch.float64)
+        weights.append(weight.to(result.dtype))
+    out, state = results
+    values = dict(out=out.detach(), state=state.detach())
+    return values | gradients(results, weights, t)
 
 
 def make(*sizes, form, **options):
-    return {
-        name: t if t is None else t.cpu() for name, t in inputs(*sizes, form, **options)[0].items()
-    }
+    a, _, _ = inputs(*sizes, form, **options)
+    return {name: t if t is None else t.cpu() for name, t in a.items()}
 
 
 def errors(form, t, chunk):
-    "The largest error of every value and gradient, relative to the largest entry of the float64 reference."
+    "The largest error of every value and gradient, relative to the largest entry in float64."
     single = leaves(t)
     double = leaves(t, torch.float64)
-    ours = everything(scan(form, single, chunk), single)
+    results = everything(scan(form, single, chunk), single)
     exact = everything(call(double, form, oracle=True), double)
-    assert all(ours[name].shape == exact[name].shape for name in exact)
-    found = {}
+    assert all(results[name].shape == exact[name].shape for name in exact)
+    by_name = {}
     for name, expected in exact.items():
         if expected.numel():
-            error = (ours[name].double() - expected).abs().max()
-            found[name] = (error / expected.abs().max().clamp(min=1)).item()
-    return found
+            error = (results[name].double() - expected).abs().max()
+            by_name[name] = (error / expected.abs().max().clamp(min=1)).item()
+    return by_name
 
 
 def test_the_library_compiles_and_runs_float32_of_a_cpu():
     assert native.library() is not None
+    double = torch.zeros(1, dtype=torch.float64)
+    meta = torch.zeros(1, device="meta")
     for form in FORMS:
         assert chunked.machine_of(form, torch.zeros(1)) is chunked.IN_CPP[form]
-        assert (
-            chunked.machine_of(form, torch.zeros(1, dtype=torch.float64)) is chunked.MACHINES[form]
-        )
-        assert chunked.machine_of(form, torch.zeros(1, device="meta")) is chunked.MACHINES[form]
+        assert chunked.machine_of(form, double) is chunked.MACHINES[form]
+        assert chunked.machine_of(form, meta) is chunked.MACHINES[form]
     assert chunked.machine_of("decoupled", torch.zeros(1)) is chunked.MACHINES["decoupled"]
 
 
-# channels: fewer than a block, one block, blocks and a rest; lengths: fewer than a chunk, whole chunks, a rest
+# Channels: fewer than a block, one block, blocks and a rest. Lengths: the same of a chunk.
 @pytest.mark.parametrize(
     "B, T, D, N, chunk",
     [
@@ -88,14 +87,14 @@ def test_the_library_compiles_and_runs_float32_of_a_cpu():
 )
 @pytest.mark.parametrize("form", FORMS)
 def test_values_and_all_gradients_equal_the_reference(form, B, T, D, N, chunk):
-    found = errors(form, make(B, T, D, N, form=form, key_scale=N**-0.5), chunk)
-    assert max(found.values(), default=0) < 1e-5, found
+    measured = errors(form, make(B, T, D, N, form=form, key_scale=N**-0.5), chunk)
+    assert max(measured.values(), default=0) < 1e-5, measured
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact"])
 def test_one_rate_for_all_channels(form):
-    found = errors(form, make(2, 19, 20, 4, form=form, scalar=True), 8)
-    assert max(found.values()) < 1e-5, found
+    measured = errors(form, make(2, 19, 20, 4, form=form, scalar=True), 8)
+    assert max(measured.values()) < 1e-5, measured
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -112,14 +111,17 @@ def test_it_agrees_with_pytorch_in_float32(form, monkeypatch):
 def test_the_number_of_threads_changes_no_bit(form):
     t = leaves(make(5, 20, 20, 4, form=form))
     before = torch.get_num_threads()
-    found = []
+    runs = []
     try:
         for threads in (1, 3, 16):
             torch.set_num_threads(threads)
-            found.append(everything(scan(form, t), t))
+            runs.append(everything(scan(form, t), t))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
+    first, *others = runs
+    for other in others:
+        for name, expected in first.items():
+            assert torch.equal(other[name], expected), name
 
 
 def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
@@ -127,19 +129,12 @@ def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
     q = torch.ones(1, 1, 1)
     k = torch.zeros(1, 1, 1)
     zero = torch.zeros(1, 1, len(x))
-    _, state, _ = native.forward(
-        "s6",
-        1,
-        False,
-        q,
-        k,
-        zero,
-        x.view(1, 1, -1),
-        torch.ones(1, len(x)),
-        torch.ones(1, 1, len(x)),
-    )
+    rates = torch.ones(1, len(x))
+    first = torch.ones(1, 1, len(x))
+    _, state, _ = native.forward("s6", 1, False, q, k, zero, x.view(1, 1, -1), rates, first)
     exact = x.double().exp()
-    assert ((state.flatten().double() - exact).abs() / exact).max() < 4 * 2**-23
+    error = (state.flatten().double() - exact).abs() / exact
+    assert error.max() < 4 * 2**-23
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -151,7 +146,8 @@ def test_a_number_that_is_not_finite_reaches_no_earlier_token_and_no_other_row(f
         spoiled = dict(t, **{name: t[name].clone()})
         spoiled[name][0, 7] = bad
         out = scan(form, spoiled)[0]
-        assert torch.equal(out[0, :7], clean[0, :7]) and torch.equal(out[1], clean[1])
+        assert torch.equal(out[0, :7], clean[0, :7])
+        assert torch.equal(out[1], clean[1])
         assert name == "b" or not out[0, 7].isfinite().all()
 
 
@@ -174,6 +170,7 @@ def test_without_a_working_compiler_there_is_no_library(compiler, monkeypatch, t
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path))
     path = native.build('extern "C" int answer() { return 42; }')
-    assert path.parent == tmp_path and path.exists()
+    assert path.parent == tmp_path
+    assert path.exists()
     monkeypatch.setenv("CXX", "/no/such/compiler")
     assert native.build('extern "C" int answer() { return 42; }') == path

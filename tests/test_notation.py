@@ -54,54 +54,56 @@ def official_recurrence(u, q, k, dt, D, t_bias, z):
 @settings(max_examples=30, deadline=None)
 @given(B=st.integers(0, 3), T=st.integers(0, 6), D=st.integers(1, 5), N=st.integers(1, 5))
 def test_round_trip_is_the_identity_in_both_directions(B, T, D, N):
-    ours = inputs(B, T, D, N)
-    official = to_official(**ours)
-    assert (
-        official["u"].shape == (B, D, T)
-        and official["k"].shape == (B, N, T)
-        and official["dt"].shape == (B, D, T)
-    )
+    arguments = inputs(B, T, D, N)
+    official = to_official(**arguments)
+    assert official["u"].shape == (B, D, T)
+    assert official["k"].shape == (B, N, T)
+    assert official["dt"].shape == (B, D, T)
     back = from_official(**official)
-    assert list(back) == list(NAMES) and all(torch.equal(back[n], ours[n]) for n in NAMES)
-    again = to_official(**back)
-    assert list(again) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
-    assert all(torch.equal(again[n], official[n]) for n in official)
+    assert list(back) == list(NAMES)
+    assert all(torch.equal(back[n], arguments[n]) for n in NAMES)
+    round_trip = to_official(**back)
+    assert list(round_trip) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
+    assert all(torch.equal(round_trip[n], official[n]) for n in official)
 
 
 @pytest.mark.parametrize("B,T,D,N", [(2, 5, 3, 4), (1, 1, 1, 1), (1, 7, 2, 7)])
 def test_the_kit_and_the_official_layout_compute_the_same_scan(B, T, D, N):
-    ours = inputs(B, T, D, N, seed=1)
-    out, state = reference_scan(**ours)
-    official_out, official_state = official_recurrence(**to_official(**ours))
+    arguments = inputs(B, T, D, N, seed=1)
+    out, state = reference_scan(**arguments)
+    official_out, official_state = official_recurrence(**to_official(**arguments))
     torch.testing.assert_close(swap_layout(official_out), out)
     torch.testing.assert_close(official_state, state.to(official_state.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_strided_inputs_and_gradients_pass_through():
-    ours = inputs()
-    ours["x"] = torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
-    u = to_official(**ours)["u"]
-    assert u.is_contiguous() and torch.equal(u, ours["x"].transpose(1, 2))
+    arguments = inputs()
+    arguments["x"] = (
+        torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
+    )
+    u = to_official(**arguments)["u"]
+    assert u.is_contiguous()
+    assert torch.equal(u, arguments["x"].transpose(1, 2))
     weight = torch.randn(2, 3, 5, dtype=torch.float64)
-    (grad,) = torch.autograd.grad((u * weight).sum(), ours["x"])
+    (grad,) = torch.autograd.grad((u * weight).sum(), arguments["x"])
     assert torch.equal(grad, weight.transpose(1, 2))
 
 
 def test_a_shared_rate_is_spread_over_the_channels():
-    ours = inputs()
-    ours["b"] = ours["b"][..., :1]
-    dt = to_official(**ours)["dt"]
-    assert (
-        dt.shape == (2, 3, 5)
-        and torch.equal(dt[:, 0], dt[:, 2])
-        and torch.equal(dt[:, 1], ours["b"][..., 0])
-    )
+    arguments = inputs()
+    arguments["b"] = arguments["b"][..., :1]
+    dt = to_official(**arguments)["dt"]
+    assert dt.shape == (2, 3, 5)
+    assert torch.equal(dt[:, 0], dt[:, 2])
+    assert torch.equal(dt[:, 1], arguments["b"][..., 0])
 
 
 def test_optional_arguments_stay_none():
     needed = {n: t for n, t in inputs().items() if n in ("q", "k", "x", "b")}
     official = to_official(**needed)
-    assert official["D"] is None and official["t_bias"] is None and official["z"] is None
+    assert official["D"] is None
+    assert official["t_bias"] is None
+    assert official["z"] is None
     assert from_official(**official)["z"] is None
 
 
@@ -140,16 +142,19 @@ def test_what_is_missing_is_named(call, message):
 
 def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes():
     table = symbol_table().splitlines()
-    assert len(table) == len(SYMBOLS) + 2 and len({row.count("|") for row in table}) == 1
+    assert len(table) == len(SYMBOLS) + 2
+    assert len({row.count("|") for row in table}) == 1
     for name, symbol in SYMBOLS.items():
-        assert symbol.name == name and set(symbol.shape.replace(",", "")) <= set("BTDN")
+        assert symbol.name == name
+        assert set(symbol.shape.replace(",", "")) <= set("BTDN")
         assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(
             symbol.shape
         )
 
 
-# Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the letter is a formula by itself, or stands
-# alone (with others, between commas) to the left of =, ∈, ≤, ( or ←, before the equation, in it or in the paragraph behind it.
+# Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the
+# letter is a formula by itself, or stands alone (with others, between commas) to the left of =, ∈,
+# ≤, ( or ←, before the equation, in it or in the paragraph behind it.
 BOOK = Path(__file__).parents[1] / "nbs"
 INDEX = re.compile(r"_(?:\{[^{}]*\}|\\?\w)|\^(?:\\top|\{[^{}]*\\top\}|[2']|\{-1\})|'")
 GREEK = re.compile(
@@ -159,66 +164,55 @@ FORMULA = re.compile(r"\$\$(.*?)\$\$|(?<!\$)\$([^$]+)\$", re.S)
 
 
 def text_of(page, kinds=("markdown",)):
-    return "\n\n".join(
-        "".join(cell["source"])
-        for cell in json.loads((BOOK / page).read_text())["cells"]
-        if cell["cell_type"] in kinds
-    )
+    cells = json.loads((BOOK / page).read_text())["cells"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] in kinds)
 
 
 def letters(formula):
-    formula = INDEX.sub(
-        " ",
-        re.sub(r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}", " ", formula),
-    )
-    return {*GREEK.findall(formula), *re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula))}
+    "Greek and Latin letters of a formula, without words, indices and commands."
+    words = r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}"
+    formula = INDEX.sub(" ", re.sub(words, " ", formula))
+    greek = GREEK.findall(formula)
+    latin = re.findall("[A-Za-z]", re.sub(r"\\[A-Za-z]+", " ", formula))
+    return {*greek, *latin}
 
 
 def introduced(text):
-    parts = [
-        part
-        for pair in FORMULA.findall(text)
-        for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair))
-    ]
-    parts = [
-        re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part) for part in parts
-    ]
-    left = [re.split(r"=|\(|\\(?:in|le|leftarrow)\b", part)[0] for part in parts]
-    return set().union(
-        *(
-            letters(part)
-            for part in left
-            if not re.sub(r"[\w\s,{}.]", "", GREEK.sub("", INDEX.sub("", part)))
-        )
-    )
+    "Letters that some formula of a text has alone on its left."
+    result = set()
+    for pair in FORMULA.findall(text):
+        for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair)):
+            part = re.sub(r"\\(?:boxed|bar|dots|partial|text\s*\{[^{}]*\}|[,;!])", " ", part)
+            left, *_ = re.split(r"=|\(|\\(?:in|le|leftarrow)\b", part)
+            rest = GREEK.sub("", INDEX.sub("", left))
+            if not re.sub(r"[\w\s,{}.]", "", rest):
+                result |= letters(left)
+    return result
 
 
-def strangers(text, known):
+def strangers(text, allowed):
+    "Yield (equation, letter) for letters that are neither allowed nor introduced near by."
     for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
-        near = text[: match.end()] + "\n" + text[match.end() :].lstrip("\n").split("\n\n")[0]
-        yield from (
-            (match[2], letter) for letter in sorted(letters(match[1]) - known - introduced(near))
-        )
+        before = text[: match.end()]
+        after, *_ = text[match.end() :].lstrip("\n").split("\n\n")
+        known_here = allowed | introduced(before + "\n" + after)
+        for letter in sorted(letters(match[1]) - known_here):
+            yield match[2], letter
 
 
 def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_its_page():
     rows = " ".join(re.findall(r"^\| (\$.*?) \|", text_of("theory/00_notation.ipynb"), re.M))
-    known = letters(
-        " ".join(
-            [*(symbol.formula for symbol in SYMBOLS.values()), *re.findall(r"\$(.*?)\$", rows)]
+    formulas = [symbol.formula for symbol in SYMBOLS.values()]
+    allowed = letters(" ".join([*formulas, *re.findall(r"\$(.*?)\$", rows)]))
+    pages = [*sorted((BOOK / "theory").glob("*.ipynb")), *sorted((BOOK / "scan").glob("*.ipynb"))]
+    for page in pages:
+        unknown = list(strangers(text_of(page), allowed))
+        assert not unknown, (
+            f"{page.name}: (equation, letter) {unknown}: introduce them, or extend the table"
         )
-    )
-    for page in (
-        page for part in ("theory", "scan") for page in sorted((BOOK / part).glob("*.ipynb"))
-    ):
-        assert not (found := list(strangers(text_of(page), known))), (
-            f"{page.name}: (equation, letter) {found}: introduce them, or extend the table"
-        )
-    for text, found in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
-        assert [
-            letter
-            for _, letter in strangers(text + r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$.", known)
-        ] == found
+    equation = r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$."
+    for text, expected in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
+        assert [letter for _, letter in strangers(text + equation, allowed)] == expected
 
 
 def test_every_entry_of_the_glossary_is_used_on_the_pages_that_it_names():

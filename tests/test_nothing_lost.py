@@ -1,4 +1,6 @@
-"""The numbers of the ledger stand as before the machine of experiments was rebuilt; kernel times were measured anew, and rows that were corrected say why in their commit (tests/ledger.json)."""
+"""The numbers of the ledger stay as they were (tests/ledger.json).
+
+Kernel times were measured anew; the commits of corrected rows give the reason."""
 
 import json
 from pathlib import Path
@@ -10,8 +12,8 @@ BEFORE = json.loads((Path(__file__).parent / "ledger.json").read_text(encoding="
 
 def test_every_number_of_the_ledger_is_as_before():
     now = json.loads(ledger_json(ledger("recorded runs only")))
-    found = {(row["claim"], row["scale"], row["label"]): row for row in now}
+    current = {(row["claim"], row["scale"], row["label"]): row for row in now}
     assert len(BEFORE) == 148
     for row in BEFORE:
-        here = found[row["claim"], row["scale"], row["label"]]
+        here = current[row["claim"], row["scale"], row["label"]]
         assert {name: here[name] for name in row} == row

@@ -26,12 +26,11 @@ def problem(*lead, D=3, N=4, scale=1.0, seed=0):
     def draw(*shape):
         return torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
 
-    return (
-        draw(D, N),
-        scale * draw(N),
-        draw(D),
-        torch.rand(*lead, D, generator=g, dtype=torch.float64),
-    )
+    S = draw(D, N)
+    k = scale * draw(N)
+    x = draw(D)
+    beta = torch.rand(*lead, D, generator=g, dtype=torch.float64)
+    return S, k, x, beta
 
 
 def random_quadratic(M, seed=0):
@@ -41,7 +40,8 @@ def random_quadratic(M, seed=0):
     H = root @ root.T + torch.eye(M).double()
 
     def f(S):
-        return ((S.flatten(-2) @ H) * S.flatten(-2)).sum(-1) / 2 + S.flatten(-2) @ linear
+        s = S.flatten(-2)
+        return ((s @ H) * s).sum(-1) / 2 + s @ linear
 
     return f, H, linear
 
@@ -66,9 +66,8 @@ def test_solve_and_descent_agree_for_every_shape(D, N, lead, scale):
     S, k, x, beta = problem(*lead, D=D, N=N, scale=scale)
     solved = IMPLICIT.minimise(S, k, x, beta=beta)
     assert solved.shape == S.shape
-    torch.testing.assert_close(
-        IMPLICIT.minimise(S, k, x, method="descend", beta=beta), solved, rtol=1e-6, atol=1e-6
-    )
+    descended = IMPLICIT.minimise(S, k, x, method="descend", beta=beta)
+    torch.testing.assert_close(descended, solved, rtol=1e-6, atol=1e-6)
     nearby = solved + 1e-2 * torch.randn_like(solved)
     assert (IMPLICIT(nearby, S, k, x, beta=beta) > IMPLICIT(solved, S, k, x, beta=beta)).all()
 
@@ -76,43 +75,42 @@ def test_solve_and_descent_agree_for_every_shape(D, N, lead, scale):
 @pytest.mark.parametrize("method", ["solve", "descend"])
 @pytest.mark.parametrize("many", ["S k x beta", "k x beta", "beta"])
 def test_a_batch_of_any_arguments_is_as_many_problems(many, method):
-    one, batch = (dict(zip(("S", "k", "x", "beta"), problem(*lead))) for lead in ((), (7,)))
-    given = {n: batch[n] if n in many.split() else t for n, t in one.items()}
+    names = ("S", "k", "x", "beta")
+    batched = many.split()
+    given = dict(zip(names, problem()))
+    batch = dict(zip(names, problem(7)))
+    given |= {n: batch[n] for n in batched}
 
     def solve(S, k, x, beta):
         return IMPLICIT.minimise(S, k, x, method=method, beta=beta)
 
-    each = torch.stack(
-        [solve(**{n: t[i] if n in many.split() else t for n, t in given.items()}) for i in range(7)]
-    )
-    torch.testing.assert_close(solve(**given), each, rtol=1e-7, atol=1e-7)
-    assert IMPLICIT.gradient(
-        given["S"], given["S"], given["k"], given["x"], beta=given["beta"]
-    ).shape == (7, 3, 4)
+    one_by_one = []
+    for i in range(7):
+        row = given | {n: given[n][i] for n in batched}
+        one_by_one.append(solve(**row))
+    torch.testing.assert_close(solve(**given), torch.stack(one_by_one), rtol=1e-7, atol=1e-7)
+    S, k, x, beta = given.values()
+    assert IMPLICIT.gradient(S, S, k, x, beta=beta).shape == (7, 3, 4)
 
 
 def test_the_gradient_passes_a_finite_difference_check():
     S, k, x, beta = problem()
     at = torch.randn_like(S)
     h = 1e-5 * torch.eye(12).double().view(12, 3, 4)
-    by_difference = (
-        (IMPLICIT(at + h, S, k, x, beta=beta) - IMPLICIT(at - h, S, k, x, beta=beta)) / 2e-5
-    ).view(3, 4)
-    torch.testing.assert_close(
-        IMPLICIT.gradient(at, S, k, x, beta=beta), by_difference, rtol=1e-7, atol=1e-7
-    )
-    torch.testing.assert_close(
-        implicit_gradient(at, S, k, x, beta), by_difference, rtol=1e-7, atol=1e-7
-    )
+    rise = IMPLICIT(at + h, S, k, x, beta=beta) - IMPLICIT(at - h, S, k, x, beta=beta)
+    expected = (rise / 2e-5).view(3, 4)
+    by_autograd = IMPLICIT.gradient(at, S, k, x, beta=beta)
+    by_formula = implicit_gradient(at, S, k, x, beta)
+    torch.testing.assert_close(by_autograd, expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(by_formula, expected, rtol=1e-7, atol=1e-7)
 
 
 def test_the_tangent_plane_touches_the_loss_and_lies_below_it():
     S, k, x, beta = problem()
     torch.testing.assert_close(tangent_loss(S, S, k, x, beta), recall_loss(S, k, x, beta))
     candidates = torch.randn(50, 3, 4).double()
-    assert (
-        tangent_loss(candidates, S, k, x, beta) <= recall_loss(candidates, k, x, beta) + 1e-12
-    ).all()
+    loss = recall_loss(candidates, k, x, beta)
+    assert (tangent_loss(candidates, S, k, x, beta) <= loss + 1e-12).all()
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 100.0])
@@ -120,11 +118,12 @@ def test_on_a_consistent_stream_the_implicit_learner_never_leaves_its_teacher(sc
     torch.manual_seed(0)
     teacher = torch.randn(2, 3).double()
     k = scale * torch.randn(25, 3).double()
-    states = trajectory(
-        IMPLICIT.minimise, torch.zeros(2, 3).double(), k, k @ teacher.T, beta=torch.rand(2).double()
-    )
+    start = torch.zeros(2, 3).double()
+    beta = torch.rand(2).double()
+    states = trajectory(IMPLICIT.minimise, start, k, k @ teacher.T, beta=beta)
     assert states.shape == (26, 2, 3)
-    assert ((states - teacher).norm(dim=(-2, -1)).diff() <= 1e-9).all()
+    distances = (states - teacher).norm(dim=(-2, -1))
+    assert (distances.diff() <= 1e-9).all()
 
 
 def test_any_distance_and_loss_can_be_combined():
@@ -132,7 +131,8 @@ def test_any_distance_and_loss_can_be_combined():
         return (a * (S - S_prev) ** 2 + (1 - a) * S**2).sum((-2, -1))
 
     def agreement(S, k, x, c):
-        return -2 * c * (S * x[..., None] * k[..., None, :]).sum((-2, -1))
+        written = x[..., None] * k[..., None, :]
+        return -2 * c * (S * written).sum((-2, -1))
 
     S, k, x, _ = problem()
     a = torch.rand(4).double()
@@ -142,17 +142,15 @@ def test_any_distance_and_loss_can_be_combined():
     def minibatch(S, k, x):
         return (k @ S.mT - x).square().sum((-2, -1))
 
-    assert Objective(proximity, minibatch).minimise(
-        S, torch.randn(2, 4).double(), torch.randn(2, 3).double()
-    ).shape == (3, 4)
+    keys = torch.randn(2, 4).double()
+    values = torch.randn(2, 3).double()
+    assert Objective(proximity, minibatch).minimise(S, keys, values).shape == (3, 4)
 
 
 def test_one_state_may_meet_many_pairs():
     S, k, x, beta = problem(5)
-    torch.testing.assert_close(
-        EXPLICIT.minimise(S[0], k, x, beta=beta),
-        EXPLICIT.minimise(S[:1].expand(5, -1, -1), k, x, beta=beta),
-    )
+    expected = EXPLICIT.minimise(S[:1].expand(5, -1, -1), k, x, beta=beta)
+    torch.testing.assert_close(EXPLICIT.minimise(S[0], k, x, beta=beta), expected)
 
 
 def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
@@ -161,11 +159,11 @@ def test_descent_that_begins_at_the_minimum_or_beside_it_ends():
         S = torch.randn(3, 16).double()
         k = torch.randn(16).double()
         for offset in (0, 1e-6):
+            x = S @ k + offset
             beta = torch.tensor(0.5).double()
-            found = IMPLICIT.minimise(S, k, S @ k + offset, method="descend", beta=beta)
-            torch.testing.assert_close(
-                found, IMPLICIT.minimise(S, k, S @ k + offset, beta=beta), rtol=1e-9, atol=1e-9
-            )
+            descended = IMPLICIT.minimise(S, k, x, method="descend", beta=beta)
+            solved = IMPLICIT.minimise(S, k, x, beta=beta)
+            torch.testing.assert_close(descended, solved, rtol=1e-9, atol=1e-9)
 
 
 def test_descent_is_as_good_for_small_problems():
@@ -183,8 +181,10 @@ def test_minimise_works_in_float64_without_grad_and_leaves_no_graph():
     with torch.no_grad():
         for method in ("solve", "descend"):
             solved = IMPLICIT.minimise(S, k, x, method=method, beta=beta)
-            assert solved.dtype == torch.float64 and not solved.requires_grad
-    assert S.grad is None and not EXPLICIT.gradient(S, S, k, x, beta=beta).requires_grad
+            assert solved.dtype == torch.float64
+            assert not solved.requires_grad
+    assert S.grad is None
+    assert not EXPLICIT.gradient(S, S, k, x, beta=beta).requires_grad
 
 
 QUARTIC = Objective(lambda S, S_prev: (S - S_prev).pow(4).sum((-2, -1)), recall_loss, "quartic")
@@ -232,7 +232,8 @@ def test_descent_without_an_end_stops():
 
 def test_descent_minimises_a_loss_that_is_not_quadratic():
     def log_cosh(S, k, x):
-        return ((S * k[..., None, :]).sum(-1) - x).cosh().log().sum(-1)
+        residual = (S * k[..., None, :]).sum(-1) - x
+        return residual.cosh().log().sum(-1)
 
     S, k, x, _ = problem()
     robust = Objective(proximity, log_cosh)

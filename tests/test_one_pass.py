@@ -1,4 +1,4 @@
-"""One pass over the text: the first plan's comparisons, and jobs of the second plan that repeat to the bit."""
+"""One pass over the text: the first plan's comparisons, and jobs that repeat to the bit."""
 
 import math
 import os
@@ -62,13 +62,11 @@ def finished(text, tmp_path_factory):
 
 
 def test_plan_is_the_committed_one():
-    "A change of models, comparisons, rates, rule or recipe needs a new plan, committed before its runs."
+    "A change of models, comparisons, rates, rule or recipe needs a new, committed plan."
     gpu = EXPERIMENT.presets["gpu"]
     steps = one_pass.STEPS
-    assert (
-        plan_of(gpu, steps) == one_pass.PLAN | {"rule": "looks"}
-        and plan_of(gpu, steps - 1)["commit"] is None
-    )
+    assert plan_of(gpu, steps) == one_pass.PLAN | {"rule": "looks"}
+    assert plan_of(gpu, steps - 1)["commit"] is None
     assert (
         plan_of(replace(gpu, groups=("paper",), data="other"), steps)["commit"]
         == one_pass.PLAN["commit"]
@@ -96,26 +94,21 @@ def test_windows_read_no_byte_twice(seed, rows, size):
 
 def test_a_finished_run_has_every_model_with_its_search_and_its_looks(text, finished):
     folder, record = finished
-    assert record["missing"] == 0 and record["results"]["plan"]["commit"] is None
+    assert record["missing"] == 0
+    assert record["results"]["plan"]["commit"] is None
     for number, model in zip((61, 62, 63), record["results"]["groups"]["laptop"]):
         judged = [one["seed"] for one in model["runs"]]
-        assert (
-            judged == list(range(1000 * number + 4, 1000 * number + 4 + len(judged)))
-            and len(judged) in LOOKS
-        )
+        assert judged == list(range(1000 * number + 4, 1000 * number + 4 + len(judged)))
+        assert len(judged) in LOOKS
         assert {run["seed"] - 1000 * number for run in model["search"]} == {1, 2, 3}
         assert [run["lr"] for run in model["search"] if run["place"] == model["place"]] == [
             model["lr"]
         ] * 3
-        assert (
-            model["function"] == "chunked"
-            and model["output_error"] < 1e-4
-            and model["state_numbers"] == 2 * 32 * 4
-        )
-        assert (
-            len(model["runs"][0]["val"]["all"]) == 4
-            and model["runs"][0]["val"]["tokens"][-1] == 12 * 8 * 32
-        )
+        assert model["function"] == "chunked"
+        assert model["output_error"] < 1e-4
+        assert model["state_numbers"] == 2 * 32 * 4
+        assert len(model["runs"][0]["val"]["all"]) == 4
+        assert model["runs"][0]["val"]["tokens"][-1] == 12 * 8 * 32
     assert [c.label for c, _ in rows_of_claim(record, "one-pass")][
         0
     ] == "diagonal N=4 below Mamba N=4"
@@ -129,7 +122,8 @@ def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
     run = model["runs"][0]
     assert len(run["first_losses"]) == 12, "every step of this short run"
     assert run["first_losses"][0] == pytest.approx(8, abs=0.2), "bits per byte of a new model"
-    assert {"by_length", "layers", "parts"} <= run["measured"].keys() and run["memory"] is None
+    assert {"by_length", "layers", "parts"} <= run["measured"].keys()
+    assert run["memory"] is None
     arrays = [load_arrays(path) for path in Path(folder).glob("jobs/*/measures.npz")]
     finite = [
         one
@@ -138,7 +132,8 @@ def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
         for one in (*model["search"], *model["runs"])
         if one["bits_per_byte"] is not None
     ]
-    assert len(arrays) == len(finite) and all(len(found) for found in arrays)
+    assert len(arrays) == len(finite)
+    assert all(len(part) for part in arrays)
 
 
 @pytest.mark.slow
@@ -155,24 +150,18 @@ def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, mo
     monkeypatch.setattr(one_pass, "fit", killed)
     with pytest.raises(KeyboardInterrupt):
         run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
-    again = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
+    repeated = run(EXPERIMENT, "laptop", tmp_path, workers=0, data=text, **TINY)
 
     def numbers(record):
-        return [
-            (
-                model["name"],
-                model["lr"],
-                model["bracket"],
-                [one["val"] for one in model["runs"]],
-                [one["measured"] for one in model["runs"]],
-                [one["first_losses"] for one in model["runs"]],
-            )
-            for model in record["results"]["groups"]["laptop"]
-        ]
+        rows = []
+        for model in record["results"]["groups"]["laptop"]:
+            rows.append([model["name"], model["lr"], model["bracket"]])
+            for one in model["runs"]:
+                rows.append([one["val"], one["measured"], one["first_losses"]])
+        return rows
 
-    assert len(count) == 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json"))) and numbers(
-        again
-    ) == numbers(finished[1])
+    assert len(count) == 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json")))
+    assert numbers(repeated) == numbers(finished[1])
 
 
 def test_another_text_is_refused(text, finished, tmp_path):
@@ -185,11 +174,12 @@ def test_another_text_is_refused(text, finished, tmp_path):
             one_pass.jobs(EXPERIMENT.config("laptop", data=text, **TINY), Results(tmp_path / "run"))
         )
     )
+    # another note
     list(
         one_pass.jobs(
             EXPERIMENT.config("laptop", data=str(tmp_path), **TINY), Results(tmp_path / "run")
         )
-    )  # another note
+    )
     with pytest.raises(ValueError, match="is not the text of this job"):
         one_pass.run_job(settings, Results(tmp_path / "run").job_folder(settings))
     with pytest.raises(ValueError, match="name the text with --data"):
@@ -208,14 +198,13 @@ def test_a_wrong_layer_stops_before_it_trains(monkeypatch):
         .mixer
     )
     assert 0 < check_layer(layer, 40, True)["gradient_error"] < 0.03
-    monkeypatch.setattr(
-        type(layer),
-        "run",
-        lambda self, x, *a, right=type(layer).run: (
-            right(self, x)[0] * (1.2 if x.dtype == torch.float32 else 1),
-            None,
-        ),
-    )
+    right = type(layer).run
+
+    def wrong(self, x, *arguments):
+        y, _ = right(self, x)
+        return y * (1.2 if x.dtype == torch.float32 else 1), None
+
+    monkeypatch.setattr(type(layer), "run", wrong)
     with pytest.raises(RuntimeError, match="chunked is wrong"):
         check_layer(layer, 40, True)
 
@@ -230,10 +219,11 @@ def test_divergence_is_a_result_and_gets_no_verdict(text, tmp_path):
         **TINY | dict(rates=(1e30, 1e31, 1e32), points=2),
     )
     models = wild["results"]["groups"]["laptop"]
-    assert wild["missing"] == 0 and all(
-        None in model["bracket"].values() and model["why"] for model in models
-    )
-    assert {found.verdict for _, found in rows_of_claim(wild, "one-pass")} == {"cannot be judged"}
+    assert wild["missing"] == 0
+    assert all(None in model["bracket"].values() and model["why"] for model in models)
+    assert {judgement.verdict for _, judgement in rows_of_claim(wild, "one-pass")} == {
+        "cannot be judged"
+    }
 
 
 def toy(losses, seeds=(1, 2, 3, 4, 5), group="equal-state"):
@@ -265,12 +255,12 @@ def test_either_side_may_win(gated, word):
     record = toy(
         {"exact N=64": 1.25, "Gated DeltaNet": gated, "Mamba N=64": 2.0, "diagonal N=64": 2.0}
     )
-    found = {
+    verdicts = {
         comparison.label: str(verdict) for comparison, verdict in outcomes("equal-state", record)
     }
     assert (
-        found["exact N=64 below Gated DeltaNet"]
-        == found["exact N=64 as good as Gated DeltaNet"]
+        verdicts["exact N=64 below Gated DeltaNet"]
+        == verdicts["exact N=64 as good as Gated DeltaNet"]
         == word
     )
 
@@ -287,16 +277,17 @@ def test_a_model_that_diverges_does_not_ease_the_other_verdicts():
     for model, push in zip(record["results"]["groups"]["equal-state"], (0, 3, 3, 5)):
         for one in model["runs"]:
             one["val"]["all"][-1] += push * (one["seed"] % 2 - 0.4) / 100
-    before = {c.label: found.p for c, found in outcomes("equal-state", record)}
+    before = {c.label: judgement.p for c, judgement in outcomes("equal-state", record)}
     record["results"]["groups"]["equal-state"][3]["runs"][2]["diverged"] = 7
-    after = {c.label: found for c, found in outcomes("equal-state", record)}
+    after = {c.label: judgement for c, judgement in outcomes("equal-state", record)}
     assert after["exact N=64 below Gated DeltaNet"].verdict == "cannot be judged"
     assert all(
         after[name].p >= before[name]
         for name in ("exact N=64 below Mamba N=64", "exact N=64 below diagonal N=64")
     )
     absent = compare_losses(record, "others")  # planned for the same claim, and not run
-    assert [c.planned for c in absent] == [True] * 3 and not any(c.differences for c in absent)
+    assert [c.planned for c in absent] == [True] * 3
+    assert not any(c.differences for c in absent)
     assert (
         compare_losses(record, "laptop")
         == []
@@ -340,27 +331,16 @@ def test_a_text_that_is_too_short_for_a_step_is_one_sentence(tmp_path):
 
 
 def test_missing_models_count_in_the_correction():
-    alone, whole = (
-        compare_losses(toy(losses), "equal-state")
-        for losses in (
-            {"exact N=64": 1.25, "Mamba N=64": 1.5},
-            {
-                name: 1.25 + 0.25 * (i > 0)
-                for i, name in enumerate(
-                    ("exact N=64", "Mamba N=64", "diagonal N=64", "Gated DeltaNet")
-                )
-            },
-        )
-    )
-    assert all(c.planned for c in alone + whole) and [bool(c.differences) for c in alone] == [
-        False,
-        True,
-        False,
-        False,
-    ]
-    assert [c.waits for c in alone] == [True, False, True, True] and not any(c.waits for c in whole)
+    two = {"exact N=64": 1.25, "Mamba N=64": 1.5}
+    four = two | {"diagonal N=64": 1.5, "Gated DeltaNet": 1.5}
+    alone, whole = (compare_losses(toy(losses), "equal-state") for losses in (two, four))
+    assert all(c.planned for c in alone + whole)
+    assert [bool(c.differences) for c in alone] == [False, True, False, False]
+    assert [c.waits for c in alone] == [True, False, True, True]
+    assert not any(c.waits for c in whole)
     early = compare_losses(toy({"exact N=64": 1.0, "Mamba N=64": 2.0}, (1, 2)), "equal-state")[1]
-    assert early.waits and early.doubt == "2 of 5 seeds so far"
+    assert early.waits
+    assert early.doubt == "2 of 5 seeds so far"
 
 
 def test_a_pair_chosen_after_the_runs_is_judged_apart_from_the_plan():
@@ -368,11 +348,9 @@ def test_a_pair_chosen_after_the_runs_is_judged_apart_from_the_plan():
         {"Mamba N=64, MLP": 1.0, "Mamba-2, MLP": 1.5}, seeds=(1, 2, 3, 4), group="others-mlp"
     )
     ((comparison, judgement),) = outcomes("mamba2", record)
-    assert (
-        comparison.differences == (0.5, 0.5, 0.5)
-        and not comparison.planned
-        and judgement.verdict == "holds"
-    )
+    assert comparison.differences == (0.5, 0.5, 0.5)
+    assert not comparison.planned
+    assert judgement.verdict == "holds"
     assert all(
         "Mamba-2, MLP below" not in c.label and "Mamba N=64, MLP below" not in c.label
         for c, _ in outcomes("other-layers-once", record)
@@ -385,13 +363,11 @@ def test_a_pair_chosen_after_the_runs_is_judged_apart_from_the_plan():
 
 @given(st.floats(1, 2), st.floats(1, 2))
 def test_token_factor_is_antisymmetric(a, b):
-    ours, theirs = ({"val": {"tokens": [50, 100], "all": [loss + 1, loss]}} for loss in (a, b))
-    saved = tokens_saved(ours, theirs)
-    assert (
-        saved == pytest.approx(-tokens_saved(theirs, ours), abs=1e-9)
-        and (saved >= 0) == (a <= b)
-        and abs(saved) <= 50.001
-    )
+    first, second = ({"val": {"tokens": [50, 100], "all": [loss + 1, loss]}} for loss in (a, b))
+    saved = tokens_saved(first, second)
+    assert saved == pytest.approx(-tokens_saved(second, first), abs=1e-9)
+    assert (saved >= 0) == (a <= b)
+    assert abs(saved) <= 50.001
     assert (
         compare_tokens_saved(toy({"diagonal N=16": a, "Mamba N=16": b}, group="paper"), "paper")[
             0
@@ -432,8 +408,8 @@ def test_a_recorded_run_is_trained_again_to_the_bit(text, finished, tmp_path, ca
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert (
-        f"seed {kept['seed']}, learning rate {model['lr']:g}: {kept['bits_per_byte']:.4f} bits per byte"
-        in shown
+        f"seed {kept['seed']}, learning rate {model['lr']:g}: {kept['bits_per_byte']:.4f} bits per "
+        "byte" in shown
     )
     assert "they differ by 0.0000 at the first step and by 0.0000 on average over 12 steps" in shown
     loaded, tokenizer = load_pair(tmp_path / "weights")
@@ -446,20 +422,16 @@ def test_a_recorded_run_is_trained_again_to_the_bit(text, finished, tmp_path, ca
     assert bits["all"] == pytest.approx(kept["bits_per_byte"], abs=1e-6)
     assert tokenizer.decode(tokenizer("and then").input_ids) == "and then"
     card = (tmp_path / "weights/README.md").read_text()
-    assert (
-        f"{model['name']}, seed {kept['seed']}" in card
-        and record["results"]["corpus"] in card
-        and "3,072 seen in training" in card
-    )
+    assert f"{model['name']}, seed {kept['seed']}" in card
+    assert record["results"]["corpus"] in card
+    assert "3,072 seen in training" in card
 
 
 def test_first_losses_that_differ_are_said(text, finished, tmp_path):
     folder, record = finished
     other = retrain(folder / "record.json", "Mamba N=4", tmp_path / "first", data=text)
-    assert (
-        other.sentence.startswith("the first losses are the record's")
-        and other.bits_per_byte == other.recorded
-    )
+    assert other.sentence.startswith("the first losses are the record's")
+    assert other.bits_per_byte == other.recorded
     for model in record["results"]["groups"]["laptop"]:
         for one in model["runs"]:
             one["first_losses"] = [loss + 0.1 for loss in one["first_losses"]]
@@ -468,39 +440,37 @@ def test_first_losses_that_differ_are_said(text, finished, tmp_path):
         "THE FIRST LOSSES ARE NOT THE RECORD'S: they differ by 0.1"
     )
     assert compare_first([8.0, math.nan], [8.0, 2.0]).startswith("THE FIRST")
-    assert compare_first([8.003, 2.0], [8.0, 2.0]).startswith("THE FIRST") and compare_first(
-        [8.001, 2.05], [8.0, 2.0]
-    ).startswith("the first")
+    assert compare_first([8.003, 2.0], [8.0, 2.0]).startswith("THE FIRST")
+    assert compare_first([8.001, 2.05], [8.0, 2.0]).startswith("the first")
 
 
 def test_a_search_run_and_another_text_have_no_losses_to_compare(text, finished, tmp_path):
     folder, record = finished
     model = record["results"]["groups"]["laptop"][0]
     tried = next(run for run in model["search"] if run["bits_per_byte"])
-    found = retrain(
+    result = retrain(
         folder / "record.json", model["name"], tmp_path / "search", tried["seed"], tried["lr"], text
     )
-    assert (
-        found.sentence == "the record has no first losses of this run, so nothing was compared"
-        and found.bits_per_byte == tried["bits_per_byte"]
-    )
+    assert result.sentence == "the record has no first losses of this run, so nothing was compared"
+    assert result.bits_per_byte == tried["bits_per_byte"]
     (
         (tmp_path / "other.train.txt").write_text("a b c " * 700),
         (tmp_path / "other.val.txt").write_text("a b c " * 100),
     )
     with pytest.raises(
         ValueError,
-        match="is not the text of the record, whose SHA-256 is .*--other-text trains without a comparison",
+        match="is not the text of the record, whose SHA-256 is .*--other-text trains without a "
+        "comparison",
     ):
         retrain(folder / "record.json", model["name"], tmp_path / "other", data=str(tmp_path))
-    found = retrain(
+    result = retrain(
         folder / "record.json",
         model["name"],
         tmp_path / "other",
         data=str(tmp_path),
         other_text=True,
     )
-    assert found.sentence == "the text is not the record's, so its losses were not compared"
+    assert result.sentence == "the text is not the record's, so its losses were not compared"
 
 
 @pytest.mark.parametrize(
@@ -538,7 +508,8 @@ def test_a_changed_plan_a_diverged_run_and_a_full_folder_are_refused(text, finis
     record["results"]["plan"]["hash"] = "0123456789abcdef"
     with pytest.raises(
         ValueError,
-        match="hash 0123456789abcdef, and this version of the kit has .* use the commit that made it",
+        match="hash 0123456789abcdef, and this version of the kit has .* use the commit that made "
+        "it",
     ):
         retrain(
             write_record(tmp_path / "changed.json", record),
@@ -563,7 +534,7 @@ def recorded_text(record):
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_recorded_run_has_the_settings_of_its_job(path):
-    "Models, recipe and rates of every run follow from the record; archived jobs had the same settings."
+    "Models, recipe and rates of every run follow from the record, as archived jobs had them."
     record = read_record(path)
     config = config_of(record, "FOLDER")
     texts = recorded_text(record)
@@ -572,18 +543,14 @@ def test_every_recorded_run_has_the_settings_of_its_job(path):
     for one in runs:
         settings = settings_of(record, one, config, texts)
         check_plan(record, config, settings.steps)
-        assert (
-            LMConfig(**settings.model).mixer
-            and settings.lr == one["lr"]
-            and settings.seed == one["seed"]
-        )
+        assert LMConfig(**settings.model).mixer
+        assert settings.lr == one["lr"]
+        assert settings.seed == one["seed"]
         if archived and (settings.seed, settings.lr) in {
             (job["seed"], job["lr"]) for job in archived
         }:
-            assert (
-                to_plain(vars(settings)) in archived
-                and len(recorded_losses(path, one, settings)) == 50
-            )
+            assert to_plain(vars(settings)) in archived
+            assert len(recorded_losses(path, one, settings)) == 50
     assert len(runs) >= max(len(archived), 1)
 
 
@@ -598,7 +565,7 @@ def test_gpu_first_losses_are_the_recorded_ones():
     source = one_pass.text_of(OnePass())
     texts = open_texts(**source)
     assert to_plain(texts.summary()) == settings.text, "LONGHORN_TEXT is another text"
-    _, found = one_pass.train_run(settings, texts, source, points=1)
-    assert len(found["first_losses"]) == 50
-    sentence = compare_first(found["first_losses"], job["first_losses"])
+    _, summary = one_pass.train_run(settings, texts, source, points=1)
+    assert len(summary["first_losses"]) == 50
+    sentence = compare_first(summary["first_losses"], job["first_losses"])
     assert sentence.startswith("the first losses are the record's"), sentence

@@ -139,6 +139,16 @@ def test_packed_sequences_are_refused():
         onnx_scan(q, q, x, x, None, torch.zeros(2, 3, 4), torch.tensor([0, 3, 9]), "diagonal")
 
 
+@pytest.mark.slow
+def test_the_older_exporter_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match="the scans of longhorn_kit need torch.onnx.export.*dynamo=True"
+    ):
+        torch.onnx.export(
+            Longhorn(16).eval(), (torch.randn(1, 9, 16),), tmp_path / "old.onnx", dynamo=False
+        )
+
+
 def test_other_tracers_keep_the_custom_operations():
     "Fake tensors, torch.compile and torch.export know the kit's operations, with gradients, and not their ONNX form."
     operations = torch.ops.longhorn_kit

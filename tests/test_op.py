@@ -1,4 +1,4 @@
-"""The public operation: packing to the bit, dtypes, autocast, steps, and one clear sentence on bad input."""
+"""The public operation: packing to the bit, dtypes, autocast, steps, a sentence on bad input."""
 
 import re
 
@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from longhorn_kit.scan.arguments import read_bounds
 from longhorn_kit.scan.op import (
@@ -22,7 +23,10 @@ from sweep import slow_case
 pytestmark = pytest.mark.numeric
 
 RUNS = (*FORMS, "s6", "timed s6")
-B, T, D, N = 2, 9, 5, 4
+B = 2
+T = 9
+D = 5
+N = 4
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -51,11 +55,9 @@ def make(B=B, T=T, D=D, N=N, seed=0, dtype=torch.float32):
 
 def rates(form, t):
     gen = torch.Generator("cpu").manual_seed(5)
-    shape = (
-        (*t["q"].shape[:2], t["q"].shape[2])
-        if form == "timed s6"
-        else (t["x"].shape[2], t["q"].shape[2])
-    )
+    B, T, N = t["q"].shape
+    D = t["x"].shape[2]
+    shape = (B, T, N) if form == "timed s6" else (D, N)
     return -torch.rand(shape, generator=gen, device="cpu").to(t["x"])
 
 
@@ -63,20 +65,17 @@ def run(form, t, A=None, **options):
     if form in FORMS:
         return longhorn_scan(**t, form=form, **options)
     A = rates(form, t) if A is None else A
-    return selective_scan(
-        t["q"], t["k"], t["x"], t["b"], A, t["b_bias"], t["D_skip"], t["z"], **options
-    )
+    inputs = [t[n] for n in "qkxb"]
+    return selective_scan(*inputs, A, t["b_bias"], t["D_skip"], t["z"], **options)
 
 
 def everything(form, t, A=None, more=(), **options):
     "Output, final state, and the gradients of what `run` takes and of more."
     leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
     out, ends = run(form, leaves, A, output_final_state=True, **options)
-    return (
-        out,
-        ends,
-        *torch.autograd.grad(out.square().sum() + ends.square().sum(), [*leaves.values(), *more]),
-    )
+    loss = out.square().sum() + ends.square().sum()
+    grads = torch.autograd.grad(loss, [*leaves.values(), *more])
+    return out, ends, *grads
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -88,39 +87,37 @@ def test_steps_equal_the_scan(form, backend, inplace):
     out, end = run(form, t, initial_state=first, output_final_state=True, backend=backend)
     A = rates(form, t)
     state = first.clone()
+    options = dict(inplace=inplace, backend=backend)
     for i in range(T):
         now = [t[n][:, i] for n in "qkxb"]
+        weights = (t["b_bias"], t["D_skip"], t["z"][:, i])
         if form in FORMS:
-            o, new = longhorn_step(
-                *now,
-                state,
-                t["b_bias"],
-                t["D_skip"],
-                t["z"][:, i],
-                form=form,
-                inplace=inplace,
-                backend=backend,
-            )
+            o, new = longhorn_step(*now, state, *weights, form=form, **options)
         else:
             A_t = A[:, i : i + 1] if form == "timed s6" else A
-            o, new = selective_step(
-                *now,
-                A_t,
-                state,
-                t["b_bias"],
-                t["D_skip"],
-                t["z"][:, i],
-                inplace=inplace,
-                backend=backend,
-            )
+            o, new = selective_step(*now, A_t, state, *weights, **options)
         assert (new is state) == inplace
         state = new
         torch.testing.assert_close(o, out[:, i], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
 
 
-# On a GPU each size is compiled for its own kernels, which takes seconds: one size there, any in the interpreter.
+# On a GPU each size is compiled, which takes seconds: one size there, any in the interpreter.
 WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), st.integers(1, 9))
+
+
+def every_second_channel(t):
+    "Equal values, not contiguous."
+    return torch.stack([t, t + 1], -1).flatten(-2)[..., ::2]
+
+
+def run_with_gradients(form, t, A, weight, **options):
+    "Output and final states, and gradients of q, k, x, b, z from a weighted sum of both."
+    leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
+    out, ends = run(form, t | leaves, A, output_final_state=True, **options)
+    loss = (out * weight).sum() + ends.sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    return out, ends, dict(zip(leaves, grads))
 
 
 @settings(max_examples=6 if DEVICE == "cuda" else 25, deadline=None, derandomize=True)
@@ -135,47 +132,23 @@ def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, 
     total = sum(lengths)
     D, N = widths
     t = make(1, total, D, N)
-    if strided:  # every second channel of a wider tensor
-        t = {
-            n: torch.stack([v, v + 1], -1).flatten(-2)[..., ::2] if v.dim() == 3 else v
-            for n, v in t.items()
-        }
+    if strided:
+        t = {n: every_second_channel(v) if v.dim() == 3 else v for n, v in t.items()}
     A = rates(form, t)
     first = torch.randn(len(lengths), D, N)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
-    leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
-    out, ends = run(
-        form,
-        t | leaves,
-        A,
-        initial_state=first,
-        cu_seqlens=bounds.to(torch.int32),
-        output_final_state=True,
-        backend=backend,
-    )
     weight = torch.randn(1, total, D)
-    grads = torch.autograd.grad(
-        (out * weight).sum() + ends.sum(), list(leaves.values()), materialize_grads=True
-    )
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    packed = dict(initial_state=first, cu_seqlens=bounds.to(torch.int32), backend=backend)
+    out, ends, grads = run_with_gradients(form, t, A, weight, **packed)
     for i, (a, e) in enumerate(zip(bounds[:-1], bounds[1:])):
         cut = {n: v[:, a:e].detach().clone() if v.dim() == 3 else v for n, v in t.items()}
-        alone_leaves = {n: cut[n].requires_grad_() for n in "qkxbz"}
-        alone, end = run(
-            form,
-            cut | alone_leaves,
-            A[:, a:e].clone() if form == "timed s6" else A,
-            initial_state=first[i : i + 1],
-            output_final_state=True,
-            backend=backend,
-        )
-        assert torch.equal(out[:, a:e], alone) and torch.equal(ends[i : i + 1], end)
-        alone_grads = torch.autograd.grad(
-            (alone * weight[:, a:e]).sum() + end.sum(),
-            list(alone_leaves.values()),
-            materialize_grads=True,
-        )
-        for name, whole, part in zip("qkxbz", grads, alone_grads):
-            assert torch.equal(whole[:, a:e], part), name
+        cut_A = A[:, a:e].clone() if form == "timed s6" else A
+        options = dict(initial_state=first[i : i + 1], backend=backend)
+        alone, end, alone_grads = run_with_gradients(form, cut, cut_A, weight[:, a:e], **options)
+        assert torch.equal(out[:, a:e], alone)
+        assert torch.equal(ends[i : i + 1], end)
+        for name, grad in grads.items():
+            assert torch.equal(grad[:, a:e], alone_grads[name]), name
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -183,12 +156,9 @@ def test_gradients_of_states_and_parameters_flow_through_packing(form):
     t = make(1, 12, dtype=torch.float64)
     first = torch.randn(2, D, N, dtype=torch.float64, requires_grad=True)
     options = dict(initial_state=first, cu_seqlens=torch.tensor([0, 5, 12]))
-    for a, b in zip(
-        *(
-            everything(form, t, None, [first], backend=backend, **options)
-            for backend in ("auto", "reference")
-        )
-    ):
+    results = everything(form, t, None, [first], backend="auto", **options)
+    expected = everything(form, t, None, [first], backend="reference", **options)
+    for a, b in zip(results, expected):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
@@ -198,10 +168,9 @@ def test_strides_do_not_change_a_bit(form):
     expected = run(form, t)
     for order in ((1, 0, 2), (2, 0, 1), (2, 1, 0)):
         back = [order.index(i) for i in range(3)]
-        moved = {
-            n: v.permute(order).contiguous().permute(back) if v.dim() == 3 else v
-            for n, v in t.items()
-        }
+        moved = {}
+        for n, v in t.items():
+            moved[n] = v.permute(order).contiguous().permute(back) if v.dim() == 3 else v
         assert torch.equal(run(form, moved), expected)
 
 
@@ -214,30 +183,31 @@ def test_bounds_may_have_any_stride(form, backend):
     "A column of a table of bounds is not contiguous; kernels read bounds by position."
     t = make(1, 5)
     bounds = torch.tensor([[0, 9], [2, 1], [5, 3]], dtype=torch.int32)[:, 0]
-    got, want = (
-        everything(form, t, cu_seqlens=cu, backend=backend) for cu in (bounds, bounds.clone())
-    )
-    assert not bounds.is_contiguous() and all(map(torch.equal, got, want))
+    assert not bounds.is_contiguous()
+    results = everything(form, t, cu_seqlens=bounds, backend=backend)
+    expected = everything(form, t, cu_seqlens=bounds.clone(), backend=backend)
+    assert all(map(torch.equal, results, expected))
 
 
 @pytest.mark.parametrize("backend", ("triton", "chunked"))
 @pytest.mark.parametrize("kind", ("sliced", slow_case("expanded"), slow_case("transposed")))
 def test_rates_may_have_any_stride(kind, backend):
-    "S6 with one row of rates for all channels, and with rates that are a part of a wider tensor: every gradient."
+    "S6 with one row of rates for all channels, and with rates of a wider tensor: every gradient."
     t = make()
-    make_A = dict(
-        expanded=lambda s: (-torch.arange(1.0, N + 1) * s).expand(D, N),
-        sliced=lambda s: (torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N) * s)[:, N:],
-        transposed=lambda s: (torch.linspace(-2, -0.1, D * N).view(N, D) * s).t(),
-    )[kind]
+
+    def make_A(scale):
+        if kind == "expanded":
+            return (-torch.arange(1.0, N + 1) * scale).expand(D, N)
+        if kind == "sliced":
+            wide = torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N)
+            return (wide * scale)[:, N:]
+        return (torch.linspace(-2, -0.1, D * N).view(N, D) * scale).t()
+
     scale = torch.ones((), requires_grad=True)
     assert not make_A(1.0).is_contiguous()
-    for a, b in zip(
-        *(
-            everything("s6", t, make_A(scale), [scale], backend=name)
-            for name in (backend, "reference")
-        )
-    ):
+    results = everything("s6", t, make_A(scale), [scale], backend=backend)
+    expected = everything("s6", t, make_A(scale), [scale], backend="reference")
+    for a, b in zip(results, expected):
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
@@ -256,19 +226,16 @@ def test_dtypes(form, backend, dtype):
             run(form, t, backend=backend)
         return
     out, state = run(form, t, output_final_state=True, backend=backend)
-    bare = run(
-        form, t | dict(b_bias=None, D_skip=None, z=None), output_final_state=True, backend=backend
-    )
-    assert all(
-        result.is_contiguous() for result in (out, state, *bare)
-    )  # can be viewed in any shape
+    without = t | dict(b_bias=None, D_skip=None, z=None)
+    bare = run(form, without, output_final_state=True, backend=backend)
+    for result in (out, state, *bare):
+        assert result.is_contiguous()  # can be viewed in any shape
     out.double().square().sum().backward()
     double = {n: v.detach().double().requires_grad_() for n, v in t.items()}
     expected = run(form, double, rates(form, t).double(), backend="reference")
     expected.square().sum().backward()
-    assert out.dtype == dtype and state.dtype == (
-        torch.float64 if dtype == torch.float64 else torch.float32
-    )
+    assert out.dtype == dtype
+    assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # A half-precision output is rounded once; its gradients have seen that rounding.
     unit = max(4 * torch.finfo(dtype).eps, 1e-13 if dtype == torch.float64 else 2e-6)
     assert (out.double() - expected).abs().max() <= unit * expected.abs().max()
@@ -281,17 +248,14 @@ def test_dtypes(form, backend, dtype):
 @pytest.mark.parametrize("form", RUNS)
 def test_autocast_neither_lowers_the_arithmetic_nor_the_gradients(form):
     t = make()
-    with torch.autocast(
-        DEVICE, dtype=torch.bfloat16
-    ):  # the backward inside the region, as some trainers do
-        inside = everything(form, t)
-    cast = {
-        n: v.detach().bfloat16().requires_grad_() if n in ("q", "k") else v for n, v in t.items()
-    }  # for tensor cores
-    outside = everything(form, cast if form == "exact" and DEVICE == "cuda" else t)
-    assert all(
-        a.dtype == torch.float32 and torch.equal(a, b.float()) for a, b in zip(inside, outside)
-    )
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        inside = everything(form, t)  # the backward too, as in some trainers
+    if form == "exact" and DEVICE == "cuda":  # for tensor cores
+        t |= {n: t[n].detach().bfloat16().requires_grad_() for n in "qk"}
+    outside = everything(form, t)
+    for a, b in zip(inside, outside):
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b.float())
 
 
 def test_mixed_dtypes_as_autocast_makes_them():
@@ -299,7 +263,8 @@ def test_mixed_dtypes_as_autocast_makes_them():
     half = {n: v.bfloat16() if n in ("q", "k", "x", "z") else v for n, v in t.items()}
     out, state = longhorn_scan(**half, output_final_state=True)
     expected = longhorn_scan(**{n: v.double() for n, v in half.items()})
-    assert out.dtype == torch.bfloat16 and state.dtype == torch.float32
+    assert out.dtype == torch.bfloat16
+    assert state.dtype == torch.float32
     assert (out - expected).abs().max() < 1e-2 * expected.abs().max()
 
 
@@ -310,16 +275,15 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
     t = {n: v.requires_grad_() for n, v in make(batch, steps).items()}
     first = torch.randn(batch, D, N, requires_grad=True)
     out, state = run(form, t, initial_state=first, output_final_state=True, backend=backend)
-    assert out.shape == (batch, steps, D) and torch.equal(state, first)
+    assert out.shape == (batch, steps, D)
+    assert torch.equal(state, first)
     (out.sum() + 2 * state.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 2)) and t["x"].grad.shape == (
-        batch,
-        steps,
-        D,
-    )
-    assert [
-        n for n, v in t.items() if v.grad is None or v.grad.shape != v.shape or v.grad.any()
-    ] == []
+    assert torch.equal(first.grad, torch.full_like(first, 2))
+    assert t["x"].grad.shape == (batch, steps, D)
+    for n, v in t.items():
+        assert v.grad is not None, n
+        assert v.grad.shape == v.shape, n
+        assert not v.grad.any(), n
     with torch.no_grad():
         _, copy = run(form, t, initial_state=first, output_final_state=True, backend=backend)
     assert batch == 0 or copy.data_ptr() != first.data_ptr()
@@ -334,19 +298,12 @@ def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
         torch.manual_seed(0)
         t = make() | dict(initial_state=torch.randn(B, D, N))
         t = {n: (torch._neg_view(-v) if changed else v).requires_grad_() for n, v in t.items()}
-        out, state = run(
-            form,
-            {n: v for n, v in t.items() if n != "initial_state"},
-            initial_state=t["initial_state"],
-            output_final_state=True,
-            backend=backend,
-        )
-        grads = torch.autograd.grad(
-            (out, state),
-            list(t.values()),
-            [torch._neg_view(-o.detach().cos()) for o in (out, state)],
-        )
-        results.append((out, state, *grads))
+        *inputs, first = t
+        options = dict(initial_state=t[first], output_final_state=True, backend=backend)
+        outputs = run(form, {n: t[n] for n in inputs}, **options)
+        weights = [torch._neg_view(-o.detach().cos()) for o in outputs]
+        grads = torch.autograd.grad(outputs, list(t.values()), weights)
+        results.append((*outputs, *grads))
     assert all(map(torch.equal, *results))
 
 
@@ -358,7 +315,8 @@ def test_inputs_and_states_are_not_changed_and_no_grad_works(form):
     state = first.clone()
     with torch.no_grad():
         out = run(form, {n: v.requires_grad_() for n, v in t.items()}, initial_state=first)
-    assert not out.requires_grad and torch.equal(first, state)
+    assert not out.requires_grad
+    assert torch.equal(first, state)
     assert all(torch.equal(t[n], copies[n]) for n in t)
 
 
@@ -477,10 +435,12 @@ class Far:
 
 def test_bounds_are_read_once_and_again_when_they_change():
     far = Far()
-    assert read_bounds(far) == read_bounds(far) == [0, 4, 9] and far.reads == 1
+    assert read_bounds(far) == read_bounds(far) == [0, 4, 9]
+    assert far.reads == 1
     far.values = [0, 6, 9]
     far._version = 1
-    assert read_bounds(far) == [0, 6, 9] and far.reads == 2
+    assert read_bounds(far) == [0, 6, 9]
+    assert far.reads == 2
     t = {name: tensor.cpu() for name, tensor in make(1).items()}
     values = np.array([0, 4, 9])
     first = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values))
@@ -504,40 +464,27 @@ def test_bad_arguments_of_the_other_functions_are_named():
     t = make()
     s = {n + "_t": t[n][:, 0] for n in "qkxb"} | dict(state=torch.zeros(2, 5, 4))
 
+    def step(**change):
+        return longhorn_step(**s | change)
+
     def scan(dt, A):
         return selective_scan(t["q"], t["k"], t["x"], dt, A)
 
-    for text, call in (
-        (
-            "state has shape (2, 5, 3); expected (2, 5, 4) to match q_t and x_t",
-            lambda: longhorn_step(**s | dict(state=torch.zeros(2, 5, 3))),
-        ),
-        (
-            "state is NoneType; expected a tensor of shape (B, D, N)",
-            lambda: longhorn_step(**s | dict(state=None)),
-        ),
-        (
-            "x_t has shape (2, 9, 5); expected (2, D) to match q_t",
-            lambda: longhorn_step(**s | dict(x_t=t["x"])),
-        ),
-        ("form is 'Exact'", lambda: longhorn_step(**s, form="Exact")),
-        (
-            "A has shape (4, 5); expected (5, 4) or (2, 9, 4) to match x and q",
-            lambda: scan(t["b"], torch.zeros(4, 5)),
-        ),
-        (
-            "dt has shape (2, 5); expected (2, 9, 5) or (2, 9, 1) to match x",
-            lambda: scan(t["b"][:, 0], torch.zeros(5, 4)),
-        ),
-        (
-            "dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t",
-            lambda: selective_step(
-                s["q_t"], s["k_t"], s["x_t"], s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4)
-            ),
-        ),
-    ):
-        with message(text):
-            call()
+    with message("state has shape (2, 5, 3); expected (2, 5, 4) to match q_t and x_t"):
+        step(state=torch.zeros(2, 5, 3))
+    with message("state is NoneType; expected a tensor of shape (B, D, N)"):
+        step(state=None)
+    with message("x_t has shape (2, 9, 5); expected (2, D) to match q_t"):
+        step(x_t=t["x"])
+    with message("form is 'Exact'"):
+        step(form="Exact")
+    with message("A has shape (4, 5); expected (5, 4) or (2, 9, 4) to match x and q"):
+        scan(t["b"], torch.zeros(4, 5))
+    with message("dt has shape (2, 5); expected (2, 9, 5) or (2, 9, 1) to match x"):
+        scan(t["b"][:, 0], torch.zeros(5, 4))
+    inputs = (s["q_t"], s["k_t"], s["x_t"])
+    with message("dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t"):
+        selective_step(*inputs, s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4))
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -548,23 +495,22 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
     def scan(backend):
         return lambda q: run(form, t | {"q": q}, A, backend=backend)
 
-    for ours, expected in zip(
-        torch.func.jvp(scan("auto"), (t["q"],), (t["k"],)),
-        torch.func.jvp(scan("reference"), (t["q"],), (t["k"],)),
-    ):
-        torch.testing.assert_close(ours, expected)
+    point = (t["q"],)
+    direction = (t["k"],)
+    results = torch.func.jvp(scan("auto"), point, direction)
+    references = torch.func.jvp(scan("reference"), point, direction)
+    for result, expected in zip(results, references):
+        torch.testing.assert_close(result, expected)
         assert expected.abs().max() > 0.1
     two = torch.stack([t["q"], t["k"]])
-    torch.testing.assert_close(
-        torch.func.vmap(scan("auto"))(two), torch.stack([scan("auto")(q) for q in two])
-    )
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(t["q"], t["k"])
-        assert torch.autograd.forward_ad.unpack_dual(scan("auto")(dual)).tangent.abs().max() > 0.1
+    one_by_one = torch.stack([scan("auto")(q) for q in two])
+    torch.testing.assert_close(torch.func.vmap(scan("auto"))(two), one_by_one)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(t["q"], t["k"])
+        tangent = forward_ad.unpack_dual(scan("auto")(dual)).tangent
+        assert tangent.abs().max() > 0.1
         for backend in ("chunked", "triton"):
-            with pytest.raises(
-                ValueError, match=f"backend '{backend}' cannot run under torch.func or forward-mode"
-            ):
+            with message(f"backend '{backend}' cannot run under torch.func or forward-mode"):
                 scan(backend)(dual)
 
 
@@ -591,22 +537,22 @@ def test_compiled_transforms_take_the_reference_too(transform, form):
     def scan(q):
         return run(form, t | {"q": q}, A)
 
-    def tangent(q):
-        with torch.autograd.forward_ad.dual_level():
-            return torch.autograd.forward_ad.unpack_dual(
-                scan(torch.autograd.forward_ad.make_dual(q, u))
-            ).tangent
+    def transformed(q):
+        if transform == "grad":
+            return torch.func.grad(lambda q: scan(q).square().sum())(q)
+        if transform == "jvp":
+            _, tangent = torch.func.jvp(scan, (q,), (u,))
+            return tangent
+        if transform == "vmap":
+            return torch.func.vmap(scan)(torch.stack([q, u]))
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(q, u)
+            return forward_ad.unpack_dual(scan(dual)).tangent
 
-    asked = dict(
-        grad=torch.func.grad(lambda q: scan(q).square().sum()),
-        jvp=lambda q: torch.func.jvp(scan, (q,), (u,))[1],
-        vmap=lambda q: torch.func.vmap(scan)(torch.stack([q, u])),
-    )
-    asked = asked.get(transform, tangent)
     torch._dynamo.reset()
-    found = torch.compile(asked, fullgraph=True, backend="aot_eager")(q)
-    expected = asked(q)
-    torch.testing.assert_close(found, expected)
+    result = torch.compile(transformed, fullgraph=True, backend="aot_eager")(q)
+    expected = transformed(q)
+    torch.testing.assert_close(result, expected)
     assert expected.abs().max() > 0.05
 
 

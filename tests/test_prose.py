@@ -32,7 +32,8 @@ from test_site import build
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
-    "nbs/index.ipynb",  # tests/test_bench.py checks kernels/README.md
+    "nbs/index.ipynb",
+    "nbs/stable.md",  # tests/test_bench.py checks kernels/README.md
     *sorted(
         str(path.relative_to(ROOT))
         for part in ("theory", "scan", "models", "lab", "machine")
@@ -105,7 +106,7 @@ def is_size(text):
 
 
 def stated(prose):
-    "Return (number, kind, as written, context) of every stated number; a kind is an entry of `UNITS`."
+    "Return (number, kind: of `UNITS`, as written, context) of every stated number."
     prose = re.sub(
         r"`[^`]*`|https?://\S+|\(\.*/?[\w./-]+\.ipynb[^)]*\)|arXiv[: ][\w.]+", " ", prose
     )  # code, links
@@ -113,28 +114,28 @@ def stated(prose):
         r"(?i)(?:python|torch|pytorch|triton)\s[\d.]+(?:(?: to|,| and) [\d.]+)*", " ", prose
     )  # versions
     prose = re.sub(r"\b(?:19|20)\d\ds\b", " ", prose)  # decades
-    found = {}
+    result = {}
     for match in LIST.finditer(prose):
         unit = match["unit"]
         kind = next(kind for pattern, kind in UNITS.items() if re.fullmatch(pattern, unit))
         start, end = match.span()
         for number in re.finditer(NUMBER, match[0]):
             if digits(number[0]) > 1 and not is_size(number[0]):
-                found[start + number.start()] = (
+                result[start + number.start()] = (
                     number[0],
                     kind,
                     f"{number[0]} {unit}",
                     prose[max(0, start - 60) : end + 20],
                 )
     for match in DECIMAL.finditer(prose):
-        if "." in match[0] and digits(match[0]) > 2 and match.start() not in found:
-            found[match.start()] = (
+        if "." in match[0] and digits(match[0]) > 2 and match.start() not in result:
+            result[match.start()] = (
                 match[0],
                 BARE,
                 match[0],
                 prose[max(0, match.start() - 60) : match.end() + 20],
             )
-    return [found[at] for at in sorted(found)]
+    return [result[at] for at in sorted(result)]
 
 
 def numbers_in(text):
@@ -184,16 +185,16 @@ def published():
 
 @cache
 def sources(page):
-    "Return the numbers that a page shows or that were published, and the fields of records that it may quote."
+    "Return the numbers that a page shows or that were published, and fields it may quote."
     _, code, shown = page_cells(page)
     lab = page.startswith("nbs/lab/")
     front = page in ("README.md", "nbs/index.ipynb")
-    found = numbers_in(str(ledger("no runs"))) if front else set()
+    result = numbers_in(str(ledger("no runs"))) if front else set()
     if page == "README.md":  # tests/test_site.py checks these blocks
-        found |= numbers_in("\n".join(build.readme_blocks().values()))
+        result |= numbers_in("\n".join(build.readme_blocks().values()))
     return numbers_in(code) | numbers_in(
         shown
-    ) | found | published(), frozenset() if lab or page.startswith("nbs/theory/") else measured()
+    ) | result | published(), frozenset() if lab or page.startswith("nbs/theory/") else measured()
 
 
 def agrees(text, kind, page):
@@ -254,7 +255,7 @@ def laptop_run(mixer):
 
 
 def lead_per_byte():
-    "Return the paper's lead over Mamba in bits per byte, with the bytes per GPT-2 token of our held-out texts."
+    "Return the paper's lead over Mamba in bits per byte, with our bytes per GPT-2 token."
     texts = read_json(ROOT / "nbs/lab/results/language/gpu.json")["results"]["domains"].values()
     bytes_per_token = sum(text["bytes"] for text in texts) / sum(text["tokens"] for text in texts)
     return lead("120M", "longhorn", "mamba") / math.log(2) / bytes_per_token
@@ -335,11 +336,11 @@ GIVEN = {}  # page -> number as written -> why no record of ours holds it
 
 
 def unsourced(page):
-    known = {**GIVEN.get(page, {}), **DERIVED.get(page, {})}
+    stored = {**GIVEN.get(page, {}), **DERIVED.get(page, {})}
     return [
         (written, " ".join(context.split()))
         for text, kind, written, context in stated(page_cells(page)[0])
-        if written not in known and not agrees(text, kind, page)
+        if written not in stored and not agrees(text, kind, page)
     ]
 
 
@@ -389,7 +390,8 @@ def test_a_wrong_number_is_found(monkeypatch):
     monkeypatch.setitem(
         globals(), "page_cells", lambda page: (prose.replace(right, "0.913 ms"), code, shown)
     )
-    assert right in prose and [written for written, _ in unsourced(page)] == ["0.913 ms"]
+    assert right in prose
+    assert [written for written, _ in unsourced(page)] == ["0.913 ms"]
 
 
 def test_the_mixer_of_the_contributing_guide_works():

@@ -1,4 +1,4 @@
-"""The toy recall task: its streams, the memories, the search for a learning rate, and the committed records."""
+"""The toy recall task: streams, memories, the search for a learning rate, and the records."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -67,14 +67,12 @@ def test_every_question_has_its_answer_in_the_stream(task, half, size, values, s
     for row in range(3):
         shown = [tuple(key) for key in keys[row, :pairs].tolist()]
         memory = dict(zip(shown, symbols[row, :pairs].tolist()))  # the last value of a key stays
-        asked = [tuple(key) for key in keys[row, pairs:].tolist()]
-        assert [memory[key] for key in asked] == answers[row].tolist()
-        assert (
-            set(symbols[row, pairs:].tolist()) == {values} and symbols[row, :pairs].max() < values
-        )
-        assert sorted(asked) == sorted(memory) and all(
-            shown.count(key) == WRITES[task] for key in memory
-        )
+        questions = [tuple(key) for key in keys[row, pairs:].tolist()]
+        assert [memory[key] for key in questions] == answers[row].tolist()
+        assert set(symbols[row, pairs:].tolist()) == {values}
+        assert symbols[row, :pairs].max() < values
+        assert sorted(questions) == sorted(memory)
+        assert all(shown.count(key) == WRITES[task] for key in memory)
 
 
 @pytest.mark.parametrize("task", sorted(WRITES))
@@ -108,9 +106,8 @@ def test_every_model_starts_at_ln_v_and_reads_only_the_past(name):
     later = keys.clone()
     later[:, :, 5] += 1
     after = model(later, symbols)
-    assert torch.allclose(before[:, :, :5], after[:, :, :5], atol=1e-5) and not torch.allclose(
-        before[:, :, 5:], after[:, :, 5:], atol=1e-3
-    )
+    assert torch.allclose(before[:, :, :5], after[:, :, :5], atol=1e-5)
+    assert not torch.allclose(before[:, :, 5:], after[:, :, 5:], atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["longhorn_exact", "gla", "attention"])
@@ -124,12 +121,12 @@ def test_memories_without_forgetting_agree():
     q, k, x = (torch.randn(2, 7, n, dtype=torch.float64) for n in (4, 4, 3))
     never = torch.full((2, 7, 4), 60.0, dtype=torch.float64)  # gates of 1
     assert torch.allclose(MEMORIES["gla"](q, k, x, never), MEMORIES["linear_attention"](q, k, x))
-    unit = torch.eye(7, dtype=torch.float64).expand(
-        2, 7, 7
-    )  # orthogonal keys: nothing to correct, so one pass stores all
+    # orthogonal keys: nothing to correct, so one pass stores all
+    unit = torch.eye(7, dtype=torch.float64).expand(2, 7, 7)
     b = torch.full((2, 7, 3), 60.0, dtype=torch.float64)
     exact, diagonal = (MEMORIES[name](unit, unit, x, b) for name in ("longhorn_exact", "longhorn"))
-    assert torch.allclose(exact, x / 2) and torch.allclose(diagonal, x / 2)
+    assert torch.allclose(exact, x / 2)
+    assert torch.allclose(diagonal, x / 2)
 
 
 def structure(value):
@@ -145,19 +142,17 @@ def test_a_tiny_run_has_the_structure_of_the_record_and_is_judged(tmp_path):
     record = run(
         EXPERIMENT, folder=tmp_path, workers=0, **TINY | {"test_pairs": (4, 8, 16, 24, 32)}
     )
-    assert record["missing"] == 0 and structure(record["results"]) == structure(
-        RECORDS[0]["results"]
-    )
-    assert (
-        record["settings"].keys() == RECORDS[0]["settings"].keys()
-        and (tmp_path / "record.json").stat().st_size < 60_000
-    )
+    assert record["missing"] == 0
+    assert structure(record["results"]) == structure(RECORDS[0]["results"])
+    assert record["settings"].keys() == RECORDS[0]["settings"].keys()
+    assert (tmp_path / "record.json").stat().st_size < 60_000
     for task in record["results"]["tasks"].values():
-        assert set(task["lr"].values()) == {0.05} and all(
-            grid["1e+30"] == 0 for grid in task["grid"].values()
-        )  # it diverged
+        # it diverged
+        assert set(task["lr"].values()) == {0.05}
+        assert all(grid["1e+30"] == 0 for grid in task["grid"].values())
     judged = claims.outcomes("recall", record)
-    assert len(judged) == 8 and all(found.n == 2 and found.verdict in WORDS for _, found in judged)
+    assert len(judged) == 8
+    assert all(judgement.n == 2 and judgement.verdict in WORDS for _, judgement in judged)
 
 
 def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_test(tmp_path):
@@ -184,32 +179,30 @@ def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_
     run(replace(EXPERIMENT, run_job=made_up), folder=tmp_path, workers=0, **vars(config))
     search = [(lr, (100, 101), ()) for lr in (0.1, 0.2, 0.3)]
     assert calls == (search + [(0.2, (0, 1), (2, 4))]) * 2
-    found = recall.summarize(config, Results(tmp_path))["tasks"]["once"]
-    assert found["lr"] == {"gla": 0.2, "attention": 0.2} and found["grid"]["gla"] == {
-        "0.1": 0.4,
-        "0.2": 0.6,
-        "0.3": 0.5,
-    }
+    result = recall.summarize(config, Results(tmp_path))["tasks"]["once"]
+    assert result["lr"] == {"gla": 0.2, "attention": 0.2}
+    assert result["grid"]["gla"] == {"0.1": 0.4, "0.2": 0.6, "0.3": 0.5}
     single = replace(config, lrs=(0.3,), search_seeds=(), models=("gla",))  # nothing to choose
     assert [(s["lr"], s["seeds"]) for s in recall.jobs(single, Results(tmp_path))] == [
         (0.3, (0, 1))
     ]
-    assert (
-        recall.summarize(single, Results(tmp_path))["tasks"]["once"]["recall"] == {}
-    )  # nothing is done
+    # nothing is done
+    assert recall.summarize(single, Results(tmp_path))["tasks"]["once"]["recall"] == {}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=["laptop", "narrow"])
 def test_recorded_learning_rates_lie_inside_their_grid(record):
-    assert len(record["results"]["search_seeds"]) == 3 and RecallConfig(
+    assert len(record["results"]["search_seeds"]) == 3
+    assert RecallConfig(
         **{k: tuple(v) if isinstance(v, list) else v for k, v in record["settings"].items()}
     )
-    for found in record["results"]["tasks"].values():
-        for model, grid in found["grid"].items():
+    for result in record["results"]["tasks"].values():
+        for model, grid in result["grid"].items():
             rates = sorted(grid, key=float)
             best = max(grid, key=grid.get)
-            assert f"{found['lr'][model]:g}" == best and best not in (rates[0], rates[-1])
-            assert len(found["recall"][model]) == len(record["settings"]["seeds"]) == 8
+            assert f"{result['lr'][model]:g}" == best
+            assert best not in (rates[0], rates[-1])
+            assert len(result["recall"][model]) == len(record["settings"]["seeds"]) == 8
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from longhorn_kit.records import (
     FullPath,
     append_jsonl,
     atomic_folder,
+    atomic_path,
     check_folder,
+    check_same_settings,
     commit_of_kit,
     environment,
     exclusive_lock,
@@ -33,6 +35,7 @@ from longhorn_kit.records import (
     read_json,
     read_jsonl,
     read_record,
+    tell,
     to_plain,
     without_machine_paths,
     write_json,
@@ -64,8 +67,10 @@ def test_full_disk_keeps_the_previous_file_and_names_it(tmp_path, monkeypatch, s
         OSError, match=r"cannot write .*record\.json: No space left on device"
     ) as caught:
         write_json(path, {"loss": 2})
-    assert caught.value.errno == errno.ENOSPC and "\n" not in str(caught.value)
-    assert read_json(path) == {"loss": 1} and os.listdir(tmp_path) == ["record.json"]
+    assert caught.value.errno == errno.ENOSPC
+    assert "\n" not in str(caught.value)
+    assert read_json(path) == {"loss": 1}
+    assert os.listdir(tmp_path) == ["record.json"]
 
 
 def test_a_write_cut_off_by_the_system_changes_nothing(tmp_path):
@@ -82,10 +87,8 @@ def test_a_write_cut_off_by_the_system_changes_nothing(tmp_path):
             with atomic_folder(tmp_path / "run") as new:
                 (new / "a").write_text("whole")
                 (new / "b").write_text("x" * 5000)
-    assert (
-        read_json(path) == {"loss": 1}
-        and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    )
+    assert read_json(path) == {"loss": 1}
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "record.json"]
 
 
@@ -104,13 +107,49 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
         with atomic_folder(tmp_path / "run") as folder:
             (folder / "deep").mkdir()
             (folder / "deep" / "file").write_text(content)
-    with pytest.raises(KeyboardInterrupt):
-        with atomic_folder(tmp_path / "run") as folder:
-            (folder / "file").write_text("half")
-            raise KeyboardInterrupt
-    assert (tmp_path / "run" / "deep" / "file").read_text() == "new" and os.listdir(tmp_path) == [
-        "run"
-    ]
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "run") as folder:
+        (folder / "file").write_text("half")
+        raise KeyboardInterrupt
+    assert (tmp_path / "run" / "deep" / "file").read_text() == "new"
+    assert os.listdir(tmp_path) == ["run"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="rights of POSIX")
+def test_files_of_a_library_get_the_rights_of_other_files(tmp_path):
+    "safetensors writes files that only their owner can read."
+    for inside, umask, rights in (
+        (True, 0o022, 0o644),
+        (False, 0o022, 0o644),
+        (True, 0o077, 0o600),
+    ):
+        before = os.umask(umask)
+        try:
+            with atomic_path(tmp_path / f"{inside}{umask}", inside=inside) as new:
+                if not inside:
+                    new.mkdir()
+                file = new if inside else new / "file"
+                os.close(os.open(file, os.O_CREAT | os.O_WRONLY, 0o600))
+        finally:
+            os.umask(before)
+        written = tmp_path / f"{inside}{umask}"
+        assert (written if inside else written / "file").stat().st_mode & 0o777 == rights
+
+
+def test_settings_are_compared_as_a_record_gives_them_back(tmp_path):
+    "Labels of foreign data hold control characters, and some look like paths (/m/09x0r)."
+    settings = {"classes": ("a\x1b[31m", "/m/09x0r"), "rate": 0.1, "folder": tmp_path / "data"}
+    stored = read_record(write_record(tmp_path / "config.json", settings))
+    check_same_settings(tmp_path, stored, settings, settings)
+    with pytest.raises(
+        ValueError, match="holds a run with rate=0.1; this one has rate=0.2; use another"
+    ):
+        check_same_settings(tmp_path, stored, settings | {"rate": 0.2}, settings)
+
+
+def test_a_message_is_one_line_without_control_characters(capsys):
+    tell("  saved in \x1b]0;title\x07/a\nb")
+    tell("\x1b[31m", sys.stderr)
+    assert capsys.readouterr() == ("  saved in \ufffd]0;title\ufffd/a b\n", "\ufffd[31m\n")
 
 
 def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
@@ -119,10 +158,11 @@ def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
             OSError, match="cannot write .*step/metrics.jsonl: File too large; what"
         ) as caught,
         files_end_at(100),
+        atomic_folder(tmp_path / "step") as new,
     ):
-        with atomic_folder(tmp_path / "step") as new:
-            write_jsonl(new / "metrics.jsonl", [{"loss": 1.5}] * 100)
-    assert "partial" not in str(caught.value) and os.listdir(tmp_path) == []
+        write_jsonl(new / "metrics.jsonl", [{"loss": 1.5}] * 100)
+    assert "partial" not in str(caught.value)
+    assert os.listdir(tmp_path) == []
     problem = records.cannot_write(
         "out",
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
@@ -130,14 +170,13 @@ def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
     assert (
         str(problem)
         == "cannot write out: No space left on device; what was there before is unchanged"
-        and problem.errno == 28
     )
+    assert problem.errno == 28
 
 
 def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
-    with pytest.raises(OSError, match="^the network is down$"):
-        with atomic_folder(tmp_path / "run"):
-            raise OSError("the network is down")
+    with pytest.raises(OSError, match="^the network is down$"), atomic_folder(tmp_path / "run"):
+        raise OSError("the network is down")
 
 
 json_values = st.recursive(
@@ -208,17 +247,18 @@ def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, mon
         (new / "weights").write_text("old")
     monkeypatch.setattr(records, "exchange", lambda one, other: False)
     real = os.replace
-    seen = []
+    observed = []
 
     def watched(source, target):
         real(source, target)
         if path in (Path(source), Path(target)):
-            seen.append((records.standing(path) / "weights").read_text())
+            observed.append((records.recovered(path) / "weights").read_text())
 
     monkeypatch.setattr(os, "replace", watched)
     with atomic_folder(path) as new:
         (new / "weights").write_text("new")
-    assert seen == ["old", "new"] and os.listdir(tmp_path) == ["model"]
+    assert observed == ["old", "new"]
+    assert os.listdir(tmp_path) == ["model"]
     real(path, tmp_path / ".model.old")  # killed between the two
     with pytest.raises(KeyboardInterrupt), atomic_folder(path):
         raise KeyboardInterrupt
@@ -250,7 +290,9 @@ def test_a_folder_is_removed_in_one_step(tmp_path, monkeypatch):
         records.shutil, "rmtree", lambda path, **_: os.kill(0, 0)
     )  # as if killed here
     records.discard(tmp_path / "step")
-    assert [path.name for path in tmp_path.iterdir()] == [records.beside(tmp_path / "step").name]
+    assert [path.name for path in tmp_path.iterdir()] == [
+        records.partial_path(tmp_path / "step").name
+    ]
     monkeypatch.undo()
     write_json(tmp_path / "step", 1)  # the next writer
     assert os.listdir(tmp_path) == ["step"]
@@ -261,10 +303,8 @@ def test_a_library_that_writes_beside_its_target_leaves_nothing_outside(tmp_path
         (path.parent / ".tmpAbCdEf").write_text("of the library")
         path.write_text("weights")
         assert len(os.listdir(tmp_path)) == 1
-    assert (
-        os.listdir(tmp_path) == ["model.safetensors"]
-        and (tmp_path / "model.safetensors").read_text() == "weights"
-    )
+    assert os.listdir(tmp_path) == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_text() == "weights"
 
 
 @pytest.mark.parametrize(
@@ -321,8 +361,10 @@ def test_a_second_process_does_not_get_the_folder(tmp_path):
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
     with exclusive_lock(tmp_path) as alone:
-        assert alone and "BlockingIOError" in second().stderr
-    assert second().stdout == "in\n" and os.listdir(tmp_path) == []
+        assert alone
+        assert "BlockingIOError" in second().stderr
+    assert second().stdout == "in\n"
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -330,9 +372,11 @@ def test_progress_is_silent_for_short_work_away_from_a_terminal(monkeypatch, ter
     shown = io.StringIO()
     shown.isatty = lambda: terminal
     monkeypatch.setattr(sys, "stderr", shown)
-    assert list(progress(range(3), "steps")) == [0, 1, 2] and bool(shown.getvalue()) == terminal
+    assert list(progress(range(3), "steps")) == [0, 1, 2]
+    assert bool(shown.getvalue()) == terminal
     before = shown.getvalue()
-    assert list(progress(range(3), disable=True)) == [0, 1, 2] and shown.getvalue() == before
+    assert list(progress(range(3), disable=True)) == [0, 1, 2]
+    assert shown.getvalue() == before
 
 
 def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch):
@@ -360,12 +404,14 @@ def test_a_missing_key_names_its_file_also_after_a_copy(tmp_path):
         0
     ]["inner"]
     line = read_jsonl(tmp_path / "m.jsonl")[1]
-    for found, says in ((inner, "r.json"), (line, "m.jsonl, line 2")):
-        for kept in (found, copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+    for result, says in ((inner, "r.json"), (line, "m.jsonl, line 2")):
+        for kept in (result, copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
             with pytest.raises(ValueError, match=f"key 'step' is missing in .*{says}$"):
                 kept["step"]
-            assert "step" not in kept and kept.get("step") is None
-    assert inner == {"seed": 3} and json.dumps(inner) == '{"seed": 3}'
+            assert "step" not in kept
+            assert kept.get("step") is None
+    assert inner == {"seed": 3}
+    assert json.dumps(inner) == '{"seed": 3}'
 
 
 def test_records_hold_no_machine(tmp_path, monkeypatch):
@@ -383,15 +429,14 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     def again(path):
         return to_plain(to_plain(FullPath(path)))  # of a run that resumes elsewhere
 
-    assert (
-        again(f"{home}/x") == "~/x"
-        and re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x"))
-        and again("/a/b/x") != again("/a/c/x")
-    )
-    seen = json.dumps(environment())
-    assert home not in seen and here not in seen
+    assert again(f"{home}/x") == "~/x"
+    assert re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x"))
+    assert again("/a/b/x") != again("/a/c/x")
+    observed = json.dumps(environment())
+    assert home not in observed
+    assert here not in observed
     node = platform.node()
-    assert len(node) < 4 or node not in seen
+    assert len(node) < 4 or node not in observed
 
 
 @pytest.mark.parametrize(
@@ -457,7 +502,8 @@ def test_commit_says_when_files_differ(tmp_path):
     git("init"), git("add", "."), git("commit", "-m", "first")
     clean = commit_of_kit(tmp_path)
     (tmp_path / "longhorn_kit" / "a.py").write_text("2")
-    assert len(clean) == 12 and commit_of_kit(tmp_path) == clean + "+"
+    assert len(clean) == 12
+    assert commit_of_kit(tmp_path) == clean + "+"
 
 
 @pytest.mark.parametrize(

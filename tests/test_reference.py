@@ -8,7 +8,10 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
 pytestmark = pytest.mark.numeric
 
-B, T, D, N = 2, 11, 3, 4
+B = 2
+T = 11
+D = 3
+N = 4
 
 
 @pytest.fixture
@@ -31,12 +34,11 @@ def tensors():
 
 
 def from_gates(a, i, q, S0):
-    "Read-outs and last state of S <- a S + i, from sums of log gates: no recurrence. a, i (B,T,D,N)."
+    "Read-outs and last state of S <- a S + i by sums of log gates, no recurrence; a, i (B,T,D,N)."
     log = a.log().cumsum(1)
-    later = torch.arange(a.shape[1])
-    weight = (log[:, :, None] - log[:, None]).exp() * (later[:, None] >= later)[
-        None, :, :, None, None
-    ]
+    steps = torch.arange(a.shape[1])
+    earlier = (steps[:, None] >= steps)[None, :, :, None, None]
+    weight = (log[:, :, None] - log[:, None]).exp() * earlier
     S = (weight * i[:, None]).sum(2) + log.exp() * S0[:, None]
     return torch.einsum("btdn,btn->btd", S, q), S[:, -1]
 
@@ -45,16 +47,17 @@ def finish(y, t):
     return (y + t["D_skip"] * t["x"]) * t["z"] * torch.sigmoid(t["z"])
 
 
-def same(ours, theirs, tensors):
+def same(results, expected, tensors):
     "Values, and gradients of every tensor under one random projection."
-    weights = [torch.randn_like(o) for o in ours]
-    for a, b in zip(ours, theirs):
+    weights = [torch.randn_like(o) for o in results]
+    for a, b in zip(results, expected):
         torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
-    grads = [
-        torch.autograd.grad(sum((w * o).sum() for w, o in zip(weights, out)), tensors)
-        for out in (ours, theirs)
-    ]
-    for a, b in zip(*grads):
+
+    def gradients(outputs):
+        loss = sum((w * o).sum() for w, o in zip(weights, outputs))
+        return torch.autograd.grad(loss, tensors)
+
+    for a, b in zip(gradients(results), gradients(expected)):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
@@ -73,37 +76,34 @@ def test_elementwise_forms_are_sums_over_products_of_gates(form, tensors):
 def test_exact_is_a_dense_solve_a_step(tensors):
     t = tensors
     S = t["initial_state"]
+    rates = torch.sigmoid(t["b"] + t["b_bias"])
+    identity = torch.eye(N).double()
     reads = []
     for i in range(T):
-        beta = torch.sigmoid(t["b"] + t["b_bias"])[:, i, :, None]
+        beta = rates[:, i, :, None]
+        x = t["x"][:, i, :, None]
         k = t["k"][:, i, None]
-        system = torch.eye(N).double() + beta[..., None] * torch.einsum("ban,bam->banm", k, k)
-        S = torch.linalg.solve(system, S + beta * t["x"][:, i, :, None] * k)
+        system = identity + beta[..., None] * torch.einsum("ban,bam->banm", k, k)
+        S = torch.linalg.solve(system, S + beta * x * k)
         reads.append(torch.einsum("bdn,bn->bd", S, t["q"][:, i]))
-    same(reference_scan(**t, form="exact"), (finish(torch.stack(reads, 1), t), S), list(t.values()))
+    expected = (finish(torch.stack(reads, 1), t), S)
+    same(reference_scan(**t, form="exact"), expected, list(t.values()))
 
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_s6_is_a_sum_over_products_of_gates(timed, tensors):
     t = dict(tensors)
-    A = (-torch.rand((B, T, N) if timed else (D, N), dtype=torch.float64)).requires_grad_()
+    shape = (B, T, N) if timed else (D, N)
+    A = (-torch.rand(shape, dtype=torch.float64)).requires_grad_()
     delta = F.softplus(t["b"] + t["b_bias"])[..., None]
     gate = torch.exp(delta * (A[:, :, None] if timed else A))
-    y, S = from_gates(
-        gate, delta * t["x"][..., None] * t["k"][:, :, None], t["q"], t["initial_state"]
-    )
-    ours = reference_selective_scan(
-        t["q"],
-        t["k"],
-        t["x"],
-        t["b"],
-        A,
-        t["b_bias"],
-        t["D_skip"],
-        t["z"],
-        initial_state=t["initial_state"],
-    )
-    same(ours, (finish(y, t), S), [*t.values(), A])
+    written = delta * t["x"][..., None] * t["k"][:, :, None]
+    first = t["initial_state"]
+    y, S = from_gates(gate, written, t["q"], first)
+    inputs = [t[n] for n in "qkxb"]
+    weights = (t["b_bias"], t["D_skip"], t["z"])
+    result = reference_selective_scan(*inputs, A, *weights, initial_state=first)
+    same(result, (finish(y, t), S), [*t.values(), A])
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])

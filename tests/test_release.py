@@ -52,13 +52,12 @@ def release(tmp_path, monkeypatch):
 
 
 def test_release_tags_only_with_version_and_only_once(release):
-    assert release()[0] == 0 and git("tag") == ""
+    assert release()[0] == 0
+    assert git("tag") == ""
     status, out, _ = release(VERSION)
-    assert (
-        status == 0
-        and f"git push origin v{VERSION}" in out
-        and git("cat-file", "-t", f"v{VERSION}") == "tag"
-    )
+    assert status == 0
+    assert f"git push origin v{VERSION}" in out
+    assert git("cat-file", "-t", f"v{VERSION}") == "tag"
     assert git("rev-parse", f"v{VERSION}^{{}}") == git("rev-parse", "HEAD")
     assert release(VERSION) == (1, "", f"make release: the tag v{VERSION} exists\n")
 
@@ -109,8 +108,10 @@ def test_release_refuses_in_one_sentence(release, file, old, new, version, messa
     if "tree" not in message:
         git("commit", "-q", "--allow-empty", "-am", "edit")
     status, out, error = release(version)
-    assert (status, out, git("tag")) == (1, "", "") and message in error
-    assert error.startswith("make release: ") and error.count("\n") == 1
+    assert (status, out, git("tag")) == (1, "", "")
+    assert message in error
+    assert error.startswith("make release: ")
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -118,5 +119,7 @@ def test_release_refuses_in_one_sentence(release, file, old, new, version, messa
 )
 def test_no_tag_after_a_failed_step(release, step):
     status, _, error = release(VERSION, fail=step)
-    assert status == 1 and error.startswith("make release: ")
-    assert git("tag") == "" and not Path("dist").exists()
+    assert status == 1
+    assert error.startswith("make release: ")
+    assert git("tag") == ""
+    assert not Path("dist").exists()

@@ -60,49 +60,44 @@ def written(tmp_path):
     write_record(tmp_path / "nbs/fake/gpu.json", fakes.record(scale="gpu", results={"score": -1}))
     settings = {"train": {"lr": 0.003, "seeds": [0, 1]}, "data": "</pre><script>1</script>\x07"}
     records = [fakes.record(settings=settings), fakes.record(scale="gpu")]
-    known = ledger(tmp_path / "runs", tmp_path / "nbs")
-    return report.write_report(records, tmp_path / "deep/report.html", known).read_text(
+    recorded = ledger(tmp_path / "runs", tmp_path / "nbs")
+    return report.write_report(records, tmp_path / "deep/report.html", recorded).read_text(
         encoding="utf-8"
     )
 
 
 def test_page_is_well_formed_and_loads_nothing(written):
     page = Page(written)
-    assert (
-        page.open == []
-        and written.strip().startswith("<!doctype html>")
-        and {"script", "link", "img"}.isdisjoint(tag for tag, _ in page.tags)
-    )
+    assert page.open == []
+    assert written.strip().startswith("<!doctype html>")
+    assert {"script", "link", "img"}.isdisjoint(tag for tag, _ in page.tags)
     assert all(
         there.get(name, "#").startswith("#")
         for _, there in page.tags
         for name in ("src", "href", "srcset", "data", "poster", "action")
     )
-    assert "url(" not in written and "@import" not in written and '<meta name="viewport"' in written
-    assert (
-        all(
-            f"@media ({words})" in written
-            for words in ("prefers-color-scheme: dark", "max-width: 34rem")
-        )
-        and "@media print" in written
+    assert "url(" not in written
+    assert "@import" not in written
+    assert '<meta name="viewport"' in written
+    assert all(
+        f"@media ({words})" in written
+        for words in ("prefers-color-scheme: dark", "max-width: 34rem")
     )
+    assert "@media print" in written
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     links = [attributes["href"][1:] for tag, attributes in page.tags if tag == "a"]
-    assert (
-        len(set(ids)) == len(ids)
-        and links == ["fake-laptop", "fake-gpu"]
-        and set(links) <= set(ids)
-    )
+    assert len(set(ids)) == len(ids)
+    assert links == ["fake-laptop", "fake-gpu"]
+    assert set(links) <= set(ids)
 
 
 def test_text_of_a_run_is_escaped_and_readable(written):
     text = "".join(Page(written).text)
-    assert (
-        "<script>" not in written
-        and written.count("<h1>") == 1
-        and not re.search(r"[\x00-\x08\x0b-\x1f]", written)
-    )
-    assert text.count("</pre><script>1</script>\ufffd") == 2 and "The fake claim < & holds." in text
+    assert "<script>" not in written
+    assert written.count("<h1>") == 1
+    assert not re.search(r"[\x00-\x08\x0b-\x1f]", written)
+    assert text.count("</pre><script>1</script>\ufffd") == 2
+    assert "The fake claim < & holds." in text
 
 
 def test_page_says_what_was_run_what_came_out_and_how_to_repeat_it(written):
@@ -122,11 +117,14 @@ def test_page_says_what_was_run_what_came_out_and_how_to_repeat_it(written):
     ):
         assert part in text, part
     plots = re.findall(r"<figure>.*?</figure>", written, re.S)
-    assert len(plots) == 2 and all(
+    assert len(plots) == 2
+    assert all(
         plot.count("<svg") == 2 and "aria-label" in plot and "<figcaption>" in plot
         for plot in plots
     )
-    assert "beside recorded GPU runs" in plots[0] and "−1.0" in plots[0] and "gpu None" not in text
+    assert "beside recorded GPU runs" in plots[0]
+    assert "−1.0" in plots[0]
+    assert "gpu None" not in text
 
 
 def test_page_names_what_is_still_to_come_and_what_is_a_trial(tmp_path):
@@ -135,38 +133,36 @@ def test_page_names_what_is_still_to_come_and_what_is_a_trial(tmp_path):
     text = report.write_report(records, path, later=["other", "<b>"]).read_text(encoding="utf-8")
     page = Page(text)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
-    assert page.open == [] and ids == ["fake-laptop", "fake-laptop-trial"]
+    assert page.open == []
+    assert ids == ["fake-laptop", "fake-laptop-trial"]
     words = " ".join(" ".join(page.text).split())
-    assert (
-        "still to come when this page was written: other, <b>." in words
-        and "the same command resumes" in words
-    )
-    assert (
-        "fake, laptop scale (trial)" in words
-        and words.count("does not count it: steps 3 -> 20.") == 1
-    )
+    assert "still to come when this page was written: other, <b>." in words
+    assert "the same command resumes" in words
+    assert "fake, laptop scale (trial)" in words
+    assert words.count("does not count it: steps 3 -> 20.") == 1
     text = report.write_report([fakes.record()], path).read_text(encoding="utf-8")
-    assert "still to come" not in text and "trial" not in text
+    assert "still to come" not in text
+    assert "trial" not in text
 
 
 def test_page_without_records_and_a_failed_write(tmp_path, monkeypatch):
     path = report.write_report([], tmp_path / "report.html")
     text = path.read_text()
-    assert Page(text).open == [] and "Nothing has been run" in text
+    assert Page(text).open == []
+    assert "Nothing has been run" in text
     monkeypatch.setattr(
         "os.fsync",
         lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
     )
     with pytest.raises(OSError, match="report.html"):
         report.write_report([fakes.record()], path)
-    assert path.read_text() == text and [file.name for file in tmp_path.iterdir()] == [
-        "report.html"
-    ]
+    assert path.read_text() == text
+    assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_durations_and_that_the_package_carries_templates_and_style():
-    found = [report.duration(seconds) for seconds in (0, 9.96, 12.4, 59.6, 61, 3599.9, 90061)]
-    assert found == ["0.0 s", "10.0 s", "12 s", "1 min", "1 min 1 s", "1 h", "25 h 1 min"]
+    texts = [report.duration(seconds) for seconds in (0, 9.96, 12.4, 59.6, 61, 3599.9, 90061)]
+    assert texts == ["0.0 s", "10.0 s", "12 s", "1 min", "1 min 1 s", "1 h", "25 h 1 min"]
     root = Path(report.__file__).parents[2]
     globs = tomllib.loads((root.parent / "pyproject.toml").read_text())["tool"]["setuptools"][
         "package-data"

@@ -1,4 +1,4 @@
-"""The planned run on rewritten keys: its plan, its jobs, the choice of a rate, and when it may be judged."""
+"""The planned run on rewritten keys: plan, jobs, the choice of a rate, and when it is judged."""
 
 from dataclasses import asdict, replace
 
@@ -33,11 +33,12 @@ TINY = dict(
 
 
 def made_up(late):
-    "Return a stand-in for `run_job`: late recall by (seeds, rate), and each seed's number as its recall."
+    "Return a stand-in for `run_job`: late recall by (seeds, rate), and recall by seed."
 
     def run_job(settings, folder):
         seeds = settings["seeds"]
-        tests = {str(pairs): [seed / 100 for seed in seeds] for pairs in settings["test_pairs"]}
+        shares = [seed / 100 for seed in seeds]
+        tests = {str(pairs): shares for pairs in settings["test_pairs"]}
         return {
             "late_recall": late(seeds, settings["lr"]),
             "recall": [[0.5]] * len(seeds),
@@ -50,9 +51,8 @@ def made_up(late):
 def test_the_settings_are_the_committed_plan():
     "A change of designs, seeds, rates or layer needs a new plan, committed before its run."
     assert plan_of(PLANNED) == PLAN
-    assert PLANNED.search_seeds == tuple(range(20001, 20013)) and PLANNED.seeds == tuple(
-        range(20101, 20133)
-    )
+    assert PLANNED.search_seeds == tuple(range(20001, 20013))
+    assert PLANNED.seeds == tuple(range(20101, 20133))
     for change in (
         dict(embed=(32,)),
         dict(seeds=PLANNED.seeds[:31]),
@@ -73,26 +73,20 @@ def test_every_seed_is_trained_once_per_rate_and_judged_once(tmp_path):
     jobs = [read_record(path)["settings"] for path in tmp_path.glob("jobs/*/metrics.json")]
     for design in record["results"]["designs"]:
         for model in PLANNED.models:
-            ours = [job for job in jobs if (job["embed"], job["model"]) == (design["embed"], model)]
+            own = [job for job in jobs if (job["embed"], job["model"]) == (design["embed"], model)]
             for lr in TINY["lrs"]:
                 searched = [
-                    job["seeds"] for job in ours if job["lr"] == lr and not job["test_pairs"]
+                    job["seeds"] for job in own if job["lr"] == lr and not job["test_pairs"]
                 ]
                 assert sorted(searched) == [[1, 2], [3]]
-            assert sorted(job["seeds"] for job in ours if job["test_pairs"]) == [
-                [4, 5],
-                [6, 7],
-                [8],
-            ]
+            assert sorted(job["seeds"] for job in own if job["test_pairs"]) == [[4, 5], [6, 7], [8]]
             assert (
                 design["recall"][model]
                 == [0.04, 0.05, 0.06, 0.07, 0.08]
                 == design["test"][model]["2"]
             )
-    assert (
-        record["results"]["plan"] == plan_of(RewrittenConfig(**TINY))
-        and record["results"]["plan"]["commit"] is None
-    )
+    assert record["results"]["plan"] == plan_of(RewrittenConfig(**TINY))
+    assert record["results"]["plan"]["commit"] is None
 
 
 def test_the_rate_is_best_over_all_search_seeds_and_none_of_them_diverges(tmp_path):
@@ -105,9 +99,9 @@ def test_the_rate_is_best_over_all_search_seeds_and_none_of_them_diverges(tmp_pa
         ((3,), 0.1): 0.5,
     }  # mean over seeds 0.433
     experiment = made_up(lambda seeds, lr: table.get((tuple(seeds), lr), 0.5))
-    found = run(experiment, folder=tmp_path, workers=0, **TINY)["results"]["designs"][0]
-    assert found["lr"] == dict.fromkeys(PLANNED.models, 0.1)
-    assert found["grid"]["longhorn"] == pytest.approx({"0.01": 0, "0.05": 0.4, "0.1": 1.3 / 3})
+    result = run(experiment, folder=tmp_path, workers=0, **TINY)["results"]["designs"][0]
+    assert result["lr"] == dict.fromkeys(PLANNED.models, 0.1)
+    assert result["grid"]["longhorn"] == pytest.approx({"0.01": 0, "0.05": 0.4, "0.1": 1.3 / 3})
 
 
 def test_no_verdict_before_the_last_seed_of_both_models(tmp_path):
@@ -122,9 +116,9 @@ def test_no_verdict_before_the_last_seed_of_both_models(tmp_path):
     (results.job_folder(last) / "metrics.json").unlink()
     partial = record | {"results": to_plain(rewritten.summarize(config, results))}
     first, second = outcomes("recall-rewritten", partial)
-    assert (
-        [first[1].n, second[1].n] == [5, 0] and second[1].verdict == "not run" and second[0].waits
-    )
+    assert [first[1].n, second[1].n] == [5, 0]
+    assert second[1].verdict == "not run"
+    assert second[0].waits
     assert all(comparison.planned and comparison.searched == 3 for comparison, _ in (first, second))
 
 
@@ -156,9 +150,8 @@ def test_both_sides_may_win(lead, words):
     ]
     designs[1]["lr"]["longhorn"] = 0.1  # the highest rate
     first, second = outcomes("recall-rewritten", record)
-    assert (
-        "edge of the grid (diagonal)" in second[0].doubt and second[1].verdict == "cannot be judged"
-    )
+    assert "edge of the grid (diagonal)" in second[0].doubt
+    assert second[1].verdict == "cannot be judged"
     assert first[1].p == judged[0][1].p, "the other comparison still counts in the correction"
     assert "exact 0.03, diagonal 0.1 with an embedding of 8" in find_claim(
         "recall-rewritten"
@@ -170,9 +163,9 @@ def test_jobs_of_a_few_seeds_give_the_numbers_of_one_job(tmp_path):
     together = run(
         EXPERIMENT, folder=tmp_path / "one", workers=0, **settings | dict(seeds_per_job=5)
     )["results"]
-    apart = run(EXPERIMENT, folder=tmp_path / "few", workers=0, **settings)["results"]
+    few = run(EXPERIMENT, folder=tmp_path / "few", workers=0, **settings)["results"]
     for model in PLANNED.models:
-        assert together["designs"][0]["recall"][model] == apart["designs"][0]["recall"][model]
+        assert together["designs"][0]["recall"][model] == few["designs"][0]["recall"][model]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +187,9 @@ def test_wrong_settings_are_refused(wrong, words):
 def test_a_recorded_run_is_the_planned_one():
     for path in (results_folder() / "recall-rewritten").glob("*.json"):
         record = read_record(path)
-        assert record["results"]["plan"] == PLAN and PLAN["commit"] and record["missing"] == 0
+        assert record["results"]["plan"] == PLAN
+        assert PLAN["commit"]
+        assert record["missing"] == 0
         assert record["settings"] == to_plain(asdict(PLANNED))
         assert all(
             len(recall) == 32

@@ -31,7 +31,8 @@ QUICK = {"pause": 0.001}
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     record = run(toy.EXPERIMENT, folder=tmp_path_factory.mktemp("here"), workers=0, **QUICK)
-    assert record["missing"] == 0 and record["results"].keys() == EXPECTED
+    assert record["missing"] == 0
+    assert record["results"].keys() == EXPECTED
     assert {len(seeds) for seeds in record["results"].values()} == {3}
     return record["results"]
 
@@ -43,15 +44,12 @@ def starts(folder):
 def test_processes_give_the_same_record_and_nothing_is_run_twice(tmp_path, expected):
     for _ in range(2):
         record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
-        assert (
-            record["results"] == expected
-            and record["missing"] == 0
-            and record["made"]["device"] == ["cpu"]
-        )
+        assert record["results"] == expected
+        assert record["missing"] == 0
+        assert record["made"]["device"] == ["cpu"]
         assert starts(tmp_path) == ["start\n"] * 15
-    assert (
-        read_record(tmp_path / "record.json") == record and not (tmp_path / "partial.json").exists()
-    )
+    assert read_record(tmp_path / "record.json") == record
+    assert not (tmp_path / "partial.json").exists()
 
 
 def test_a_job_that_fails_is_tried_again_noted_and_given_up(
@@ -59,12 +57,13 @@ def test_a_job_that_fails_is_tried_again_noted_and_given_up(
 ):
     monkeypatch.setenv("TOY_FAILS", "diagonal")
     record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)
-    assert record["missing"] == 3 and record["results"] == expected | {"diagonal": []}
-    assert (
-        not (tmp_path / "record.json").exists() and read_record(tmp_path / "partial.json") == record
-    )
+    assert record["missing"] == 3
+    assert record["results"] == expected | {"diagonal": []}
+    assert not (tmp_path / "record.json").exists()
+    assert read_record(tmp_path / "partial.json") == record
     errors = capsys.readouterr().err
-    assert errors.count("ValueError: the toy is broken") == 6 and "error-1.txt" in errors
+    assert errors.count("ValueError: the toy is broken") == 6
+    assert "error-1.txt" in errors
     for note in tmp_path.glob("jobs/*/error-*.txt"):
         note.unlink()
     monkeypatch.delenv("TOY_FAILS")
@@ -87,19 +86,19 @@ def staying(monkeypatch):
 
 def test_processes_that_stay_give_the_same_record(tmp_path, staying, expected):
     record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
-    assert record["results"] == expected and record["missing"] == 0
+    assert record["results"] == expected
+    assert record["missing"] == 0
     assert starts(tmp_path) == ["start\n"] * 15
     processes = [worker.process for worker in staying.processes.values()]
-    assert len(processes) == 2 and not any(process.is_alive() for process in processes)
+    assert len(processes) == 2
+    assert not any(process.is_alive() for process in processes)
 
 
 def test_a_process_that_stays_goes_on_after_an_error(tmp_path, staying, monkeypatch, capsys):
     monkeypatch.setenv("TOY_FAILS", "mamba")
     record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
-    assert (
-        record["missing"] == 3
-        and capsys.readouterr().err.count("ValueError: the toy is broken") == 6
-    )
+    assert record["missing"] == 3
+    assert capsys.readouterr().err.count("ValueError: the toy is broken") == 6
     assert all("Traceback" in note.read_text() for note in tmp_path.glob("jobs/*/error-*.txt"))
 
 
@@ -109,7 +108,8 @@ def test_a_process_that_dies_is_replaced(staying, tmp_path):
         with pytest.raises(Lost, match="the process ended with code 7"):
             wait(lost)
         after = staying.submit(leave_mark, None, {"model": "a"}, tmp_path)
-        assert wait(after) is None and (tmp_path / "mark").exists()
+        assert wait(after) is None
+        assert (tmp_path / "mark").exists()
     finally:
         staying.close()
 
@@ -149,15 +149,33 @@ def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected
     first = run(toy.EXPERIMENT, folder=tmp_path, workers=2, minutes=1 / 60, pause=0.1)
     assert 0 < first["missing"] <= 9
     second = run(toy.EXPERIMENT, folder=tmp_path, workers=4, pause=0.1)
-    assert second["results"] == expected and second["missing"] == 0
+    assert second["results"] == expected
+    assert second["missing"] == 0
 
 
 def test_no_job_starts_that_would_end_after_the_deadline():
-    known = {lab_run.kind_of({"model": "a", "lr": 1}): [50.0, 70.0]}
+    stored = {lab_run.kind_of({"model": "a", "lr": 1}): [50.0, 70.0]}
     now = time.time()
-    assert lab_run.ends_in_time({"model": "a", "lr": 2}, known, now + 65)
-    assert not lab_run.ends_in_time({"model": "a", "lr": 2}, known, now + 55)
+    assert lab_run.ends_in_time({"model": "a", "lr": 2}, stored, now + 65)
+    assert not lab_run.ends_in_time({"model": "a", "lr": 2}, stored, now + 55)
     assert lab_run.ends_in_time({"model": "a", "lr": 2}, {}, now + 1), "the first job always starts"
+
+
+def test_an_engine_tells_a_lost_process_from_an_error_of_the_job():
+    from concurrent.futures import CancelledError
+
+    from distributed import KilledWorker
+    from submitit.core.utils import FailedJobError, UncompletedJobError
+
+    slurm = lab_run.Slurm.__new__(lab_run.Slurm)
+    dask = lab_run.Dask.__new__(lab_run.Dask)
+    assert lab_run.Here().is_loss(Lost("gone"))
+    assert slurm.is_loss(UncompletedJobError("preempted"))
+    assert not slurm.is_loss(FailedJobError("the job raised an error"))
+    assert dask.is_loss(KilledWorker("task", None, 3))
+    assert dask.is_loss(CancelledError())
+    for engine in (lab_run.Here(), slurm, dask):
+        assert not engine.is_loss(ValueError("the toy is broken"))
 
 
 @pytest.mark.parametrize(
@@ -223,12 +241,12 @@ def processes_in(folder):
         except psutil.NoSuchProcess:  # it has just ended
             return []
 
-    found = [
+    result = [
         p
         for p in psutil.process_iter(["cmdline"])
         if str(folder) in " ".join(p.info["cmdline"] or [])
     ]
-    return list({p.pid: p for parent in found for p in tree(parent)}.values())
+    return list({p.pid: p for parent in result for p in tree(parent)}.values())
 
 
 @pytest.mark.parametrize("number", [slow_case(signal.SIGINT), slow_case(signal.SIGKILL)])
@@ -246,7 +264,8 @@ def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path, number):
         any(p.is_running() and p.status() != "zombie" for p in helpers) and time.monotonic() < end
     ):
         time.sleep(0.1)
-    assert len(helpers) >= 5 and not any(p.is_running() and p.status() != "zombie" for p in helpers)
+    assert len(helpers) >= 5
+    assert not any(p.is_running() and p.status() != "zombie" for p in helpers)
 
 
 @pytest.fixture
@@ -313,7 +332,8 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(
                 pass
     process.wait(180)
     record = read_record(tmp_path / "record.json")
-    assert record["results"] == expected and kills == len(fakes.kills(20))
+    assert record["results"] == expected
+    assert kills == len(fakes.kills(20))
     assert not any("again" in text for text in starts(tmp_path))
 
 
@@ -329,7 +349,11 @@ def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
         re.S,
     )
     experiment, claim = (textwrap.dedent(block) for block in blocks)
-    cells = ["#| default_exp lab.parity", f"#| export\n{experiment}", f"#| export\n{claim}"]
+    cells = [
+        "#| default_exp lab.experiments.parity",
+        f"#| export\n{experiment}",
+        f"#| export\n{claim}",
+    ]
     code = [
         dict(
             cell_type="code", metadata={}, source=text, outputs=[], execution_count=None, id=str(i)
@@ -355,7 +379,8 @@ def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "parity: exact above diagonal" in done.stdout, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "parity: exact above diagonal" in done.stdout, done.stderr
     assert (
         read_record(tmp_path / "runs" / "parity" / "laptop.trial" / "record.json")["settings"][
             "steps"
@@ -371,23 +396,23 @@ def job(model, lr, seconds=None, **more):
 
 
 def test_a_job_is_expected_to_take_the_time_of_the_finished_ones_most_like_it():
-    known = {}
+    stored = {}
     for row in (
         job("a", 1, 10.0, size=1),
         job("a", 2, 20.0, size=1),
         job("b", 1, 50.0, size=1),
         job("b", 1, 70.0, size=2),
     ):
-        known.setdefault(lab_run.kind_of(row["settings"]), []).append(row["seconds"])
+        stored.setdefault(lab_run.kind_of(row["settings"]), []).append(row["seconds"])
 
     def likely(**settings):
-        return lab_run.likely_seconds(lab_run.kind_of(settings), known)
+        return lab_run.likely_seconds(lab_run.kind_of(settings), stored)
 
     assert likely(model="a", size=1, lr=9, seed=5) == 15  # neither rate nor seed changes the time
-    assert (
-        likely(model="b", size=2) == 70 and likely(model="a", size=2) == 15
-    )  # the model counts more than the rest
-    assert likely(model="c", size=2) == 70 and likely(model="c", size=3) == 37.5  # the mean of all
+    assert likely(model="b", size=2) == 70
+    assert likely(model="a", size=2) == 15  # the model counts more than the rest
+    assert likely(model="c", size=2) == 70
+    assert likely(model="c", size=3) == 37.5  # the mean of all
 
 
 @pytest.mark.parametrize(
@@ -408,8 +433,8 @@ def test_the_time_left_is_that_of_the_last_worker(running, waiting, workers, lef
 def test_an_estimate_counts_what_a_running_job_has_done(monkeypatch):
     monkeypatch.setattr(lab_run.time, "monotonic", lambda: 104.0)
     done = [job("a", 1, 10.0)]
-    found = lab_run.estimate(done, [(job("a", 2), 100.0), (job("b", 1), 60.0)], [job("a", 3)], 2)
-    assert (found.left, found.whole, found.workers) == (
+    result = lab_run.estimate(done, [(job("a", 2), 100.0), (job("b", 1), 60.0)], [job("a", 3)], 2)
+    assert (result.left, result.whole, result.workers) == (
         10,
         20,
         2,
@@ -452,8 +477,11 @@ def test_jobs_that_wait_for_results_are_counted_from_the_start(tmp_path, monkeyp
     monkeypatch.setattr(lab_run, "progress", lambda **_: Bar())
     run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)
     assert totals == [(n, 15) for n in range(16)]
-    lefts = [found.left for found in estimates]
-    assert len(lefts) == 15 and lefts[0] > 0 and lefts[-1] == 0 and estimates[0].workers == 1
+    lefts = [result.left for result in estimates]
+    assert len(lefts) == 15
+    assert lefts[0] > 0
+    assert lefts[-1] == 0
+    assert estimates[0].workers == 1
     assert (
         run(toy.EXPERIMENT, folder=tmp_path, workers=0, on_estimate=estimates.append, **QUICK)[
             "missing"

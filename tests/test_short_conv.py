@@ -1,4 +1,4 @@
-"""The short convolution: both backends against a sum written out in float64; a part in the interpreter, all of it on a GPU."""
+"""The short convolution: both backends against a sum in float64, interpreted and on a GPU."""
 
 from itertools import cycle
 
@@ -28,12 +28,9 @@ def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=Tru
         return torch.randn(*s, generator=gen).to(DEVICE)
 
     n = B if sequences is None else sequences
-    a = dict(
-        x=new(B, T, D).to(dtype),
-        weight=new(D, W),
-        bias=new(D) if bias else None,
-        initial_state=new(n, D, W - 1).to(dtype) if state else None,
-    )
+    a = dict(x=new(B, T, D).to(dtype), weight=new(D, W))
+    a["bias"] = new(D) if bias else None
+    a["initial_state"] = new(n, D, W - 1).to(dtype) if state else None
     return a, new(B, T, D).to(dtype), new(n, D, W - 1).to(dtype)
 
 
@@ -43,8 +40,12 @@ def summed(x, weight, bias, initial_state, activation="silu"):
     W = weight.shape[1]
     past = x.new_zeros(B, D, W - 1) if initial_state is None else initial_state
     row = torch.cat([past.transpose(1, 2), x], 1)
-    y = sum(row[:, j : j + T] * weight[:, j] for j in range(W)) + (0 if bias is None else bias)
-    return y * torch.sigmoid(y) if activation else y, row[:, T:].transpose(1, 2)
+    y = sum(row[:, j : j + T] * weight[:, j] for j in range(W))
+    if bias is not None:
+        y = y + bias
+    if activation:
+        y = y * torch.sigmoid(y)
+    return y, row[:, T:].transpose(1, 2)
 
 
 def results(run, a, dy, dfinal):
@@ -58,27 +59,25 @@ def oracle(a, dy, dfinal, activation="silu", bounds=None):
     def run(x, weight, bias, initial_state):
         if bounds is None:
             return summed(x, weight, bias, initial_state, activation)
-        cuts = [
-            (x[:, lo:hi], None if initial_state is None else initial_state[i : i + 1])
-            for i, (lo, hi) in enumerate(zip(bounds, bounds[1:]))
-        ]
-        parts = [summed(cut, weight, bias, past, activation) for cut, past in cuts]
-        return torch.cat([p[0] for p in parts], 1), torch.cat([p[1] for p in parts])
+        outs = []
+        finals = []
+        for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+            past = None if initial_state is None else initial_state[i : i + 1]
+            out, final = summed(x[:, lo:hi], weight, bias, past, activation)
+            outs.append(out)
+            finals.append(final)
+        return torch.cat(outs, 1), torch.cat(finals)
 
     return results(run, leaves(a, torch.float64), dy.double(), dfinal.double())
 
 
-def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
-    cu = (
-        torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
-        if isinstance(bounds, list)
-        else bounds
-    )
+def by_kit(a, dy, dfinal, backend="triton", bounds=None, **options):
+    if isinstance(bounds, list):
+        bounds = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
+    options |= dict(cu_seqlens=bounds, output_final_state=True, backend=backend)
 
     def run(**t):
-        return causal_conv1d(
-            **t, cu_seqlens=cu, output_final_state=True, backend=backend, **options
-        )
+        return causal_conv1d(**t, **options)
 
     return results(run, leaves(a), dy, dfinal)
 
@@ -86,24 +85,29 @@ def ours(a, dy, dfinal, backend="triton", bounds=None, **options):
 def assert_right(
     B, T, D, W, backend="triton", bounds=None, activation="silu", dtype=torch.float32, **made
 ):
-    a, dy, dfinal = inputs(B, T, D, W, None if bounds is None else len(bounds) - 1, dtype, **made)
-    got = ours(a, dy, dfinal, backend, bounds, activation=activation)
+    sequences = None if bounds is None else len(bounds) - 1
+    a, dy, dfinal = inputs(B, T, D, W, sequences, dtype, **made)
+    got = by_kit(a, dy, dfinal, backend, bounds, activation=activation)
     want = oracle(a, dy, dfinal, activation, bounds)
-    bad = {n: error(got[n], want[n]) for n in want if not error(got[n], want[n]) < TOLERANCE[dtype]}
-    assert got.keys() == want.keys() and not bad, bad
-    assert got["y"].is_contiguous() and got["final"].is_contiguous()  # can be viewed in any shape
+    assert got.keys() == want.keys()
+    for name, expected in want.items():
+        assert error(got[name], expected) < TOLERANCE[dtype], name
+    # They can be viewed in any shape.
+    assert got["y"].is_contiguous()
+    assert got["final"].is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("activation", ("silu", None))
 def test_sixteen_bits_are_rounded_once(activation, dtype):
-    "Outputs are as far from float64 as one rounding; gradients of float32 taps have no 16-bit rounding at all."
+    "Outputs differ from float64 by one rounding; gradients of float32 taps by none of 16 bits."
     a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
-    got = ours(a, dy, dfinal, "torch", activation=activation)
+    got = by_kit(a, dy, dfinal, "torch", activation=activation)
     want = oracle(a, dy, dfinal, activation)
     for name in ("y", "x", "initial_state"):
         assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
-    assert error(got["weight"], want["weight"]) < 3e-6 and error(got["bias"], want["bias"]) < 3e-6
+    assert error(got["weight"], want["weight"]) < 3e-6
+    assert error(got["bias"], want["bias"]) < 3e-6
     assert got["final"].dtype is dtype
 
 
@@ -115,7 +119,8 @@ def test_steps_keep_wide_states_and_round_once(backend):
     with torch.no_grad():
         y, after = causal_conv1d_step(x, state, a["weight"], a["bias"], backend=backend)
     want, _ = summed(*(t.double() for t in (a["x"], a["weight"], a["bias"], state)))
-    assert error(y, want[:, 0]) < 1.01 * error(want[:, 0].bfloat16(), want[:, 0])
+    want = want[:, 0]
+    assert error(y, want) < 1.01 * error(want.bfloat16(), want)
     assert torch.equal(after, torch.cat([state[..., 1:], x.float()[..., None]], -1))
 
 
@@ -124,7 +129,8 @@ def test_steps_keep_wide_states_and_round_once(backend):
 def test_empty_inputs_give_gradients_of_zeros(B, T, backend):
     a = leaves(inputs(B, T, 3, 4)[0])
     y, final = causal_conv1d(**a, output_final_state=True, backend=backend)
-    assert y.shape == (B, T, 3) and final.shape == (B, 3, 3)
+    assert y.shape == (B, T, 3)
+    assert final.shape == (B, 3, 3)
     y.sum().backward()
     assert all(t.grad.shape == t.shape and not t.grad.any() for t in a.values())
 
@@ -177,14 +183,15 @@ def test_plans_for_real_shapes(shape):
 
 def assert_packed_as_alone(backend, bounds, D, dtype=torch.float32, names=("y", "x", "final")):
     a, dy, dfinal = inputs(1, bounds[-1], D, 4, len(bounds) - 1, dtype)
-    packed = ours(a, dy, dfinal, backend, bounds)
+    packed = by_kit(a, dy, dfinal, backend, bounds)
     for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
-        cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][i : i + 1]}
-        alone = ours(cut, dy[:, lo:hi], dfinal[i : i + 1], backend)
+        one = slice(i, i + 1)
+        cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][one]}
+        alone = by_kit(cut, dy[:, lo:hi], dfinal[one], backend)
         for name in names:
-            assert torch.equal(
-                alone[name], packed[name][:, lo:hi] if name in "xy" else packed[name][i : i + 1]
-            ), (i, name)
+            whole = packed[name]
+            expected = whole[:, lo:hi] if name in "xy" else whole[one]
+            assert torch.equal(alone[name], expected), (i, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -200,15 +207,9 @@ def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
     whole = causal_conv1d(**a, output_final_state=True, backend=backend)
     parts = []
     past = a["initial_state"]
+    options = dict(output_final_state=True, backend=backend)
     for piece in a["x"].split(lengths, 1):
-        y, past = causal_conv1d(
-            piece,
-            a["weight"],
-            a["bias"],
-            initial_state=past,
-            output_final_state=True,
-            backend=backend,
-        )
+        y, past = causal_conv1d(piece, a["weight"], a["bias"], initial_state=past, **options)
         parts.append(y)
     torch.testing.assert_close(torch.cat(parts, 1), whole[0])
     assert torch.equal(past, whole[1])
@@ -216,15 +217,14 @@ def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
 
 def test_strides_do_not_matter(small):
     a, dy, dfinal = inputs(1, 5, 6, 4)
-    wide = {
-        **a,
-        "x": torch.cat([a["x"], a["x"]], -1)[..., :6],
-        "weight": a["weight"].t().contiguous().t(),
-    }
-    last = {**a, "x": a["x"].transpose(1, 2).contiguous().transpose(1, 2)}
-    plain = ours(a, dy, dfinal)
+    wide = dict(a)
+    wide["x"] = torch.cat([a["x"], a["x"]], -1)[..., :6]
+    wide["weight"] = a["weight"].t().contiguous().t()
+    last = {**a, "x": a["x"].mT.contiguous().mT}
+    plain = by_kit(a, dy, dfinal)
+    strided_dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
     for variant in (wide, last):
-        got = ours(variant, dy.transpose(0, 1).contiguous().transpose(0, 1), dfinal)
+        got = by_kit(variant, strided_dy, dfinal)
         assert all(torch.equal(got[n], plain[n]) for n in plain)
 
 
@@ -232,16 +232,16 @@ def test_strides_do_not_matter(small):
 def test_bounds_may_have_any_stride(backend, small):
     a, dy, dfinal = inputs(1, 12, 3, 4, 2)
     bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)[:, 0]
-    got, want = (ours(a, dy, dfinal, backend, cu) for cu in (bounds, bounds.clone()))
-    assert not bounds.is_contiguous() and all(torch.equal(got[n], want[n]) for n in want)
+    assert not bounds.is_contiguous()
+    got = by_kit(a, dy, dfinal, backend, bounds)
+    want = by_kit(a, dy, dfinal, backend, bounds.clone())
+    assert all(torch.equal(got[n], want[n]) for n in want)
 
 
 def test_conv1d_weights_are_taken_as_they_are():
     a, *_ = inputs(1, 5, 3, 4)
-    assert torch.equal(
-        causal_conv1d(a["x"], a["weight"][:, None], a["bias"]),
-        causal_conv1d(a["x"], a["weight"], a["bias"]),
-    )
+    expected = causal_conv1d(a["x"], a["weight"], a["bias"])
+    assert torch.equal(causal_conv1d(a["x"], a["weight"][:, None], a["bias"]), expected)
 
 
 def test_bits_do_not_depend_on_the_plan():
@@ -249,17 +249,20 @@ def test_bits_do_not_depend_on_the_plan():
     x, w, c, h = a.values()
     runs = []
     for plan in (ConvPlan(4, 2, 2), ConvPlan(8, 4, 4, 2), ConvPlan(16, 8, 8)):
+        outputs = conv_forward(x, w, c, h, None, True, True, plan)
         dx, _, _, dh = conv_backward(dy, dfinal, x, w, c, h, None, True, plan)
-        runs.append((*conv_forward(x, w, c, h, None, True, True, plan), dx, dh))
-    assert all(torch.equal(p, q) for other in runs[1:] for p, q in zip(runs[0], other))
+        runs.append((*outputs, dx, dh))
+    first, *others = runs
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 def test_memory_around_and_before_is_not_read(monkeypatch, small):
     "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
     a, dy, dfinal = inputs(1, 5, 3, 4)
-    want = ours(a, dy, dfinal)
+    want = by_kit(a, dy, dfinal)
     poisoned(monkeypatch)
-    got = ours({n: within(t) for n, t in a.items()}, dy, dfinal)
+    got = by_kit({n: within(t) for n, t in a.items()}, dy, dfinal)
     assert all(error(got[n], want[n]) < 1e-6 for n in want)
 
 
@@ -267,7 +270,7 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
 def test_extremes_stay_finite(small):
     a, dy, dfinal = inputs(1, 8, 3, 4)
     a["x"][0, 1:4] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
-    assert all(torch.isfinite(t).all() for t in ours(a, dy, dfinal).values())
+    assert all(torch.isfinite(t).all() for t in by_kit(a, dy, dfinal).values())
 
 
 def test_one_output_without_the_other():
@@ -277,11 +280,9 @@ def test_one_output_without_the_other():
         y = causal_conv1d(**r, backend=backend)
         _, final = causal_conv1d(**r, output_final_state=True, backend=backend)
         g = torch.autograd.grad(final, (r["x"], r["initial_state"]), dfinal)
-        assert (
-            torch.equal(g[0][:, 2:], dfinal.transpose(1, 2))
-            and not g[0][:, :2].any()
-            and not g[1].any()
-        )
+        assert torch.equal(g[0][:, 2:], dfinal.transpose(1, 2))
+        assert not g[0][:, :2].any()
+        assert not g[1].any()
         assert y.shape == (1, 5, 3)
 
 
@@ -291,33 +292,29 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
     r = leaves(a)
     names = [n for n, t in r.items() if t is not None]
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
-    (y, again), last = causal_conv1d(
-        **r, cu_seqlens=cu, output_final_state=True, backend=backend, twice=True
-    )
-    assert y.data_ptr() == again.data_ptr() and torch.equal(
-        y, causal_conv1d(**r, cu_seqlens=cu, backend=backend)
-    )
+    options = dict(cu_seqlens=cu, backend=backend)
+    (y, copy), last = causal_conv1d(**r, output_final_state=True, twice=True, **options)
+    assert y.data_ptr() == copy.data_ptr()
+    assert torch.equal(y, causal_conv1d(**r, **options))
+    limit = TOLERANCE[dtype]
+    if backend == "torch" and dtype == torch.bfloat16:
+        # Taps, outputs, their activation, and three gradients are rounded, by half of eps each.
+        limit = bound(dtype, 6 / 2)
+    no_final = torch.zeros_like(dfinal)
     for first, second, third in (
         (dy, dy.cos(), None),
         (dy, dy.cos(), dfinal),
         (None, dy, None),
         (dy, None, None),
     ):
-        read = [(t, g) for t, g in ((y, first), (again, second), (last, third)) if g is not None]
-        got = torch.autograd.grad(
-            [t for t, _ in read], [r[n] for n in names], [g for _, g in read], retain_graph=True
-        )
+        weights = ((y, first), (copy, second), (last, third))
+        outputs = [t for t, g in weights if g is not None]
+        grads = [g for _, g in weights if g is not None]
+        got = torch.autograd.grad(outputs, [r[n] for n in names], grads, retain_graph=True)
         total = sum(g.double() for g in (first, second) if g is not None)
-        want = oracle(
-            a, total, torch.zeros_like(dfinal) if third is None else dfinal, bounds=bounds
-        )
-        # PyTorch rounds taps, outputs, their activation, and three gradients on their way back, by half of eps each
-        limit = (
-            bound(dtype, 6 / 2)
-            if backend == "torch" and dtype == torch.bfloat16
-            else TOLERANCE[dtype]
-        )
-        assert all(error(g, want[n]) < limit for n, g in zip(names, got))
+        want = oracle(a, total, no_final if third is None else third, bounds=bounds)
+        for name, grad in zip(names, got):
+            assert error(grad, want[name]) < limit, name
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -359,19 +356,18 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
         y, last = causal_conv1d(
             **r, cu_seqlens=cu, output_final_state=True, backend="triton", twice=twice
         )
-        y, *again = y if twice else (y,)
-        outputs = [y, *again, last]
-        return y.grad_fn.name(), [
-            *outputs,
-            *torch.autograd.grad(outputs, list(r.values()), [t.cos() for t in outputs]),
-        ]
+        y, *copy = y if twice else (y,)
+        outputs = [y, *copy, last]
+        weights = [t.cos() for t in outputs]
+        grads = torch.autograd.grad(outputs, list(r.values()), weights)
+        return y.grad_fn.name(), [*outputs, *grads]
 
-    names, results = zip(
-        *[run() for _ in range(2)]
-    )  # the second starts kernels that the first compiled
+    calls = [run(), run()]  # the second starts kernels that the first compiled
+    names, results = zip(*calls)
     monkeypatch.setattr(triton_conv, "in_eager", lambda *_: False)
     operation, want = run()
-    assert ran == ["forward", "backward"] * 3 and (twice or "longhorn_kit_short_conv" in operation)
+    assert ran == ["forward", "backward"] * 3
+    assert twice or "longhorn_kit_short_conv" in operation
     assert not any("longhorn_kit" in name for name in names)
     assert all(torch.equal(x, y) for result in results for x, y in zip(result, want, strict=True))
 
@@ -384,8 +380,8 @@ def test_compiles_without_graph_breaks(small):
         return causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
 
     def twice(x, w, c, h):
-        y, again = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
-        return y.sin().sum() + again.cos().sum()
+        y, copy = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
+        return y.sin().sum() + copy.cos().sum()
 
     args = list(r.values())
     for run in (once, twice):
@@ -430,15 +426,16 @@ def test_autocast_and_mixed_types():
 def test_forward_mode_takes_pytorch():
     a, *_ = inputs(1, 5, 3, 4)
 
-    def through(x):
-        return causal_conv1d(x, a["weight"], a["bias"])
+    def tangent(**options):
+        def conv(x):
+            return causal_conv1d(x, a["weight"], a["bias"], **options)
 
-    _, ours = torch.func.jvp(through, (a["x"],), (a["x"],))
-    _, expected = torch.func.jvp(
-        lambda x: causal_conv1d(x, a["weight"], a["bias"], backend="torch"), (a["x"],), (a["x"],)
-    )
+        _, direction = torch.func.jvp(conv, (a["x"],), (a["x"],))
+        return direction
+
+    expected = tangent(backend="torch")
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(ours, expected)
+    torch.testing.assert_close(tangent(), expected)
 
 
 X = torch.zeros(2, 5, 3, device=DEVICE)
@@ -542,14 +539,15 @@ def test_gpu_packed(dtype):
 @pytest.mark.cuda
 def test_gpu_gradients_repeat_bit_for_bit():
     a, dy, dfinal = inputs(4, 1000, 300, 4, dtype=torch.bfloat16)
-    first, second = (ours(a, dy, dfinal) for _ in range(2))
+    first = by_kit(a, dy, dfinal)
+    second = by_kit(a, dy, dfinal)
     assert all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.cuda
 def test_gpu_offsets_beyond_two_to_the_31():
-    B, T, D = 1, 1_100_000, 2048
-    x = torch.randn(B, T, D, device=DEVICE, dtype=torch.bfloat16)
+    D = 2048
+    x = torch.randn(1, 1_100_000, D, device=DEVICE, dtype=torch.bfloat16)
     w = torch.randn(D, 4, device=DEVICE)
     c = torch.randn(D, device=DEVICE)
     y = causal_conv1d(x, w, c)
@@ -563,7 +561,7 @@ def test_gpu_offsets_beyond_two_to_the_31():
 @pytest.mark.cuda
 def test_gpu_cuda_graph_and_inductor():
     a, dy, dfinal = inputs(2, 300, 64, 4, dtype=torch.bfloat16)
-    want = ours(a, dy, dfinal)
+    want = by_kit(a, dy, dfinal)
     compiled = torch.compile(causal_conv1d, fullgraph=True)
 
     def run(**t):

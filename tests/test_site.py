@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 import api  # noqa: E402
 import build  # noqa: E402
 import figures  # noqa: E402
+import longhorn_kit  # noqa: E402
 from browser import MISSING, Browser  # noqa: E402
 from colours import contrast  # noqa: E402
 from sweep import slow_case  # noqa: E402
@@ -42,7 +43,7 @@ def text_of(name):
 
 
 class Page:
-    "Read from a page what the tests ask for: its anchors, links, loaded files, pictures and text outside of <script>."
+    "Read a page: its anchors, links, loaded files, pictures and text outside of <script>."
 
     def __init__(self, path):
         soup = BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser")
@@ -77,11 +78,13 @@ SOME = (
     "theory/01_objective",
     "theory/02_closed_forms",
     "scan/15_op",
+    "api",
+    "stable",
 )
 
 
 def build_some(site, work):
-    "Build only the pages of SOME; links from them to other pages have no target, and Sphinx does not warn of those."
+    "Build only the pages of SOME; Sphinx does not warn of links to other pages."
     from sphinx.cmd.build import main as sphinx
 
     build.write_pages(work)
@@ -98,6 +101,8 @@ def build_some(site, work):
             "html",
             "-c",
             str(build.HERE),
+            "-d",
+            str(work / "doctrees"),
             "-D",
             absent,
             str(work / "pages"),
@@ -137,26 +142,59 @@ def test_every_exported_public_function_has_an_entry(prepared):
     for path in build.notebooks():
         module = build.module_of(build.read(path))
         tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text() if module else "")
-        wanted = {
+        expected = {
             f"{module}.{node.name}"
             for node in tree.body
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_")
         }
-        assert wanted <= {*names["definitions"]} & {*names["lines"]}, (
-            f"{path.name}: {wanted - {*names['definitions']}}"
+        assert expected <= {*names["definitions"]}, (
+            f"{path.name}: {expected - {*names['definitions']}}"
         )
 
 
-def test_public_interface_is_found_and_shown_unfolded():
-    found = build.public_names()
-    assert {"longhorn_kit.scan.op.longhorn_scan", "longhorn_kit.models.lm.SequenceLM"} <= found
-    path = build.NOTEBOOKS / "scan" / "15_op.ipynb"
-    shown = "".join(cell["source"] for cell in build.page(build.read(path), path, found)["cells"])
-    card = shown[shown.index("longhorn_scan(") :]
-    assert (
-        card.index('<details class="api" open>') < card.index("</details>")
-        and '<details class="api">' in shown
-    )
+def test_the_page_of_the_package_begins_with_the_public_names(site, pages):
+    soup = BeautifulSoup((site / "api.html").read_text(encoding="utf-8"), "html.parser")
+    public, internal = soup.find(id="public-names"), soup.find(id="internal-modules")
+    assert internal in public.find_all_next()
+    assert "any version can change them" in internal.get_text()
+    assert {tag["id"] for tag in public.find_all("dt", id=True)} >= {
+        f"longhorn_kit.{name}" for name in longhorn_kit.__all__
+    }
+    scan = public.find(id="longhorn_kit.longhorn_scan").parent.get_text()
+    assert "form='diagonal'" in scan
+    assert "(B,T,N) queries" in scan
+    assert "(B,D,N), or (n,D,N) with cu_seqlens; zeros if None" in scan
+    model = public.find(id="longhorn_kit.SequenceLM").parent
+    assert "sizes, mixer, options" in model.get_text(), "the constructor is that of a base class"
+    methods = {
+        tag["id"].removeprefix("longhorn_kit.SequenceLM.") for tag in model.find_all("dt", id=True)
+    }
+    assert {"forward", "generate", "save_pretrained", "from_pretrained"} <= methods
+    assert "load_state_dict" not in methods
+
+
+def test_parameters_are_folded_except_those_of_the_public_names(site):
+    soup = BeautifulSoup((site / "scan/15_op.html").read_text(encoding="utf-8"), "html.parser")
+    public = set(build.public_names().values())
+    assert {"longhorn_kit.scan.op.longhorn_scan", "longhorn_kit.models.lm.SequenceLM"} <= public
+    for entry in soup.find_all("dt", class_="sig"):
+        details = entry.parent.find("details", class_="api")
+        if details:
+            assert details.has_attr("open") == (entry["id"] in public), entry["id"]
+    assert soup.find("details", class_="api", open=True)
+    assert soup.find("details", class_="api", open=False)
+
+
+def test_the_page_on_stability_gives_the_citation_of_the_paper_and_of_a_row(monkeypatch, capsys):
+    text = (build.NOTEBOOKS / "stable.md").read_text(encoding="utf-8")
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    for words in re.findall(r"^  (?:title|year|note) +=\s+\{(?:arXiv:)?(.*?)\}", text, re.M):
+        assert words in citation, words
+    monkeypatch.chdir(ROOT)
+    exec(re.search(r"```python\n(.*?)```", text, re.S)[1])
+    sha, commit = capsys.readouterr().out.split()
+    assert len(sha) == 64
+    assert re.fullmatch("[0-9a-f]{12}", commit)
 
 
 def test_two_entries_of_one_word_can_be_linked_to():
@@ -186,9 +224,7 @@ def test_links_out_of_a_notebook_lead_to_the_repository_or_name_the_file_or_are_
     ):
         monkeypatch.setattr(build, "REPOSITORY", address)
         assert (
-            build.local_links(
-                "[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb", set()
-            )
+            build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb")
             == shown
         )
 
@@ -207,9 +243,9 @@ def test_the_address_is_one_setting_and_shows_only_once_published(published, tmp
         path: path.read_text() for path in (tmp_path / "pages").rglob("*.ipynb")
     } | build.addressed()
     own = r"(?:github\.com|/github)/([\w-]+)/longhorn-kit"
-    found = {name: set(re.findall(own, text)) for name, text in shown.items()}
-    assert len(found) > len(NOTEBOOKS) * (1 + published)
-    assert all(users == ({"someone"} if published else set()) for users in found.values())
+    result = {name: set(re.findall(own, text)) for name, text in shown.items()}
+    assert len(result) > len(NOTEBOOKS) * (1 + published)
+    assert all(users == ({"someone"} if published else set()) for users in result.values())
     assert not [path for path, text in shown.items() if re.search(r'(href=\\"|\]\()/', text)], (
         "no address before the path"
     )
@@ -233,25 +269,34 @@ def read(
 
 def test_parameters_and_their_comments_are_read_from_the_source():
     (entry,) = api.exported(FUNCTION, "longhorn_kit.scan.op")
-    assert entry.signature == "(q, k, x=None, *others, form='a|b')"
-    assert [(row[0], row[3]) for row in entry.rows] == [
-        ("q", "(B,T,N) queries and keys"),
-        ("k", "(B,T,N) queries and keys"),
-        ("x", "(B,T,D) values | none"),
-        ("*others", ""),
-        ("form", "which form"),
+    assert entry.comments == {
+        "q": "(B,T,N) queries and keys",
+        "k": "(B,T,N) queries and keys",
+        "x": "(B,T,D) values | none",
+        "others": "",
+        "form": "which form",
+    }
+    assert entry.returns == "how *many*"
+    assert api.restructured("`q` | *many* $a_1$") == r"``q`` \| \*many\* :math:`a_1`"
+    source = 'class A(B):\n    def __init__(self, n=3): pass # N\n    def f(self, x, y=1): # (B,), rate\n        "F."'
+    (entry,) = api.exported(source, "m")  # a method loses self
+    assert [entry.comments, *(method.comments for method in entry.members)] == [
+        {"n": "N"},
+        {"x": "(B,)", "y": "rate"},
     ]
-    assert entry.returns == ("int", "how *many*")
-    table = api.table(entry)
-    assert (
-        "| `q`, `k` | (B,T,N) queries and keys |" in table
-        and r"values \| none" in table
-        and r"how \*many\*" in table
-    )
-    assert len({line.replace(r"\|", "").count("|") for line in table.splitlines()}) == 1
-    source = 'class A(B):\n    def __init__(self, n=3): pass\n    def f(self, x, y=1):\n        "F."\n    @staticmethod\n    def g(x):\n        "G."'
-    (entry,) = api.exported(source, "m")  # a method loses self and keeps its defaults
-    assert [entry.signature, *(m.signature for m in entry.members)] == ["(n=3)", "(x, y=1)", "(x)"]
+
+
+def test_comments_stay_with_their_parameters_when_a_formatter_moves_them():
+    wrapped = 'def f(\n    path, count\n) -> str:  # count: of rows -> text\n    "F."'
+    (entry,) = api.exported(wrapped, "m")
+    assert entry.comments == {"path": "", "count": "of rows -> text"}
+    assert entry.returns == ""
+    split = 'def f(\n    q: Tensor,\n    k: Tensor,  # (B,N) query, (B,N) key\n    n: int,  # rows\n):\n    "F."'
+    (entry,) = api.exported(split, "m")
+    assert entry.comments == {"q": "(B,N) query", "k": "(B,N) key", "n": "rows"}
+    fields = "@dataclass\nclass A:\n    n: int = 1  # rows\n    # of the text,\n    # in characters\n    size: int = 2"
+    (entry,) = api.exported(fields, "m")
+    assert entry.comments == {"n": "rows", "size": "of the text, in characters"}
 
 
 @pytest.mark.parametrize(
@@ -280,7 +325,8 @@ def test_parameters_and_their_comments_are_read_from_the_source():
 )
 def test_the_comment_of_a_line_goes_to_those_it_speaks_of(line, notes, result):
     (entry,) = api.exported(f"{line}\n    'F.'", "m")
-    assert [row[3] for row in entry.rows] == notes and entry.returns[1] == result
+    assert list(entry.comments.values()) == notes
+    assert entry.returns == result
 
 
 def test_notebooks_for_colab_install_the_kit_first(tmp_path, monkeypatch):
@@ -289,14 +335,10 @@ def test_notebooks_for_colab_install_the_kit_first(tmp_path, monkeypatch):
     for name in NOTEBOOKS:
         book = json.loads((tmp_path / f"{name}.ipynb").read_text())
         first = next(cell for cell in book["cells"] if cell["cell_type"] == "code")
-        assert (
-            "longhorn-kit[colab]" in first["source"]
-            and f"nbs/{name.parent}".rstrip("/.") in first["source"]
-        )
-        assert (
-            len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
-            and book["nbformat"] == 4
-        )
+        assert "longhorn-kit[colab]" in first["source"]
+        assert f"nbs/{name.parent}".rstrip("/.") in first["source"]
+        assert len({cell["id"] for cell in book["cells"]}) == len(book["cells"])
+        assert book["nbformat"] == 4
 
 
 def test_every_pin_is_tested_and_takes_every_python_that_the_kit_takes():
@@ -306,11 +348,12 @@ def test_every_pin_is_tested_and_takes_every_python_that_the_kit_takes():
     colab = re.search(r"^colab = \[(.*?)^\]$", (ROOT / "pyproject.toml").read_text(), re.M | re.S)[
         1
     ]
-    assert (found := re.findall(r'"([\w-]+==[^";]+)"', colab)) and set(found) <= set(lines)
+    assert (result := re.findall(r'"([\w-]+==[^";]+)"', colab))
+    assert set(result) <= set(lines)
     pins = dict(line.split("==") for line in lines if "==" in line)
     installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
     needs = {
-        name: d.metadata["Requires-Python"] or ""
+        name: d.metadata.get("Requires-Python") or ""
         for name, d in installed.items()
         if pins.get(name) == d.version
     }
@@ -332,25 +375,18 @@ def test_readme_shows_what_the_index_notebook_and_the_ledger_say_and_files_have_
         assert f"<!-- {mark}: make readme -->\n{block}\n<!-- end {mark} -->" in text, (
             "run `make readme`"
         )
-    assert (
-        "(docs/static/film.svg)" in text and (ROOT / "docs/static/film.svg").stat().st_size < 60_000
-    )
+    assert "(docs/static/film.svg)" in text
+    assert (ROOT / "docs/static/film.svg").stat().st_size < 60_000
 
 
 def test_the_film_of_the_front_page_moves_and_can_be_read_on_a_dark_page():
     film = ElementTree.parse(ROOT / "docs/static/film.svg").getroot()
     words = [element for element in film.iter() if element.tag.endswith("}text")]
     names = {"".join(element.itertext()) for element in words}
-    assert {
-        *"ABCDE",
-        "exact",
-        "diagonal",
-        "answers",
-        "state",
-    } <= names and "background:#fff" in film.get("style")
-    assert "@keyframes" in "".join(film.itertext()) and "prefers-reduced-motion" in "".join(
-        film.itertext()
-    )
+    assert {*"ABCDE", "exact", "diagonal", "answers", "state"} <= names
+    assert "background:#fff" in film.get("style")
+    assert "@keyframes" in "".join(film.itertext())
+    assert "prefers-reduced-motion" in "".join(film.itertext())
     colours = {element.get("fill", film.get("fill")) for element in words}
     assert all(contrast(colour, "#ffffff") >= 4.5 for colour in colours), colours
 
@@ -366,16 +402,19 @@ def test_front_page_is_what_the_ledger_says_now():
         users,
     )
 
-    found = findings()
-    assert 9 < len(found) <= 16 and len(found) <= len(FRONT)
+    result = findings()
+    assert 9 < len(result) <= 16
+    assert len(result) <= len(FRONT)
     for name, svg in build.front_files().items():
         assert (ROOT / "docs/static" / name).read_text(encoding="utf-8") == svg + "\n", (
             "run `make readme`"
         )
-    assert build.index_shows("index-009", "text/html") == findings_picture(found), (
+    assert build.index_shows("index-009", "text/html") == findings_picture(result), (
         "run `make readme`"
     )
-    assert findings_html(found) in build.index_shows("index-010t", "text/html"), "run `make readme`"
+    assert findings_html(result) in build.index_shows("index-010t", "text/html"), (
+        "run `make readme`"
+    )
     tables = {"index-012": users(), "index-reproduced": reproduced(), "index-speed-c": speed()}
     assert {name: build.index_shows(name, "text/markdown") for name in tables} == tables, (
         "run `make readme`"
@@ -428,7 +467,7 @@ def test_the_python_of_the_readme_works():
 
 
 def server_root():
-    "The folder that JupyterLab serves under `make lab`, by the command of the Makefile and the server's own rules."
+    "The folder that JupyterLab serves under `make lab`, by the Makefile and the server's rules."
     app = pytest.importorskip("jupyter_server.serverapp").ServerApp()
     command = re.search(
         r"^lab:.*\n\t@\$\(BIN\)/jupyter lab (.*)$", (ROOT / "Makefile").read_text(), re.M
@@ -437,7 +476,12 @@ def server_root():
     return Path(app.root_dir).resolve()
 
 
-PAGES = [*build.notebooks(), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *build.notebooks(),
+    build.NOTEBOOKS / "stable.md",
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+]
 
 
 def markdown_of(path):
@@ -456,9 +500,9 @@ def markdown_of(path):
 
 def headings(path):
     "The anchors of a page: JupyterLab's form of a heading and GitHub's."
-    found = re.findall(r"^#+ +(.*?) *$", markdown_of(path), re.M)
-    return {h.replace(" ", "-") for h in found} | {
-        re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in found
+    result = re.findall(r"^#+ +(.*?) *$", markdown_of(path), re.M)
+    return {h.replace(" ", "-") for h in result} | {
+        re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in result
     }
 
 
@@ -485,7 +529,8 @@ def test_every_link_and_image_works_under_make_lab_and_on_github(monkeypatch):
                 and anchor not in headings(there)
             ):
                 dead.append(f"{path.relative_to(ROOT)}: {target}")
-    assert not dead and count > 500, "\n".join(dead)
+    assert not dead, "\n".join(dead)
+    assert count > 500, "\n".join(dead)
 
 
 DRAWS = re.compile(
@@ -517,12 +562,12 @@ def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(pre
             assert "code-fold" not in build.directives(cell), (
                 "JupyterLab does not know it: set `jupyter.source_hidden` in the cell's metadata"
             )
-            wanted = (
+            expected = (
                 "solution" in cell["metadata"].get("tags", ())
                 or only_draws(cell)
                 and path.stem != "plots"
             )
-            assert hidden or not wanted, (
+            assert hidden or not expected, (
                 f"{path.stem}: collapse this cell in JupyterLab and save\n{cell['source']}"
             )
             folded += [(path, cell["id"])] * hidden
@@ -539,9 +584,8 @@ def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(pre
 def test_the_idea_is_drawn_for_phones_and_for_wider_screens_and_has_one_caption(prepared):
     made = json.loads((prepared[0] / "pages/index.ipynb").read_text())["cells"]
     shown = [options for c in made if "image" in (options := c["metadata"].get("mystnb", {}))]
-    assert [options["image"].get("classes") for options in shown] == ["phone", "desk"] and [
-        "figure" in options for options in shown
-    ] == [False, True]
+    assert [options["image"].get("classes") for options in shown] == ["phone", "desk"]
+    assert ["figure" in options for options in shown] == [False, True]
 
 
 def test_figures_have_twice_the_pixels_and_few_bytes():
@@ -555,10 +599,8 @@ def test_figures_have_twice_the_pixels_and_few_bytes():
             remedy = (
                 f"{path.stem}: call `use_style` and run `make outputs NB={path.relative_to(ROOT)}`"
             )
-            assert (
-                abs(image.width - 2 * size.get("width", 0)) <= 1
-                and abs(image.height - 2 * size["height"]) <= 1
-            ), remedy
+            assert abs(image.width - 2 * size.get("width", 0)) <= 1, remedy
+            assert abs(image.height - 2 * size["height"]) <= 1, remedy
             assert figures.pack(data) == data, remedy
         assert path.stat().st_size < 1e6, path.stem
 
@@ -576,9 +618,8 @@ def test_a_packed_figure_looks_the_same():
     ]
     Image.fromarray(pixels).save(file := io.BytesIO(), "png")
     packed = np.array(Image.open(io.BytesIO(figures.pack(file.getvalue()))).convert("RGBA"))
-    assert (packed[:, :150] == pixels[:, :150]).all() and abs(
-        packed.astype(int) - pixels
-    ).mean() < 6
+    assert (packed[:, :150] == pixels[:, :150]).all()
+    assert abs(packed.astype(int) - pixels).mean() < 6
 
 
 def test_every_cited_paper_is_on_the_page_of_references():
@@ -586,10 +627,10 @@ def test_every_cited_paper_is_on_the_page_of_references():
     listed = set()
     for path in build.notebooks():
         for cell in build.read(path)["cells"]:
-            found = set(
+            result = set(
                 re.findall(r"(?:arXiv[: ]|arxiv\.org/abs/|[\"'])(\d{4}\.\d{4,5})\b", cell["source"])
             )
-            (listed if path.stem == "references" else cited).update(found)
+            (listed if path.stem == "references" else cited).update(result)
     assert cited <= listed, f"not on the page of references: {sorted(cited - listed)}"
 
 
@@ -688,8 +729,8 @@ def test_the_search_finds_a_function_by_name_and_by_what_it_does(site, words, na
     stemmer = pytest.importorskip("sphinx.search.en").SearchEnglish({})
     index = json.loads((site / "searchindex.js").read_text()[len("Search.setIndex(") : -1])
 
-    def listed(found):
-        return set(found if isinstance(found, list) else [found])
+    def listed(result):
+        return set(result if isinstance(result, list) else [result])
 
     def pages_of(stem):
         return listed(index["terms"].get(stem, [])) | listed(index["titleterms"].get(stem, []))
@@ -697,7 +738,8 @@ def test_the_search_finds_a_function_by_name_and_by_what_it_does(site, words, na
     by_words = set.intersection(*(pages_of(stemmer.stem(word)) for word in words.split()))
     module, function = name.rsplit(".", 1)
     by_name = {row[0] for row in index["objects"][module] if row[4] == function}
-    assert by_name and by_name <= by_words, (by_name, by_words)
+    assert by_name, (by_name, by_words)
+    assert by_name <= by_words, (by_name, by_words)
 
 
 def leads_to_a_page_left_out(site, page, href):
@@ -736,9 +778,8 @@ def test_no_page_shows_markup_or_loads_from_the_network_or_links_an_unpublished_
         for link in page.links
         if re.search(r"github.*/longhorn-kit/|^/", link)
     ]
-    assert bool(own) == bool(build.REPOSITORY) and all(
-        build.REPOSITORY.partition(".com")[2] in link for link in own
-    )
+    assert bool(own) == bool(build.REPOSITORY)
+    assert all(build.REPOSITORY.partition(".com")[2] in link for link in own)
     for name, page in pages.items():
         assert not [url for url in page.loaded if re.match(r"(https?:)?//", url)], name
         assert not [mark for mark in ("#|", ":::", "{py:") if mark in page.text], name
@@ -796,7 +837,7 @@ def test_axe_finds_nothing_serious(browser, site, name, theme):
     for width in (390, 1200):
         browser.open(site / f"{name}.html", width, theme)
         assert [
-            found for found in browser.findings() if found[1] in ("serious", "critical")
+            result for result in browser.findings() if result[1] in ("serious", "critical")
         ] == [], width
 
 
@@ -817,22 +858,21 @@ def test_pages_work_by_keyboard(browser, site, width):
         return browser.run(FOCUS)
 
     browser.open(site / "machine/plots.html", width)
-    assert (first := tab())["name"].strip() == "Skip to content" and first["seen"]
+    assert (first := tab())["name"].strip() == "Skip to content"
+    assert first["seen"]
     if width == 390:  # the search is in a drawer
         assert tab()["name"] == "Pages"
         browser.press("Enter")
     steps = [tab() for _ in range(6)]
-    assert "sidebar-search" in [step["kind"] for step in steps] and all(
-        step["seen"] for step in steps
-    )
+    assert "sidebar-search" in [step["kind"] for step in steps]
+    assert all(step["seen"] for step in steps)
     browser.press("Escape")
     browser.open(site / "machine/plots.html", width)
     tab()
     browser.press("Enter")
     steps = [tab() for _ in range(20)]
-    assert {step.get("place") for step in steps} == {"ARTICLE"} and all(
-        step["seen"] for step in steps
-    )
+    assert {step.get("place") for step in steps} == {"ARTICLE"}
+    assert all(step["seen"] for step in steps)
     assert {"SUMMARY", "PRE", "A"} <= {step["tag"] for step in steps}
     browser.run("document.querySelector('article summary').focus()")
     browser.press("Enter")

@@ -1,4 +1,4 @@
-"""The rules for comparisons, against least squares, SciPy's own tests and closed testing, and by their words."""
+"""The rules for comparisons, against least squares, SciPy's tests, closed testing, and by words."""
 
 import dataclasses
 import itertools
@@ -51,7 +51,8 @@ def test_without_a_search_the_interval_and_p_value_are_those_of_the_t_test(value
 def test_a_search_widens_the_interval_by_its_share_of_a_variance(values, searched):
     plain, wide = (measure(Comparison("x", tuple(values), searched=b)) for b in (0, searched))
     ratio = math.sqrt(1 + len(values) * SEARCH / searched)
-    assert wide[2] - wide[0] == pytest.approx(ratio * (plain[2] - plain[0])) and wide[3] >= plain[3]
+    assert wide[2] - wide[0] == pytest.approx(ratio * (plain[2] - plain[0]))
+    assert wide[3] >= plain[3]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
@@ -80,37 +81,35 @@ def test_corrected_p_values_keep_their_order_and_never_shrink(values):
     ],
 )
 def test_words(values, options, word):
-    found = judge([Comparison("x", values, searched=0, **options)])[0]
-    assert found.verdict == word and found.n == len(values) and word in WORDS
-    assert bool(found.why) == (word == "cannot be judged" or len(values) == 2)
+    result = judge([Comparison("x", values, searched=0, **options)])[0]
+    assert result.verdict == word
+    assert result.n == len(values)
+    assert word in WORDS
+    assert bool(result.why) == (word == "cannot be judged" or len(values) == 2)
 
 
 def test_a_claim_with_many_questions_is_harder():
     clear = Comparison("x", (2.0, 3.1, 2.4), searched=0)
     one = judge([clear])[0]
     many = judge([clear] + [Comparison("y", (-1.0, 2.0, 0.5), searched=0)] * 9)[0]
-    assert (one.verdict, many.verdict) == ("holds", "undecided") and many.p == pytest.approx(
-        10 * one.p
-    )
-    assert (one.low, one.high) == (many.low, many.high) and "10 comparisons" in many.why
+    assert (one.verdict, many.verdict) == ("holds", "undecided")
+    assert many.p == pytest.approx(10 * one.p)
+    assert (one.low, one.high) == (many.low, many.high)
+    assert "10 comparisons" in many.why
     unjudged = judge([clear] + [Comparison("y", (1.0,))] * 9)[0]
     assert unjudged.p == one.p < LEVEL, "comparisons without a verdict cost nothing"
 
 
-@pytest.mark.parametrize("asked", [1, 4])
-def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(asked):
+@pytest.mark.parametrize("questions", [1, 4])
+def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(questions):
     rng = np.random.default_rng(0)
     repeats = 1000
-    decided = [
-        any(
-            found.verdict != "undecided"
-            for found in judge(
-                [Comparison("x", tuple(row), searched=0) for row in rng.standard_normal((asked, 5))]
-            )
-        )
-        for _ in range(repeats)
-    ]
-    assert 0.03 < sum(decided) / repeats < 0.07
+    decided = 0
+    for _ in range(repeats):
+        rows = rng.standard_normal((questions, 5))
+        judgements = judge([Comparison("x", tuple(row), searched=0) for row in rows])
+        decided += any(judgement.verdict != "undecided" for judgement in judgements)
+    assert 0.03 < decided / repeats < 0.07
 
 
 def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
@@ -121,18 +120,18 @@ def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
         "Verdicts",
         ["comparison", "difference [95 % interval]", "n", "verdict"],
     )
-    assert [row[0] for row in rows] == ["a above b", "a above c"] and [row[2] for row in rows] == [
-        3,
-        3,
-    ]
-    assert (
-        rows[0][3].startswith("holds")
-        and rows[1][3].startswith("undecided")
-        and rows[0][1].startswith("+1.0")
+    assert [row[0] for row in rows] == ["a above b", "a above c"]
+    assert [row[2] for row in rows] == [3, 3]
+    assert rows[0][3].startswith("holds")
+    assert rows[1][3].startswith("undecided")
+    assert rows[0][1].startswith("+1.0")
+    published = dataclasses.replace(ahead, published=0.5)
+    _, header, rows = verdict_table(
+        list(zip([published, even], judge([published, even]))), "Points"
     )
-    known = dataclasses.replace(ahead, published=0.5)
-    _, header, rows = verdict_table(list(zip([known, even], judge([known, even]))), "Points")
-    assert header[-1] == "paper" and rows[0][4] == show(0.5, known.unit) and rows[1][4] == ""
+    assert header[-1] == "paper"
+    assert rows[0][4] == show(0.5, published.unit)
+    assert rows[1][4] == ""
 
 
 # The rule with looks
@@ -141,15 +140,14 @@ LOSSES = st.lists(st.floats(-3, 3).map(lambda value: round(value, 3)), min_size=
 
 
 def by_least_squares(x, y, flattest):
-    "Return estimate, weight, squares and degrees of freedom of the parabola, by `lstsq` and the formula of the vertex."
+    "Return estimate, weight, squares and degrees of freedom of the parabola, by `lstsq`."
     A = np.vander(x, 3)
     coefficients, squares, *_ = np.linalg.lstsq(A, y, rcond=None)
     position = -coefficients[1] / 2 / max(coefficients[0], flattest)
     position = min(max(position, 0.75 * min(x)), 0.75 * max(x))
     at = np.array([position**2, position, 1])
-    weight = np.linalg.lstsq(A.T, at, rcond=None)[
-        0
-    ]  # the estimate is this combination of the losses
+    # the estimate is this combination of the losses
+    weight = np.linalg.lstsq(A.T, at, rcond=None)[0]
     return np.polyval(coefficients, position), (weight**2).sum(), squares[0], len(x) - 3
 
 
@@ -182,29 +180,23 @@ def test_without_noise_the_estimate_is_the_minimum_up_to_three_quarters_of_a_ste
 ):
     search = [(position, 2 * (position - minimum) ** 2) for position in (-1, 0, 1)]
     fit = fit_rates(search, [2 * minimum**2] * 2, 0, sd=1.0)
-    assert fit.value == pytest.approx(expected, abs=1e-12) and fit.squares == pytest.approx(
-        0, abs=1e-20
-    )
+    assert fit.value == pytest.approx(expected, abs=1e-12)
+    assert fit.squares == pytest.approx(0, abs=1e-20)
 
 
 def test_a_line_and_a_hill_are_read_with_the_least_curvature():
     line = fit_rates([(-1, 0.06), (0, 0.0), (1, -0.06)], [0.0], 0, sd=1.0)
-    assert line.value == pytest.approx(
-        -0.06 * 0.06 / (2 * 0.15)
-    )  # slope -0.06, curvature 0.15: 0.2 steps away
+    # slope -0.06, curvature 0.15: 0.2 steps away
+    assert line.value == pytest.approx(-0.06 * 0.06 / (2 * 0.15))
     hill = fit_rates([(-1, -0.9), (0, 0.0), (1, -1.1)], [0.0], 0, sd=1.0)
-    assert hill.value == pytest.approx(
-        -0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2
-    )  # its own curvature is -1
+    # its own curvature is -1
+    assert hill.value == pytest.approx(-0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2)
 
 
 @pytest.mark.parametrize("side", [-1, 1])
 def test_a_neighbour_at_half_a_step_limits_the_minimum(side):
-    search = [
-        (3 - side, 5.0),
-        (3, 2.0),
-        (3 + side / 2, 1.25),
-    ]  # 2 - 2x + x² on the positive side: the minimum is at 1
+    # 2 - 2x + x² on the positive side: the minimum is at 1
+    search = [(3 - side, 5.0), (3, 2.0), (3 + side / 2, 1.25)]
     fit = fit_rates(search, [2.0], 3, sd=1.0)
     assert fit.value == pytest.approx(2 - 2 * 0.375 + 0.375**2)
 
@@ -218,14 +210,11 @@ def test_with_fewer_than_three_rates_the_estimate_is_the_mean_at_the_best_one(ne
     judged = [0.2, 0.6, -0.1, 0.0]
     fit = fit_rates([*((0, loss) for loss in at_best), *neighbours], judged, 0, sd=1.0)
     values = np.array(at_best + judged)
-    assert fit.value == pytest.approx(values.mean()) and fit.weight == pytest.approx(
-        1 / 7 + 0.1 / 3
-    )
-    assert (
-        fit.squares == pytest.approx(6 * values.var(ddof=1))
-        and fit.df == 6
-        and fit.values == tuple(judged)
-    )
+    assert fit.value == pytest.approx(values.mean())
+    assert fit.weight == pytest.approx(1 / 7 + 0.1 / 3)
+    assert fit.squares == pytest.approx(6 * values.var(ddof=1))
+    assert fit.df == 6
+    assert fit.values == tuple(judged)
     assert fit.exploded == sum(not loss < 50 for _, loss in neighbours)
 
 
@@ -233,9 +222,9 @@ def test_with_fewer_than_three_rates_the_estimate_is_the_mean_at_the_best_one(ne
 def test_an_exploded_run_at_a_neighbour_is_left_out_and_counted(loss, exploded):
     calm = [(-1, 1.0)] * 3 + [(0, 0.5), (0, -0.5), (0, 0.0)] + [(1, 1.0)] * 2
     fit = fit_rates([*calm, (1, loss)], [0.0], 0, sd=1.0)
-    assert (
-        fit.exploded == exploded and fit.why == "" and fit.df == 3 + 3 + 2 + 1 + (not exploded) - 3
-    )
+    assert fit.exploded == exploded
+    assert fit.why == ""
+    assert fit.df == 3 + 3 + 2 + 1 + (not exploded) - 3
     assert not exploded or fit == dataclasses.replace(fit_rates(calm, [0.0], 0, sd=1.0), exploded=1)
 
 
@@ -252,7 +241,9 @@ def test_an_exploded_run_at_a_neighbour_is_left_out_and_counted(loss, exploded):
 )
 def test_an_exploded_run_at_the_best_rate_leaves_no_verdict(judged, why):
     fit = fit_rates([(-1, 1.0), (0, 0.1), (0, -0.1), (1, 1.0)], judged, 0, sd=1.0)
-    assert fit.why == why and math.isnan(fit.value) == bool(why) and len(fit.values) == len(judged)
+    assert fit.why == why
+    assert math.isnan(fit.value) == bool(why)
+    assert len(fit.values) == len(judged)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +277,8 @@ def test_an_end_of_the_grid_and_a_missing_rate_leave_no_verdict():
 @given(st.lists(st.floats(-9, 9), min_size=2, max_size=9))
 def test_a_mean_has_the_standard_error_of_the_mean(values):
     fit = fit_mean(values)
-    assert fit.value == pytest.approx(np.mean(values)) and fit.values == tuple(values)
+    assert fit.value == pytest.approx(np.mean(values))
+    assert fit.values == tuple(values)
     assert math.sqrt(fit.squares / fit.df * fit.weight) == pytest.approx(
         reference.sem(values), abs=1e-7
     )
@@ -316,9 +308,8 @@ def test_variances_are_pooled_and_shrunk():
     )
     pooled = (10 * 1 + 12 * 2 + 8 * 1.5) / 30
     assert variances.keys() == {"a", "b", "c"}
-    assert variances["a"] == pytest.approx(((6 * pooled + 10) / 16, 16)) and variances[
-        "b"
-    ] == pytest.approx(((6 * pooled + 24) / 18, 18))
+    assert variances["a"] == pytest.approx(((6 * pooled + 10) / 16, 16))
+    assert variances["b"] == pytest.approx(((6 * pooled + 24) / 18, 18))
 
 
 def test_the_prior_has_no_more_weight_than_the_other_models():
@@ -338,8 +329,10 @@ def test_a_variance_beyond_the_f_test_stays_out_of_the_pool(df, others):
         )
         for share in (0.999, 1.001)
     )
-    assert below["wide"][1] == df + 6 and below["x"][0] > 1
-    assert above["wide"] == pytest.approx((limit * 1.001, df)) and above["x"][0] == pytest.approx(1)
+    assert below["wide"][1] == df + 6
+    assert below["x"][0] > 1
+    assert above["wide"] == pytest.approx((limit * 1.001, df))
+    assert above["x"][0] == pytest.approx(1)
 
 
 def test_at_most_one_model_stays_out_of_the_pool():
@@ -352,21 +345,24 @@ def test_at_most_one_model_stays_out_of_the_pool():
             "c": fit_of(1.0, 20),
         }
     )
-    assert (
-        variances["widest"] == (500.0, 20) and variances["wide"][1] == 26 and variances["a"][0] > 1
-    )
+    assert variances["widest"] == (500.0, 20)
+    assert variances["wide"][1] == 26
+    assert variances["a"][0] > 1
 
 
-APART_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has its own variance
+OWN_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has its own variance
 BELOW = (("A", -1), ("B", 1))
+
+
+def judge_one(contrast, *looks, **options):
+    "Return the judgement of one contrast; each model has its own variance."
+    return judge_looks([contrast], list(looks), OWN_GROUPS, **options)[0]
 
 
 @given(VALUES, VALUES)
 def test_two_models_of_separate_groups_are_compared_by_welchs_test(a, b):
     contrast = Contrast("A below B", BELOW, margin=0.0)
-    judgement = judge_looks(
-        [contrast], [{"A": fit_mean(a), "B": fit_mean(b)}], APART_GROUPS, level=0.03
-    )[0]
+    judgement = judge_one(contrast, {"A": fit_mean(a), "B": fit_mean(b)}, level=0.03)
     expected = reference.ttest_ind(b, a, equal_var=False)
     interval = expected.confidence_interval(0.97)
     assert judgement.p == pytest.approx(expected.pvalue, rel=1e-6, abs=1e-9)
@@ -389,7 +385,7 @@ def test_an_interaction_adds_four_variances():
     }
     weights = (("A", -1), ("B", 1), ("C", 1), ("D", -1))
     fits = {name: fit_mean(runs) for name, runs in values.items()}
-    judgement = judge_looks([Contrast("interaction", weights)], [fits], APART_GROUPS)[0]
+    judgement = judge_one(Contrast("interaction", weights), fits)
     parts = [reference.sem(runs) ** 2 for runs in values.values()]
     df = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
     difference = sum(weight * np.mean(values[name]) for name, weight in weights)
@@ -398,10 +394,8 @@ def test_an_interaction_adds_four_variances():
         (difference, difference - reach, difference + reach)
     )
     assert "rank test" not in judgement.beside
-    doubled = judge_looks(
-        [Contrast("twice", (("A", -2), ("B", 2)), margin=0)], [fits], APART_GROUPS
-    )[0]
-    once = judge_looks([Contrast("once", BELOW, margin=0)], [fits], APART_GROUPS)[0]
+    doubled = judge_one(Contrast("twice", (("A", -2), ("B", 2)), margin=0), fits)
+    once = judge_one(Contrast("once", BELOW, margin=0), fits)
     assert (doubled.difference, doubled.low, doubled.p) == pytest.approx(
         (2 * once.difference, 2 * once.low, once.p)
     )
@@ -416,49 +410,52 @@ BASE = Fit(0.0, 0.5, 1e9, 10**9)
 
 
 def compare_normal(differences, margin=0.0, kind="better"):
-    "Judge comparisons with `BASE` that have normal p-values: one list of differences per look, in standard errors; None is missing."
+    """Judge comparisons with `BASE` that have normal p-values.
+
+    There is one list of differences per look, in standard errors; None is missing."""
     names = [str(i) for i in range(len(differences[0]))]
     contrasts = [Contrast(name, ((name, -1), ("base", 1)), kind, margin=margin) for name in names]
-    looks = [
-        {"base": BASE} | {name: normal_fit(d) for name, d in zip(names, look) if d is not None}
-        for look in differences
-    ]
+    looks = []
+    for look in differences:
+        fits = {name: normal_fit(d) for name, d in zip(names, look) if d is not None}
+        looks.append({"base": BASE} | fits)
     return judge_looks(contrasts, looks, dict.fromkeys([*names, "base"], "group"), level=0.02)
 
 
 def closed_test(p_values, level):
-    "Return which hypotheses fall if every set of them that contains one is rejected by Bonferroni's test: Holm's procedure."
-    sets = [
-        subset
-        for size in range(1, len(p_values) + 1)
-        for subset in itertools.combinations(range(len(p_values)), size)
-    ]
-    rejected = {
-        subset for subset in sets if min(p_values[i] for i in subset) <= level / len(subset)
-    }
-    return [all(subset in rejected for subset in sets if i in subset) for i in range(len(p_values))]
+    """Return which hypotheses fall, by Holm's procedure as a closed test.
+
+    A hypothesis falls if Bonferroni's test rejects every set that contains it."""
+    count = len(p_values)
+    sets = []
+    for size in range(1, count + 1):
+        sets += itertools.combinations(range(count), size)
+    falls = [True] * count
+    for subset in sets:
+        rejected = min(p_values[i] for i in subset) <= level / len(subset)
+        for i in subset:
+            falls[i] = falls[i] and rejected
+    return falls
 
 
 @given(st.lists(st.floats(-4, 4), min_size=1, max_size=5))
 def test_a_side_is_the_closed_test_and_its_bar_excludes_zero(differences):
     judged = compare_normal([differences])
     p_values = [2 * reference.norm.sf(abs(d)) for d in differences]
-    expected = [
-        ("ahead" if d > 0 else "behind") if falls else ""
-        for d, falls in zip(differences, closed_test(p_values, 0.02))
-    ]
+    expected = []
+    for difference, falls in zip(differences, closed_test(p_values, 0.02)):
+        side = "ahead" if difference > 0 else "behind"
+        expected.append(side if falls else "")
     assert [judgement.side for judgement in judged] == expected
-    assert all(
-        (judgement.low > 0 or judgement.high < 0) == bool(judgement.side)
-        and (judgement.p <= 0.02) == bool(judgement.side)
-        for judgement in judged
-    )
+    for judgement in judged:
+        decided = bool(judgement.side)
+        assert (judgement.low > 0 or judgement.high < 0) == decided
+        assert (judgement.p <= 0.02) == decided
 
 
 def test_the_level_of_a_bar_follows_the_step_of_the_correction():
-    judged = compare_normal(
-        [[0.1, 3.5, -2.9, 2.4, 0.2]]
-    )  # p 0.92, 0.0005, 0.0037, 0.016, 0.84; steps 0.02/5, 0.02/4, 0.02/3
+    # p 0.92, 0.0005, 0.0037, 0.016, 0.84; steps 0.02/5, 0.02/4, 0.02/3
+    judged = compare_normal([[0.1, 3.5, -2.9, 2.4, 0.2]])
     assert [judgement.side for judgement in judged] == ["", "ahead", "behind", "", ""]
     assert [judgement.level for judgement in judged] == pytest.approx(
         [0.02 / 3, 0.02 / 5, 0.02 / 4, 0.02 / 3, 0.02 / 3]
@@ -477,10 +474,10 @@ def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
         ("", 0),
         ("", 0),
     ]
-    assert judged[0] == compare_normal([first])[0] and judged[1].level == 0.02 / 2
-    better = compare_normal(
-        [first, [0.5, 2.6, 1.0]]
-    )  # p 0.0093: significant among two, not among three
+    assert judged[0] == compare_normal([first])[0]
+    assert judged[1].level == 0.02 / 2
+    # p 0.0093: significant among two, not among three
+    better = compare_normal([first, [0.5, 2.6, 1.0]])
     assert (better[1].side, better[1].look, better[1].level) == ("ahead", 8, 0.02 / 2)
     assert compare_normal([[0.5, 2.6, 1.0]])[1].side == ""
 
@@ -493,21 +490,16 @@ def test_a_comparison_without_a_side_still_counts(missing):
         Contrast("y", (("y", -1), ("base", 1)), margin=0.0),
     ]
     fits = {"base": BASE, "x": normal_fit(0.0), "y": normal_fit(1.0)}
-    last = {
-        "base": BASE,
-        "x": normal_fit(0.0),
-        "y": normal_fit(2.45),
-    }  # p 0.014: significant alone, not among two
+    # p 0.014: significant alone, not among two
+    last = {"base": BASE, "x": normal_fit(0.0), "y": normal_fit(2.45)}
     if missing is None:
         del fits["x"], last["x"]
     if missing == "exploded":
         fits["x"] = last["x"] = Fit(math.nan, math.nan, 0.0, 0, why="1 of 7 runs exploded")
     x, y = judge_looks(contrasts, [fits, last], dict.fromkeys([*names, "base"], "group"))
-    assert (
-        y.side == ""
-        and y.level == 0.02 / 2
-        and y.p == pytest.approx(2 * 2 * reference.norm.sf(2.45), rel=1e-5)
-    )
+    assert y.side == ""
+    assert y.level == 0.02 / 2
+    assert y.p == pytest.approx(2 * 2 * reference.norm.sf(2.45), rel=1e-5)
     assert (x.verdict, x.why) == {
         None: ("not run", ""),
         "exploded": ("cannot be judged", "x: 1 of 7 runs exploded"),
@@ -553,9 +545,8 @@ def test_equal_is_read_from_the_uncorrected_interval_of_96_per_cent():
         outside = compare_normal(
             [[difference + 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach
         )[0]
-        assert (inside.side, outside.side) == (side, "") and max(
-            -inside.low, inside.high
-        ) > 2 * reach  # its bar is corrected
+        assert (inside.side, outside.side) == (side, "")
+        assert max(-inside.low, inside.high) > 2 * reach  # its bar is corrected
     assert compare_normal([[3.0]], margin=9.0)[0].side == "ahead"  # also within the margin
     assert "96% interval" in compare_normal([[0.0]], margin=9.0)[0].beside
 
@@ -567,9 +558,8 @@ def test_better_and_as_good_on_one_pair_are_one_question():
         Contrast("as good", BELOW, "as good", margin=0.0),
     ]
     judged = judge_looks(contrasts, [fits], dict.fromkeys("AB", "group"))
-    assert [judgement.verdict for judgement in judged] == ["holds", "holds"] and judged[
-        0
-    ].level == judged[1].level == 0.02
+    assert [judgement.verdict for judgement in judged] == ["holds", "holds"]
+    assert judged[0].level == judged[1].level == 0.02
 
 
 A_RUNS = (1.0, 1.2, 1.1, 0.9)
@@ -578,58 +568,46 @@ B_RUNS = (2.0, 2.1, 1.05, 2.3)
 
 def test_runs_are_compared_beside_the_verdict():
     fits = {"A": fit_mean(A_RUNS), "B": fit_mean(B_RUNS)}
-    judgement = judge_looks([Contrast("A below B", BELOW, published=0.0044)], [fits], APART_GROUPS)[
-        0
-    ]
+    judgement = judge_one(Contrast("A below B", BELOW, published=0.0044), fits)
     p = reference.mannwhitneyu(A_RUNS, B_RUNS, method="exact").pvalue
+    # 14 of 16 pairs
     assert (
         judgement.beside
-        == f"rank test p = {p:.2g}; a fresh run of A beats one of B: 88% of pairs; the bar contains the published +0.0044"
-    )  # 14 of 16 pairs
-    turned = judge_looks(
-        [Contrast("B below A", (("B", -1), ("A", 1)), published=9.0)], [fits], APART_GROUPS
-    )[0]
-    assert (
-        "fresh run of B beats one of A: 12%" in turned.beside
-        and "the bar excludes the published +9.0000" in turned.beside
+        == f"rank test p = {p:.2g}; a fresh run of A beats one of B: 88% of pairs; "
+        "the bar contains "
+        "the published +0.0044"
     )
+    turned = judge_one(Contrast("B below A", (("B", -1), ("A", 1)), published=9.0), fits)
+    assert "fresh run of B beats one of A: 12%" in turned.beside
+    assert "the bar excludes the published +9.0000" in turned.beside
 
 
 def test_the_rank_test_is_exact():
-    fits = {
-        "A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)),
-        "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5)),
-    }  # 2 of 252 orders are so extreme
-    assert (
-        f"rank test p = {2 / 252:.2g};"
-        in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
-    )
+    # 2 of 252 orders are so extreme
+    fits = {"A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)), "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5))}
+    assert f"rank test p = {2 / 252:.2g};" in judge_one(Contrast("A below B", BELOW), fits).beside
 
 
 def test_later_data_stand_beside_a_verdict():
     clear = {"A": fit_mean([1.0, 1.1, 0.9, 1.0]), "B": fit_mean([2.0, 2.1, 1.9, 2.05])}
     more = {"A": fit_mean([1.0, 1.1, 0.9, 1.0] * 2), "B": fit_mean([2.0, 2.1, 1.9, 1.0] * 2)}
     contrast = Contrast("A below B", BELOW)
-    first, both = (
-        judge_looks([contrast], looks, APART_GROUPS)[0] for looks in ([clear], [clear, more])
-    )
-    assert (
-        first.side == "ahead"
-        and first.look == 4
-        and dataclasses.replace(both, beside=first.beside) == first
-    )
-    later = judge_looks([contrast], [more], APART_GROUPS)[0]
+    first, both = (judge_one(contrast, *looks) for looks in ([clear], [clear, more]))
+    assert first.side == "ahead"
+    assert first.look == 4
+    assert dataclasses.replace(both, beside=first.beside) == first
+    later = judge_one(contrast, more)
     assert (
         both.beside
         == first.beside
         + f"; all 8 seeds: {later.difference:+.4f} [{later.low:+.4f}, {later.high:+.4f}]"
     )
-    stopped = judge_looks([contrast], [clear, clear], APART_GROUPS)[
-        0
-    ]  # no further seeds: nothing to add
+    # no further seeds: nothing to add
+    stopped = judge_one(contrast, clear, clear)
     assert stopped == first
-    lost = judge_looks([contrast], [clear, {**more, "B": fit_mean([math.nan])}], APART_GROUPS)[0]
-    assert lost.verdict == "holds" and lost.beside.endswith("later: B: 1 of 1 runs exploded")
+    lost = judge_one(contrast, clear, {**more, "B": fit_mean([math.nan])})
+    assert lost.verdict == "holds"
+    assert lost.beside.endswith("later: B: 1 of 1 runs exploded")
 
 
 def test_an_open_comparison_shows_its_last_look():
@@ -637,28 +615,21 @@ def test_an_open_comparison_shows_its_last_look():
         {"A": fit_mean([1.0, 3.0, 2.0, 2.5][:2] * n), "B": fit_mean([2.0, 3.5, 1.0, 2.2] * n)}
         for n in (1, 2)
     ]
-    judgement = judge_looks([Contrast("A below B", BELOW)], looks, APART_GROUPS)[0]
-    assert (
-        is_open(judgement)
-        and judgement.n == 4
-        and judgement == judge_looks([Contrast("A below B", BELOW)], looks[1:], APART_GROUPS)[0]
-    )
-    kept = judge_looks(
-        [Contrast("A below B", BELOW)], [looks[0], {"A": looks[1]["A"]}], APART_GROUPS
-    )[0]
+    judgement = judge_one(Contrast("A below B", BELOW), *looks)
+    assert is_open(judgement)
+    assert judgement.n == 4
+    assert judgement == judge_one(Contrast("A below B", BELOW), *looks[1:])
+    kept = judge_one(Contrast("A below B", BELOW), looks[0], {"A": looks[1]["A"]})
     assert (kept.n, kept.difference) == (
         2,
-        judge_looks([Contrast("A below B", BELOW)], looks[:1], APART_GROUPS)[0].difference,
+        judge_one(Contrast("A below B", BELOW), *looks[:1]).difference,
     )
 
 
 def test_exploded_neighbours_are_named_beside_the_verdict():
     search = [(-1, 1.0), (0, 0.0), (1, 80.0)]
     fits = {"A": fit_rates(search, [0.1, 0.3, -0.2, 0.0], 0, sd=1.0), "B": fit_mean(B_RUNS)}
-    assert (
-        "exploded runs of A left out: 1"
-        in judge_looks([Contrast("A below B", BELOW)], [fits], APART_GROUPS)[0].beside
-    )
+    assert "exploded runs of A left out: 1" in judge_one(Contrast("A below B", BELOW), fits).beside
 
 
 def test_equal_models_get_a_wrong_verdict_in_about_five_per_cent_of_claims_over_three_looks():
@@ -683,38 +654,33 @@ def test_equal_models_get_a_wrong_verdict_in_about_five_per_cent_of_claims_over_
     "wins, runs", [((7, 1), (8, 8)), ((4, 4), (4, 8)), ((0, 5), (8, 8)), ((16, 2), (16, 16))]
 )
 def test_shares_are_compared_by_fishers_test(wins, runs):
-    shares = {
-        name: fit_share([i < win for i in range(n)]) for name, win, n in zip("AB", wins, runs)
-    }
+    shares = {}
+    for name, win, n in zip("AB", wins, runs):
+        shares[name] = fit_share([True] * win + [False] * (n - win))
     contrast = Contrast("A learns more often", (("A", 1), ("B", -1)), unit="share", margin=0.1)
-    judgement = judge_looks([contrast], [shares], APART_GROUPS)[0]
+    judgement = judge_one(contrast, shares)
     table = [[win, n - win] for win, n in zip(wins, runs)]
-    assert judgement.p == pytest.approx(
-        reference.fisher_exact(table).pvalue
-    ) and judgement.n == min(runs)
-    assert (
-        judgement.difference == pytest.approx(wins[0] / runs[0] - wins[1] / runs[1])
-        and judgement.low < judgement.difference < judgement.high
+    assert judgement.p == pytest.approx(reference.fisher_exact(table).pvalue)
+    assert judgement.n == min(runs)
+    assert judgement.difference == pytest.approx(wins[0] / runs[0] - wins[1] / runs[1])
+    assert judgement.low < judgement.difference < judgement.high
+    assert bool(judgement.side) == (judgement.p <= 0.02)
+    assert "rank test" not in judgement.beside
+    turned = judge_one(
+        Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1), shares
     )
-    assert bool(judgement.side) == (judgement.p <= 0.02) and "rank test" not in judgement.beside
-    turned = judge_looks(
-        [Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1)],
-        [shares],
-        APART_GROUPS,
-    )[0]
     assert (turned.low, turned.high, turned.p) == pytest.approx(
         (-judgement.high, -judgement.low, judgement.p)
     )
 
 
 def test_the_interval_of_two_shares_is_newcombes():
+    # example of Newcombe (1998)
     shares = {
         "A": fit_share([True] * 56 + [False] * 14),
         "B": fit_share([True] * 48 + [False] * 32),
-    }  # example of Newcombe (1998)
-    judgement = judge_looks(
-        [Contrast("A", (("A", 1), ("B", -1)), unit="share")], [shares], APART_GROUPS, level=0.05
-    )[0]
+    }
+    judgement = judge_one(Contrast("A", (("A", 1), ("B", -1)), unit="share"), shares, level=0.05)
     assert (judgement.low, judgement.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
@@ -724,16 +690,16 @@ def test_impossible_plans_are_refused():
     with pytest.raises(ValueError, match="the kind is 'better' or 'as good', not 'equal'"):
         Contrast("A equals B", BELOW, "equal")
     with pytest.raises(ValueError, match="4 looks were taken, but 3 are planned"):
-        judge_looks([contrast], [fits] * 4, APART_GROUPS)
+        judge_looks([contrast], [fits] * 4, OWN_GROUPS)
     with pytest.raises(ValueError, match="'B' has no group"):
         judge_looks([contrast], [fits], {"A": "group"})
     with pytest.raises(ValueError, match="a pair of shares has the weights 1 and -1"):
         judge_looks(
             [Contrast("A", (("A", 2), ("B", -2)))],
             [{name: fit_share([True, False]) for name in "AB"}],
-            APART_GROUPS,
+            OWN_GROUPS,
         )
-    assert [judgement.verdict for judgement in judge_looks([contrast], [], APART_GROUPS)] == [
+    assert [judgement.verdict for judgement in judge_looks([contrast], [], OWN_GROUPS)] == [
         "not run"
     ]
 
@@ -741,15 +707,13 @@ def test_impossible_plans_are_refused():
 def test_a_table_of_contrasts_has_bars_and_what_stands_beside():
     fits = {"A": fit_mean(A_RUNS), "B": fit_mean(A_RUNS)}
     contrast = Contrast("A below B", BELOW, margin=9.0)
-    judgement = judge_looks([contrast], [fits], APART_GROUPS)[0]
+    judgement = judge_one(contrast, fits)
     _, header, rows = verdict_table([(contrast, judgement)])
     assert header == ["comparison", "difference [bar]", "n", "verdict", "beside"]
-    assert (
-        rows[0][2] == 4
-        and rows[0][3].endswith(": equal within the margin")
-        and rows[0][4] == judgement.beside
-    )
-    lost = judge_looks([contrast], [{**fits, "B": fit_mean([math.nan])}], APART_GROUPS)[0]
+    assert rows[0][2] == 4
+    assert rows[0][3].endswith(": equal within the margin")
+    assert rows[0][4] == judgement.beside
+    lost = judge_one(contrast, {**fits, "B": fit_mean([math.nan])})
     assert verdict_table([(contrast, lost)])[2][0][1:] == [
         "",
         0,

@@ -1,4 +1,4 @@
-"""Trackers show what metrics.jsonl has: TensorBoard's own reader for its files, stand-ins for the packages with a server."""
+"""Trackers show the lines of metrics.jsonl: TensorBoard's reader, stand-ins for the others."""
 
 import dataclasses
 import sys
@@ -31,7 +31,7 @@ def init(**options):
 
 
 def events(folder):
-    "What TensorBoard shows of a run, as lines of metrics."
+    "Numbers that TensorBoard shows of a run, as lines of metrics."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0}).Reload()
@@ -61,14 +61,14 @@ def tracked(name, **changes):
 
 @pytest.mark.parametrize("first", ["none", "tensorboard"])
 def test_tensorboard_shows_the_metrics_of_a_run_that_was_stopped_and_resumed(tmp_path, first):
-    "At step 38, with lines up to step 36 and a checkpoint at 30; tracked from the first or only from the second start on."
+    "At step 38, with lines up to 36 and a checkpoint at 30; tracked from either start on."
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(38, failing(MemoryError("stopped"))), tracked(first))
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 36 and (
-        first == "none" or events(tmp_path) == as_shown(tmp_path)
-    )
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 36
+    assert first == "none" or events(tmp_path) == as_shown(tmp_path)
     assert run(tmp_path, config=tracked("tensorboard"))["resumed_from"] == 30
-    assert events(tmp_path) == as_shown(tmp_path) and len(events(tmp_path)) == CONFIG.steps
+    assert events(tmp_path) == as_shown(tmp_path)
+    assert len(events(tmp_path)) == CONFIG.steps
 
 
 @pytest.mark.parametrize("command", ["train-lm", slow_case("train-vision")])
@@ -85,11 +85,9 @@ def test_the_commands_write_what_tensorboard_reads(tmp_path, monkeypatch, comman
         == 0
     )
     lines = events(tmp_path / "run")
-    assert (
-        lines == as_shown(tmp_path / "run")
-        and len(lines) >= 4
-        and lines[-1].keys() & {"val_loss", "top1"}
-    )
+    assert lines == as_shown(tmp_path / "run")
+    assert len(lines) >= 4
+    assert lines[-1].keys() & {"val_loss", "top1"}
 
 
 @pytest.fixture
@@ -113,20 +111,19 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
         run(folder, Interrupting(33, failing(MemoryError("stopped"))), tracked(name))
     run(folder, config=tracked(name))
     starts = [call for call in calls(name) if "project" in call]
-    seen = [call for call in calls(name) if "step" in call]
-    about = starts[0]
+    observed = [call for call in calls(name) if "step" in call]
+    metadata = starts[0]
     key = read_json(folder / "config.json")["id"]
-    assert (
-        len(starts) == 3
-        and about == starts[1] == starts[2]
-        and (about["project"], about["name"], about["resume"])
-        == ("longhorn", f"run-{key}", "allow")
+    assert len(starts) == 3
+    assert metadata == starts[1] == starts[2]
+    assert (metadata["project"], metadata["name"], metadata["resume"]) == (
+        "longhorn",
+        f"run-{key}",
+        "allow",
     )
-    assert (
-        about.get("id", key) == key
-        and about["config"]["lr"] == CONFIG.lr
-        and calls(name).count("finished") == 3
-    )
+    assert metadata.get("id", key) == key
+    assert metadata["config"]["lr"] == CONFIG.lr
+    assert calls(name).count("finished") == 3
 
     def drop(lines):
         return [
@@ -134,7 +131,8 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
             for line in lines
         ]
 
-    assert drop(seen) == drop(read_jsonl(folder / "metrics.jsonl")) and len(seen) == CONFIG.steps
+    assert drop(observed) == drop(read_jsonl(folder / "metrics.jsonl"))
+    assert len(observed) == CONFIG.steps
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
@@ -148,9 +146,8 @@ def test_a_tracker_that_does_not_start_is_one_sentence(tmp_path, calls, name):
 def test_a_missing_package_is_refused_first(tmp_path, monkeypatch, capsys, command, name):
     monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(
-        [command, *COMMANDS[command].split(), "--track", name, "--out", "run"]
-    ) == 1 and not list(tmp_path.iterdir())
+    assert cli.main([command, *COMMANDS[command].split(), "--track", name, "--out", "run"]) == 1
+    assert not list(tmp_path.iterdir())
     command = pip_command("track") if name == "tensorboard" else f"pip install {name}"
     assert (
         capsys.readouterr().err

@@ -45,15 +45,16 @@ out_t, state = longhorn_step(q[:, 0], k[:, 0], x[:, 0], b[:, 0], state, form="ex
 y, cache = layer.prefill(y)
 y_t, cache = layer.step(y[:, -1], cache)
 
-model = SequenceLM(LMConfig(vocab_size=256, d_model=64, n_layer=2, mixer="longhorn_exact"), device="cpu", dtype=torch.float32)
+config = LMConfig(vocab_size=256, d_model=64, n_layer=2, mixer="longhorn_exact")
+model = SequenceLM(config, device="cpu", dtype=torch.float32)
 tokens = torch.randint(256, (2, 32))
 logits, loss = model(tokens, tokens)
 loss.backward()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 print(model.num_parameters(), sorted(MIXERS), model.generate(tokens, 8, top_k=20, seed=0).shape)
 model.eval().save_pretrained(Path("model"))
-again = SequenceLM.from_pretrained("model")
-print(again.generate(tokens, 8).shape)
+loaded = SequenceLM.from_pretrained("model")
+print(loaded.generate(tokens, 8).shape)
 
 images = torch.randn(1, 3, 8, 8)
 print(timm.create_model("longhorn_vim_nano_patch2_8", num_classes=10)(images).shape)
@@ -91,9 +92,10 @@ def test_mypy_checks_a_users_script_against_the_installed_package(tmp_path):
         capture_output=True,
         env={name: value for name, value in os.environ.items() if "PYTHONPATH" not in name},
     )
-    found = re.findall(r"script\.py:(\d+): error: (.*)", done.stdout)
-    first = script.count("\n") - len(WRONG)
-    assert {int(line) - first - 1 for line, _ in found} == set(range(len(WRONG))), (
-        done.stdout + done.stderr
-    )
-    assert all(any(said in message for _, message in found) for said in WRONG.values()), done.stdout
+    errors = re.findall(r"script\.py:(\d+): error: (.*)", done.stdout)
+    first = script.count("\n") - len(WRONG) + 1
+    lines = {int(line) for line, _ in errors}
+    assert lines == set(range(first, first + len(WRONG))), done.stdout + done.stderr
+    messages = [message for _, message in errors]
+    for expected in WRONG.values():
+        assert any(expected in message for message in messages), done.stdout

@@ -1,4 +1,4 @@
-"""The vision experiment: pictures, whole-set accuracy, models of one size, jobs, and the record of a tiny run."""
+"""The vision experiment: pictures, accuracy, models of one size, jobs, and a tiny run's record."""
 
 from dataclasses import replace
 from itertools import islice
@@ -45,7 +45,8 @@ def test_cifar10_from_a_folder_and_digits(tmp_path):
     for part in ("train", "test"):
         parquet(tmp_path / f"{part}.parquet", map(encoded, images), [0, 1, 0, 1], Value("int64"))
     train, _ = lab.cifar10(str(tmp_path))
-    assert train.images.shape == (4, 3, 8, 8) and train.labels.tolist() == [0, 1, 0, 1]
+    assert train.images.shape == (4, 3, 8, 8)
+    assert train.labels.tolist() == [0, 1, 0, 1]
     assert torch.equal(train.images[2, 1], torch.from_numpy(np.array(images[2])))
     digits, val = lab.digits()
     assert (len(digits.labels), len(val.labels), digits.images.max(), len(val.labels.unique())) == (
@@ -79,18 +80,17 @@ def test_pictures_are_moved_mirrored_and_mixed_consistently():
     mirrored = {
         code(x) for x, _ in islice(batches(images, replace(PLAIN, flip=True, batch_size=1)), 32)
     }
-    assert mirrored < {
-        code(part) for x in images.images for part in (x, x.flip(-1))
-    } and mirrored != set(got)
+    assert mirrored < {code(part) for x in images.images for part in (x, x.flip(-1))}
+    assert mirrored != set(got)
     ones = ImageSet(
         torch.arange(8, dtype=torch.uint8)[:, None, None, None].expand(8, 1, 8, 8).contiguous(),
         torch.arange(8),
     )
     images, labels = next(batches(ones, replace(PLAIN, cutmix=1.0), classes=8))
-    shares = (
-        (images == torch.arange(8)[:, None, None]).float().mean((2, 3))
-    )  # of pixels, and of the label
-    assert torch.allclose(shares, labels, atol=1e-6) and len(shares.unique()) > 2
+    # of pixels, and of the label
+    shares = (images == torch.arange(8)[:, None, None]).float().mean((2, 3))
+    assert torch.allclose(shares, labels, atol=1e-6)
+    assert len(shares.unique()) > 2
 
 
 def test_accuracy_counts_every_image_once():
@@ -110,19 +110,18 @@ def test_accuracy_counts_every_image_once():
 
 def test_the_same_seed_gives_the_same_curve_and_the_models_are_of_one_size():
     config = replace(PRESETS["laptop"], epochs=1, batch_size=16, evaluations=2)
-    found = [
+    runs = [
         learn(make_model("longhorn", "nano_patch2_8", 1), easy(), easy(20), config)
         for _ in range(2)
     ]
-    assert (
-        found[0]["curve"] == found[1]["curve"]
-        and found[0]["loss"] == found[1]["loss"]
-        and found[0]["epochs"] == [0.5, 1.0]
-    )
+    assert runs[0]["curve"] == runs[1]["curve"]
+    assert runs[0]["loss"] == runs[1]["loss"]
+    assert runs[0]["epochs"] == [0.5, 1.0]
     for size in ("nano_patch2_8", "tiny_patch4_32"):
-        counts = {
-            name: sum(p.numel() for p in make_model(name, size).parameters()) for name in MODELS
-        }
+        counts = {}
+        for name in MODELS:
+            parameters = make_model(name, size).parameters()
+            counts[name] = sum(parameter.numel() for parameter in parameters)
         assert counts["deit"] == pytest.approx(counts["longhorn"], rel=0.01)
         assert (
             counts["longhorn"]
@@ -159,14 +158,15 @@ def test_settings_that_cannot_be(override, message):
 
 
 def test_jobs_are_ordered_by_seed_and_only_a_gpu_measures(tmp_path):
-    known = {scale: list(lab.jobs(config, Results(tmp_path))) for scale, config in PRESETS.items()}
-    assert [(s["model"], s["seed"]) for s in known["laptop"]] == [
+    planned = {
+        scale: list(lab.jobs(config, Results(tmp_path))) for scale, config in PRESETS.items()
+    }
+    assert [(s["model"], s["seed"]) for s in planned["laptop"]] == [
         (name, 1000 * m + 4 + i) for i in range(4) for m, name in enumerate(MODELS, 1)
     ]
-    assert [s["job"] for s in known["gpu"]] == ["training"] * 16 + ["speed"] * 4 + ["memory"] * 5
-    assert known["gpu"][-1]["model"] == "deit, plain attention" and all(
-        s["gpu"] for s in known["gpu"]
-    )
+    assert [s["job"] for s in planned["gpu"]] == ["training"] * 16 + ["speed"] * 4 + ["memory"] * 5
+    assert planned["gpu"][-1]["model"] == "deit, plain attention"
+    assert all(s["gpu"] for s in planned["gpu"])
 
 
 def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged(
@@ -178,11 +178,9 @@ def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged
     monkeypatch.setattr(lab, "digits", lambda: sets)
     tiny = dict(workers=0, epochs=1, evaluations=2, judged=2)
     partial = run(EXPERIMENT, folder=tmp_path, **tiny, minutes=0)
-    assert (
-        partial["missing"] == 8
-        and partial["results"]["seeds"] == []
-        and outcomes("vision", partial) == []
-    )
+    assert partial["missing"] == 8
+    assert partial["results"]["seeds"] == []
+    assert outcomes("vision", partial) == []
     record = run(EXPERIMENT, folder=tmp_path, **tiny)
     for committed in (
         read_record(Path(lab.__file__).parents[3] / f"nbs/lab/results/vision/{scale}.json")
@@ -196,8 +194,8 @@ def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged
             for name, value in to_plain(PRESETS[committed["scale"]]).items()
             if name != "judged"
         } | {"seeds": [0, 1, 2]}
-    found = outcomes("vision", record)
-    assert [c.label for c, _ in found] == [
+    judged = outcomes("vision", record)
+    assert [c.label for c, _ in judged] == [
         f"{name} as good as Mamba, at one rate for all" for name in ("diagonal", "exact")
     ]
-    assert {(j.verdict, j.why) for _, j in found} == {("not run", "4 seeds are needed")}
+    assert {(j.verdict, j.why) for _, j in judged} == {("not run", "4 seeds are needed")}

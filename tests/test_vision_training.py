@@ -1,4 +1,4 @@
-"""`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, other sizes, weights to start from, timm's script."""
+"""`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, timm's script."""
 
 import argparse
 import dataclasses
@@ -44,7 +44,7 @@ from longhorn_kit.lab.train.vision import (
     vision_config,
 )
 from longhorn_kit.models.vision import default_cfgs, timm
-from longhorn_kit.records import read_json, read_jsonl
+from longhorn_kit.records import as_recorded, read_json, read_jsonl
 from sweep import slow_case
 
 
@@ -112,13 +112,11 @@ def test_presets_are_the_published_recipe():
             0.25,
             3,
         )
-        assert (
-            config.auto_augment == "rand-m9-mstd0.5-inc1"
-            and config.ema == 0.99996
-            and config.precision == "no"
-        )
-    known = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
-    assert (known.eval_every, known.steps, known.warmup) == (
+        assert config.auto_augment == "rand-m9-mstd0.5-inc1"
+        assert config.ema == 0.99996
+        assert config.precision == "no"
+    stored = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
+    assert (stored.eval_every, stored.steps, stored.warmup) == (
         9,
         18,
         17,
@@ -191,14 +189,14 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
         for part, reader in (("train", train), ("val", val)):
             for i in (0, len(reader) - 1):
                 file, label = reader[i]
-                assert (file.read(), label) == rows[part][i] and reader.filename(i, absolute=True)
+                assert (file.read(), label) == rows[part][i]
+                assert reader.filename(i, absolute=True)
     summaries = (
         small(tmp_path / "run", f"wds:{tmp_path}", epochs=1),
         small(tmp_path / "same", folder, epochs=1),
     )
-    assert summaries[0]["loss"] == summaries[1]["loss"] and results(tmp_path / "run") == results(
-        tmp_path / "same"
-    )
+    assert summaries[0]["loss"] == summaries[1]["loss"]
+    assert results(tmp_path / "run") == results(tmp_path / "same")
 
 
 def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tmp_path):
@@ -213,7 +211,8 @@ def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tm
             parquet(tmp_path / f"{part}.parquet", images, labels, kind)
         train, val = open_data(f"hf:{tmp_path}")
         assert list(train.classes.items()) == [(name, i) for i, name in enumerate(val.classes)]
-        assert [train[i][1] for i in range(2)] == [0, 1] and len(train.classes) == 2
+        assert [train[i][1] for i in range(2)] == [0, 1]
+        assert len(train.classes) == 2
     parquet(tmp_path / "validation.parquet", images, [-1, 1], names)
     hidden = Images(open_data(f"hf:{tmp_path}")[1], np.asarray)
     assert [hidden[i][1:] for i in range(2)] == [(-100, []), (1, [])]
@@ -285,24 +284,21 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
         tmp_path / "train"
     )  # the same images once more
     train, val = open_data(str(tmp_path))
-    assert (
-        len(train) == len(val) == 9
-        and list(train.classes) == sorted(train.classes, key=str.lower)
-        and len(train.classes) == 9
-    )
+    assert len(train) == len(val) == 9
+    assert list(train.classes) == sorted(train.classes, key=str.lower)
+    assert len(train.classes) == 9
     assert {Path(train.filename(i)).suffix[1:] for i in range(9)} == set(ENDINGS)
     assert all(Images(train, None).load(i) for i in range(9))
     err = capsys.readouterr().err
-    assert (
-        err.count("\n") == 1
-        and "left out 5 files that are no images in a class folder (.heic: 2, " in err
-    )
+    assert err.count("\n") == 1
+    assert "left out 5 files that are no images in a class folder (.heic: 2, " in err
     assert all(part in err for part in (".eps: 1", "no ending: 1", ".png: 1", "such as"))
     (tmp_path / "train" / "stray.png").unlink()
     (tmp_path / "train" / "class png" / "again").unlink()
     (tmp_path / "train" / "class gif" / "drawing.eps").unlink()
     hub = open_data(f"hf:{tmp_path}")  # datasets reads the same
-    assert [len(part) for part in hub] == [9, 9] and list(hub[0].classes) == sorted(train.classes)
+    assert [len(part) for part in hub] == [9, 9]
+    assert list(hub[0].classes) == sorted(train.classes)
     assert ".heic: 2" in capsys.readouterr().err
 
 
@@ -337,7 +333,8 @@ def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
     rows[1][0] = good  # one is enough
     write()
     train, _ = open_data(source)
-    assert len(train) == 3 and sum(Images(train, None).load(i) is None for i in range(3)) == 1
+    assert len(train) == 3
+    assert sum(Images(train, None).load(i) is None for i in range(3)) == 1
 
 
 def test_a_folder_that_cannot_be_listed_is_not_left_out(folder, monkeypatch):
@@ -432,7 +429,7 @@ def test_sizes_of_a_foreign_model_are_checked_before_it_is_built(tmp_path, chang
 def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatch):
     config = vision_config("digits")
     real = lab.with_weights
-    seen = []
+    observed = []
     for i, name in enumerate("ab"):
         model = make_model(dataclasses.replace(config, seed=i), 10)
         lab.save_model(model, config, [str((9 * i + n) % 10) for n in range(10)], tmp_path / name)
@@ -440,16 +437,17 @@ def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatc
     def read(name, path, **options):
         lab.save_model(
             make_model(config, 10), config, list("0123456789"), tmp_path / "b"
-        ) if not seen else None  # another process trains anew
-        seen.append(path)
+        ) if not observed else None  # another process trains anew
+        observed.append(path)
         return real(name, path, **options)
 
     monkeypatch.setattr(lab, "with_weights", read)
-    again = eval_vision(
+    repeated = eval_vision(
         tmp_path / "b", "digits", workers=0, cpu=True
     )  # the classes of the first model would be refused
     monkeypatch.undo()
-    assert len(seen) == 2 and again == eval_vision(tmp_path / "a", "digits", workers=0, cpu=True)
+    assert len(observed) == 2
+    assert repeated == eval_vision(tmp_path / "a", "digits", workers=0, cpu=True)
 
 
 def tar(path, *members):
@@ -475,7 +473,8 @@ def grey_levels(bits, dtype=np.uint16):
     return np.repeat([0, 2**bits - 1], 128).astype(dtype).reshape(16, 16)
 
 
-PIXELS = {  # a file of every way to store black and white, except the last three, which say nothing about their range
+# a file of every way to store black and white; the last three do not tell their range
+PIXELS = {
     "grey16.png": lambda: Image.fromarray(grey_levels(16)),
     "grey16.tif": lambda: Image.fromarray(grey_levels(16)),
     "big-endian.tif": lambda: Image.fromarray(grey_levels(16, ">u2")),
@@ -499,12 +498,14 @@ def test_black_and_white_stay_so_or_the_image_is_broken(tmp_path, name, mode):
     made = PIXELS[name]()
     (tmp_path / name).write_bytes(made) if isinstance(made, bytes) else made.save(tmp_path / name)
     reader = images_module.FolderImages([(str(tmp_path / name), 0)], {"x": 0}, "x")
-    known = name not in list(PIXELS)[-3:]
+    stored = name not in list(PIXELS)[-3:]
     loaded = Images(reader, None, mode).load(0)
-    assert images_module.can_decode(reader, 0) == (loaded is not None) == known
-    if known:
+    assert images_module.can_decode(reader, 0) == (loaded is not None) == stored
+    if stored:
         values = np.asarray(loaded[0].convert("L"), int).reshape(-1)
-        assert loaded[0].mode == mode and values[:128].max() <= 2 and values[128:].min() >= 253
+        assert loaded[0].mode == mode
+        assert values[:128].max() <= 2
+        assert values[128:].min() >= 253
 
 
 @pytest.mark.parametrize(
@@ -519,7 +520,8 @@ def test_black_and_white_stay_so_or_the_image_is_broken(tmp_path, name, mode):
 def test_a_damaged_image_is_broken_whatever_its_decoder_raises(tmp_path, ending, content):
     (tmp_path / f"x.{ending}").write_bytes(content)
     reader = images_module.FolderImages([(str(tmp_path / f"x.{ending}"), 0)], {"x": 0}, "x")
-    assert Images(reader, None).load(0) is None and not images_module.can_decode(reader, 0)
+    assert Images(reader, None).load(0) is None
+    assert not images_module.can_decode(reader, 0)
 
 
 def test_classes_have_one_order_and_no_class_is_inside_another(tmp_path, capsys):
@@ -542,10 +544,8 @@ def test_classes_have_one_order_and_no_class_is_inside_another(tmp_path, capsys)
         write(f"{name}/x.png")
     assert list(open_part(str(tmp_path), "train").classes) == names
     write("2/clip.mpg"), write("2/table.h5")  # Pillow knows their names, but cannot decode them
-    assert (
-        len(open_part(str(tmp_path), "train")) == len(names)
-        and "left out 2 files" in capsys.readouterr().err
-    )
+    assert len(open_part(str(tmp_path), "train")) == len(names)
+    assert "left out 2 files" in capsys.readouterr().err
     write("cat/small/x.png")
     with pytest.raises(
         ValueError,
@@ -625,7 +625,8 @@ def test_a_shard_that_is_wrong_is_named_with_its_key(tmp_path, members, says):
         tar(tmp_path / f"{part}.tar", *members)
     with pytest.raises(ValueError, match=says) as caught:
         open_data(f"wds:{tmp_path}")
-    assert len(str(caught.value)) < 300 and "\x1b" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+    assert "\x1b" not in str(caught.value)
 
 
 def test_damaged_and_doubled_shards_are_named(tmp_path, capsys):
@@ -649,10 +650,8 @@ def test_damaged_and_doubled_shards_are_named(tmp_path, capsys):
         with pytest.raises(ValueError, match=f"train.tar {says}"):
             open_data(f"wds:{tmp_path}")
     (tmp_path / "train.tar").write_bytes(whole[:middle])  # between two files
-    assert (
-        len(open_data(f"wds:{tmp_path}")[0]) == 20
-        and "train.tar has no mark of its end; it may have been cut off" in capsys.readouterr().err
-    )
+    assert len(open_data(f"wds:{tmp_path}")[0]) == 20
+    assert "train.tar has no mark of its end; it may have been cut off" in capsys.readouterr().err
     (tmp_path / "train.tar").write_bytes(whole)
     (tmp_path / "train-1.tar.gz").write_bytes(b"")
     with pytest.raises(
@@ -682,16 +681,12 @@ def test_keys_alone_are_counted_and_a_folder_with_brackets_is_no_pattern(tmp_pat
                 ("d.json", b"{}"),
             )
     train, val = open_data(f"wds:{tmp_path}/mask [1]")
-    assert (
-        len(train) == len(val) == 2
-        and "mask [1]" in train.filename(0)
-        and len(open_data(f"wds:{tmp_path}/mask ?")[0]) == 1
-    )
+    assert len(train) == len(val) == 2
+    assert "mask [1]" in train.filename(0)
+    assert len(open_data(f"wds:{tmp_path}/mask ?")[0]) == 1
     err = capsys.readouterr().err
-    assert (
-        err.count("left out 2 keys with an image or a label alone, such as") == 4
-        and "\x1b" not in err
-    )
+    assert err.count("left out 2 keys with an image or a label alone, such as") == 4
+    assert "\x1b" not in err
 
 
 class Noise:
@@ -738,16 +733,16 @@ def test_order_and_pixels_depend_on_seed_and_place_alone():
         parts = config.get("gradient_accumulation_steps", 1)
         for rank in range(world):
             random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-            mine = batches(rank, world, **config)
-            mine.load_state_dict({"drawn": 7 * 12, "broken": []})  # inside the second epoch
+            local = batches(rank, world, **config)
+            local.load_state_dict({"drawn": 7 * 12, "broken": []})  # inside the second epoch
             for images, labels in whole[7:]:
                 for part in range(parts):
-                    got, names = mine.next_batch()
+                    got, names = local.next_batch()
                     rows = slice(part * (12 // parts) + rank, (part + 1) * (12 // parts), world)
-                    assert torch.equal(got, images[rows]) and torch.equal(names, labels[rows])
-            assert mine.drawn == 20 * 12 and (
-                config.get("workers") or len(mine.images.reader.read) == 13 * 12 // world
-            )
+                    assert torch.equal(got, images[rows])
+                    assert torch.equal(names, labels[rows])
+            assert local.drawn == 20 * 12
+            assert config.get("workers") or len(local.images.reader.read) == 13 * 12 // world
     assert batches(seed=4).next_batch()[1].tolist() != whole[0][1].tolist()
 
 
@@ -755,14 +750,15 @@ def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
     plain = batches(repeats=1)
     copies = batches(repeats=3)
     epochs = [torch.cat([plain.next_batch()[1] for _ in range(5)]).tolist() for _ in range(2)]
-    assert all(len(set(epoch)) == 60 for epoch in epochs) and epochs[0] != epochs[1]
+    assert all(len(set(epoch)) == 60 for epoch in epochs)
+    assert epochs[0] != epochs[1]
     images, labels = copies.next_batch()
     assert labels[::3].tolist() == labels[1::3].tolist() == labels[2::3].tolist() == epochs[0][:4]
     assert not torch.equal(images[0], images[1])
 
 
 def test_no_intact_image_is_reported_broken():
-    "Pillow 13 refuses to posterize with 0 bits, which RandAugment draws once in about 600 images: here it only posterizes."
+    "Pillow 13 refuses to posterize with 0 bits, which RandAugment draws in 1 of 600 images."
     images = batches(repeats=1, batch_size=64, epochs=200).images
     bits = []
     augment = next(
@@ -776,8 +772,8 @@ def test_no_intact_image_is_reported_broken():
         operation.aug_fn = lambda image, kept, **options: (
             bits.append(kept) or posterize(image, kept, **options)
         )
-    for place in range(500):
-        assert images[place][1:] == (images.number(place), [])  # and not its neighbour
+    for position in range(500):
+        assert images[position][1:] == (images.number(position), [])  # and not its neighbour
     assert bits.count(0) > 3
     images.transform = lambda image: (
         image.no_such_method
@@ -826,12 +822,8 @@ def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(
 ):
     options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9, drop_path=0.5, save_every=4)
     whole = small(tmp_path / "whole", folder, **options)
-    assert (whole["epoch"], whole["val_images"], whole["skipped"], whole["steps"]) == (
-        3,
-        10,
-        0,
-        9,
-    ) and "ema_top5" in whole
+    assert (whole["epoch"], whole["val_images"], whole["skipped"], whole["steps"]) == (3, 10, 0, 9)
+    assert "ema_top5" in whole
     assert whole["engine"]["scan"] == "chunked"
     interrupted(monkeypatch, 5, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -866,9 +858,8 @@ def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch)
     interrupted(monkeypatch, 4, ends)
     with pytest.raises(KeyboardInterrupt, match="stopped by SIGTERM after step 5"):
         small(tmp_path / "run", folder, workers=2)
-    assert small(tmp_path / "run", folder)["resumed_from"] == 5 and small(
-        tmp_path / "whole", folder
-    )
+    assert small(tmp_path / "run", folder)["resumed_from"] == 5
+    assert small(tmp_path / "whole", folder)
     assert results(tmp_path / "run") == results(tmp_path / "whole")
 
 
@@ -878,8 +869,8 @@ def ends_while_loading(out, folder, **options):
         "fork", force=True
     )  # otherwise the change below would not reach the process
     number = Augmented.number
-    Augmented.number = lambda images, place: (
-        os.kill(os.getpid(), signal.SIGKILL) if place == 6 * 8 else number(images, place)
+    Augmented.number = lambda images, position: (
+        os.kill(os.getpid(), signal.SIGKILL) if position == 6 * 8 else number(images, position)
     )
     small(out, folder, **options)
 
@@ -893,17 +884,14 @@ def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
         (message,) = pool.run(ends_while_loading, tmp_path / "run", folder, **options)
     finally:
         pool.close()
-    assert (
-        re.match(
-            "WorkerLost: a process that loads images is gone, seen at step [456] .*same command again",
-            message,
-        )
-        and "\n" not in message
+    assert re.match(
+        "WorkerLost: a process that loads images is gone, seen at step [456] .*same command again",
+        message,
     )
+    assert "\n" not in message
     assert f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in message
-    assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4 and small(
-        tmp_path / "whole", folder, epochs=4
-    )
+    assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4
+    assert small(tmp_path / "whole", folder, epochs=4)
     assert results(tmp_path / "run") == results(tmp_path / "whole")
 
 
@@ -915,20 +903,17 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
     cut.write_bytes(cut.read_bytes()[:60])
     (tmp_path / "val" / "light" / "1.png").write_bytes(b"not an image")
     whole = small(tmp_path / "whole", tmp_path)
-    assert whole["skipped"] == 2 and whole["val_images"] == 7
+    assert whole["skipped"] == 2
+    assert whole["val_images"] == 7
     errors = capsys.readouterr().err
-    assert (
-        errors.count("train/dark/3.png; skipped") == 1
-        and errors.count("val/light/1.png; skipped") == 1
-    )
+    assert errors.count("train/dark/3.png; skipped") == 1
+    assert errors.count("val/light/1.png; skipped") == 1
     interrupted(monkeypatch, 3, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         small(tmp_path / "parts", tmp_path, save_every=1)
     small(tmp_path / "parts", tmp_path, save_every=1)
-    assert (
-        results(tmp_path / "parts") == results(tmp_path / "whole")
-        and capsys.readouterr().err.count("dark/3.png") == 1
-    )
+    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    assert capsys.readouterr().err.count("dark/3.png") == 1
     monkeypatch.setattr(
         images_module, "check_readable", lambda *_: None
     )  # images that break during a run
@@ -940,6 +925,16 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
             path.write_bytes(b"")
         with pytest.raises(ValueError, match=message):
             small(tmp_path / "again", tmp_path, epochs=1, workers=1)
+
+
+def test_a_record_gives_back_classes_of_any_name():
+    "So a run on foreign labels, such as /m/09x0r, resumes."
+    images = {"train": 2, "val": 1, "classes": ["a\x1b[31m", "/m/09x0r"]}
+    assert (
+        lab.facts_of(images)
+        == lab.facts_of(as_recorded(images))
+        != lab.facts_of(images | {"classes": ["a", "b"]})
+    )
 
 
 def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
@@ -956,7 +951,8 @@ def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
             small(tmp_path, folder, **options)
     one = small(tmp_path / "one", folder)
     two = small(tmp_path / "two", folder, gradient_accumulation_steps=2)
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5) and two["steps"] == 6
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["steps"] == 6
 
 
 @pytest.fixture(scope="module")
@@ -966,10 +962,10 @@ def trained(folder, tmp_path_factory):
 
 
 def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path, capsys):
-    out, found = trained
-    for place in (out, out / "model", out / "model" / "model.safetensors"):
-        again = eval_vision(place, str(folder), workers=0, cpu=True, batch_size=3)
-        assert again == {"top1": found["ema_top1"], "top5": 1.0, "val_images": 10, "skipped": 0}
+    out, result = trained
+    for weights in (out, out / "model", out / "model" / "model.safetensors"):
+        repeated = eval_vision(weights, str(folder), workers=0, cpu=True, batch_size=3)
+        assert repeated == {"top1": result["ema_top1"], "top5": 1.0, "val_images": 10, "skipped": 0}
     assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).pretrained_cfg[
         "input_size"
     ] == (1, 8, 8)
@@ -997,12 +993,11 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
     ):
         assert cli.main(["eval-vision", *words]) == 1
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and re.search(says, error), error
+        assert error.count("\n") == 1, error
+        assert re.search(says, error), error
     for words in (["generate", str(out)], ["export", str(out), str(tmp_path / "export")]):
-        assert (
-            cli.main(words) == 1
-            and f"{out / 'model'} holds a vision model; expected" in capsys.readouterr().err
-        )
+        assert cli.main(words) == 1
+        assert f"{out / 'model'} holds a vision model; expected" in capsys.readouterr().err
 
 
 def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):
@@ -1011,18 +1006,19 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
     weights = load_file(out / "model" / "model.safetensors")
     same = make_model(config, 2)
     other = make_model(config, 10)
-    assert torch.equal(same.head.weight, weights["head.weight"]) and other.head.out_features == 10
+    assert torch.equal(same.head.weight, weights["head.weight"])
+    assert other.head.out_features == 10
     first = timm.create_model(config.model, num_classes=2)
     first.load_state_dict(weights)
     first.set_input_size(12)
     for model in (same, other):
-        assert torch.equal(model.pos_embed, first.pos_embed) and torch.equal(
-            model.norm.weight, weights["norm.weight"]
-        )
+        assert torch.equal(model.pos_embed, first.pos_embed)
+        assert torch.equal(model.norm.weight, weights["norm.weight"])
     start = small(tmp_path / "fine", folder, img_size=12, init_from=str(out), lr=1e-5)
-    assert start["top1"] == 1.0 and read_json(tmp_path / "fine" / "model" / "config.json")[
-        "pretrained_cfg"
-    ]["input_size"] == [1, 12, 12]
+    assert start["top1"] == 1.0
+    assert read_json(tmp_path / "fine" / "model" / "config.json")["pretrained_cfg"][
+        "input_size"
+    ] == [1, 12, 12]
     assert eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"] == start["top1"]
     shutil.copytree(out / "model", tmp_path / "model")
     (tmp_path / "run" / "checkpoints").mkdir(
@@ -1132,19 +1128,15 @@ def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_wei
         (3, 6, 3),
     ]
     assert all(errors.count(f"{path}; skipped") == 1 for path in broken)
-    assert (
-        output.count("\n") == 2
-        and "of 6 images, 3 skipped" in output
-        and "went to waiting for images" in output
-    )
+    assert output.count("\n") == 2
+    assert "of 6 images, 3 skipped" in output
+    assert "went to waiting for images" in output
     one = small(folder / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1)
-    mine, whole = (
+    local, whole = (
         load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole")
     )
-    assert (
-        all(torch.allclose(mine[name], whole[name], atol=1e-4) for name in whole)
-        and mine.keys() == whole.keys()
-    )
+    assert all(torch.allclose(local[name], whole[name], atol=1e-4) for name in whole)
+    assert local.keys() == whole.keys()
     assert one["top1"] == lines[-1]["top1"]
 
 
@@ -1193,26 +1185,26 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
         assert killed.poll() is None
         time.sleep(0.05)
     killed.kill()
-    assert finished(killed)[0] == -signal.SIGKILL and not (tmp_path / "killed" / "model").exists()
+    assert finished(killed)[0] == -signal.SIGKILL
+    assert not (tmp_path / "killed" / "model").exists()
     outputs = [finished(start(*words(tmp_path / name))) for name in ("killed", "whole")]
-    assert [code for code, *_ in outputs] == [0, 0] and outputs[0][1].split(";")[0] == outputs[1][
-        1
-    ].split(";")[0]
+    assert [code for code, *_ in outputs] == [0, 0]
+    assert outputs[0][1].split(";")[0] == outputs[1][1].split(";")[0]
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
-    assert (
-        len(results(tmp_path / "whole")[0]) == 40
-        and read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
-    )
+    assert len(results(tmp_path / "whole")[0]) == 40
+    assert read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
     code, output, _ = finished(
         start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu")
     )
-    assert code == 0 and output.strip() == outputs[0][1].split("epoch 2: ")[1].split(";")[0]
+    assert code == 0
+    assert output.strip() == outputs[0][1].split("epoch 2: ")[1].split(";")[0]
 
 
 def test_the_names_that_timms_script_uses(folder, tmp_path):
     "train.py of timm's repository makes model, data, loader and checkpoints with these calls."
     from timm.data import create_dataset, create_loader, resolve_data_config
     from timm.models import resume_checkpoint, safe_model_name
+    from timm.optim import create_optimizer_v2
     from timm.utils import CheckpointSaver
 
     model = timm.create_model(
@@ -1247,7 +1239,7 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
             )
         )
     )
-    optimizer = timm.optim.create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
+    optimizer = create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.05)
     torch.nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
     arguments = argparse.Namespace(model=safe_model_name("longhorn_vim_nano_patch2_8"))
@@ -1260,8 +1252,8 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
     config = dataclasses.replace(
         VISION_PRESETS["digits"].config, init_from=str(tmp_path / "last.pth.tar")
     )
-    for mine in (other, make_model(config, 2)):  # `--init-from` takes it too
+    for local in (other, make_model(config, 2)):  # `--init-from` takes it too
         assert all(
-            torch.equal(value, mine.state_dict()[name])
+            torch.equal(value, local.state_dict()[name])
             for name, value in model.state_dict().items()
         )

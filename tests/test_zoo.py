@@ -1,4 +1,4 @@
-"""The zoo's rows: oracles that are independent of the kit, shapes, and what the table must contain."""
+"""The zoo's rows: oracles that are independent of the kit, shapes, and the table's contents."""
 
 import math
 import re
@@ -28,7 +28,8 @@ from longhorn_kit.theory.zoo import (
 
 pytestmark = pytest.mark.numeric
 
-D, N = 5, 7
+D = 5
+N = 7
 eye = torch.eye(N, dtype=torch.float64)
 
 
@@ -103,16 +104,16 @@ def test_gla_and_hgrn2_and_retnet_as_matrices():
 def test_mamba_is_the_discretised_state_equation():
     dt = rate(9, D)
     A = -rate(10, D, N)
+    after = mamba_step(S, k, x, dt, A)
     for d in range(D):
-        expected = torch.linalg.matrix_exp(dt[d] * torch.diag(A[d])) @ S[d] + dt[d] * k * x[d]
-        assert torch.allclose(mamba_step(S, k, x, dt, A)[d], expected)
+        transition = torch.linalg.matrix_exp(dt[d] * torch.diag(A[d]))
+        assert torch.allclose(after[d], transition @ S[d] + dt[d] * k * x[d])
     shared = -rate(11, N)
-    assert torch.allclose(
-        mamba_input_a_step(S, k, x, dt, -shared), mamba_step(S, k, x, dt, shared.expand(D, N))
-    )
-    expected = mamba_step(
-        S, k, x, torch.full((D,), 0.3).double(), torch.full((D, N), -2.0).double()
-    )
+    expected = mamba_step(S, k, x, dt, shared.expand(D, N))
+    assert torch.allclose(mamba_input_a_step(S, k, x, dt, -shared), expected)
+    same_dt = torch.full((D,), 0.3).double()
+    same_A = torch.full((D, N), -2.0).double()
+    expected = mamba_step(S, k, x, same_dt, same_A)
     for number in (0.3, torch.tensor([0.3])):
         assert torch.allclose(mamba2_step(S, k, x, number, -2.0), expected)
 
@@ -138,26 +139,16 @@ def test_rwkv7_is_that_of_flash_linear_attention():
     def wide(t):
         return t[None, None].float()
 
-    _, theirs = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")(
-        wide(keys),
-        wide(keys),
-        wide(values),
-        wide(-erased),
-        wide(erased * r),
-        wide(log_w),
-        wide(S.T),
-    )
-    assert torch.allclose(theirs[0, 0].T.double(), state, atol=1e-5)
+    recurrence = naive("generalized_delta_rule/dplr/naive", "dplr_recurrence")
+    arguments = (keys, keys, values, -erased, erased * r, log_w, S.T)
+    _, states = recurrence(*map(wide, arguments))
+    assert torch.allclose(states[0, 0].T.double(), state, atol=1e-5)
 
 
 def test_rglru_keeps_unit_variance():
     state = torch.randn(200_000, 1, generator=torch.Generator().manual_seed(0))
-    new = rglru_step(
-        state,
-        torch.ones(1),
-        torch.randn(200_000, generator=torch.Generator().manual_seed(1)),
-        torch.tensor(0.8),
-    )
+    values = torch.randn(200_000, generator=torch.Generator().manual_seed(1))
+    new = rglru_step(state, torch.ones(1), values, torch.tensor(0.8))
     assert abs(new.var().item() - 1) < 0.02
 
 
@@ -189,7 +180,8 @@ def test_the_table_is_complete():
     ]
     assert list(ZOO) == needed
     for name, layer in ZOO.items():
-        assert layer.name == name and layer.family in FAMILIES
+        assert layer.name == name
+        assert layer.family in FAMILIES
         assert layer.arxiv or layer.source == "this book"
         assert all(re.fullmatch(r"\d{4}\.\d{5}", number) for number in layer.arxiv)
     assert zoo_markdown().count("\n") == len(ZOO) + 1

@@ -1,4 +1,4 @@
-"""The hardest agenda of the lab as a toy: every learning rate with the first seed, then the best rate with the other seeds."""
+"""The hardest agenda of the lab as a toy: all learning rates with one seed, the best with more."""
 
 import os
 import random

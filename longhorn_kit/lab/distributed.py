@@ -9,33 +9,32 @@ __all__ = ['SIGNS_OF_LOSS', 'check_launcher', 'make_accelerator', 'distributed',
 # %% ../../nbs/machine/processes.ipynb #processes-003
 import gc
 import os
+import random
 import signal
 import socket
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from .train.recipe import blocks_of
 from ..records import exclusive_lock
 
 # %% ../../nbs/machine/processes.ipynb #processes-006
 def check_launcher() -> None:
-    "Raise ValueError if `accelerate launch` was asked for FSDP, or for several processes and started one."
+    "Raise ValueError if `accelerate launch` chose FSDP, or started one of several processes."
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes"):
         raise ValueError(
             "FSDP of `accelerate launch` is not supported; use `torchrun` and --sharding fsdp"
         )
-    if {
-        "ACCELERATE_USE_CPU",
-        "MASTER_ADDR",
-    } <= os.environ.keys() and "WORLD_SIZE" not in os.environ:
+    several = {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys()
+    if several and "WORLD_SIZE" not in os.environ:
         raise ValueError(
             "`accelerate launch` was asked for several processes and started one; start them with "
             "`torchrun --nproc-per-node N --no-python longhorn ...`"
@@ -43,8 +42,9 @@ def check_launcher() -> None:
 
 
 def make_accelerator(
-    cpu: bool = False, precision: str = "no"
-) -> Any:  # cpu: stay on the CPU; precision: "no" or "bf16"
+    cpu: bool = False,  # stay on the CPU
+    precision: str = "no",  # or "bf16"
+) -> Any:
     "Return a fresh Accelerator; raises the errors of `check_launcher`."
     check_launcher()
     with warnings.catch_warnings():
@@ -68,13 +68,16 @@ def is_main_process() -> bool:
 
 # %% ../../nbs/machine/processes.ipynb #processes-leave
 def leave() -> None:
-    "End the connections and their threads: one that waits for Python as it ends aborts the process."
+    "End the connections and their threads: a thread that outlives Python aborts the process."
     if distributed():
         torch.distributed.destroy_process_group()
         gc.collect()  # the trained model holds them in a cycle
 
 # %% ../../nbs/machine/processes.ipynb #processes-sharding
-def sharding_of(recipe, accelerator):
+def sharding_of(
+    recipe,  # its `sharding` is the requested kind
+    accelerator,  # from `make_accelerator`
+):
     "Return none, ddp, fsdp or hsdp; ValueError if these processes cannot use it."
     kind = recipe.sharding
     world = accelerator.num_processes
@@ -90,14 +93,14 @@ def sharding_of(recipe, accelerator):
         )
     if kind == "hsdp" and not 1 < local_size() < world:
         raise ValueError(
-            f"sharding is 'hsdp', which needs several machines with several processes each; there are "
-            f"{world} processes, {local_size()} on this machine; expected ddp or fsdp"
+            "sharding is 'hsdp', which needs several machines with several processes each; "
+            f"there are {world} processes, {local_size()} on this machine; expected ddp or fsdp"
         )
-    if (
-        kind in ("fsdp", "hsdp") and torch.distributed.get_backend() == "mpi"
-    ):  # it cannot reduce and scatter
+    slices = kind in ("fsdp", "hsdp")
+    if slices and torch.distributed.get_backend() == "mpi":  # it cannot reduce and scatter
         raise ValueError(
-            f"sharding is {kind!r}, which the backend mpi of these processes does not offer; expected ddp"
+            f"sharding is {kind!r}, which the backend mpi of these processes does not offer; "
+            "expected ddp"
         )
     return kind
 
@@ -107,7 +110,12 @@ def local_size():
     return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 # %% ../../nbs/machine/processes.ipynb #processes-shard
-def shard(model, kind, accelerator):  # kind: from `sharding_of`
+def shard(
+    model,  # its parameters are on the accelerator's device
+    kind,  # from `sharding_of`
+    accelerator,  # from `make_accelerator`
+    blocks,  # parts of the model that FSDP gathers one at a time
+):
     "Return the model, copied or sliced over the processes."
     device = accelerator.device
     world = accelerator.num_processes
@@ -123,36 +131,44 @@ def shard(model, kind, accelerator):  # kind: from `sharding_of`
         mesh = init_device_mesh(
             device.type, sizes, mesh_dim_names=("copies", "slices")[-len(sizes) :]
         )
+        # slices are new parameters, which lack the marks of the old ones
         marks = [getattr(p, "_no_weight_decay", False) for p in model.parameters()]
-        for module in (*blocks_of(model.model), model):
+        for module in (*blocks, model):
             fully_shard(module, mesh=mesh)
-        for p, mark in zip(model.parameters(), marks):  # they are new
+        for p, mark in zip(model.parameters(), marks):
             p._no_weight_decay = mark
     return model
 
 
 @contextmanager
-def gradients_exchanged(model, last):  # last: the last micro-batch
+def gradients_exchanged(
+    model,  # from `shard`
+    last,  # whether this micro-batch is the last of its step
+):
     "Average gradients over processes after the last micro-batch only."
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP
         model.set_requires_gradient_sync(last)
-    with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():  # DDP
+    waits = hasattr(model, "no_sync") and not last  # DDP
+    with model.no_sync() if waits else nullcontext():
         yield
 
 # %% ../../nbs/machine/processes.ipynb #processes-008
-def gathered(mine, group=None):  # group: of processes; None: all of them
+def gathered(
+    value,  # of this process; it can be pickled
+    group=None,  # of processes; None: all of them
+):
     "Return the values of all processes, ordered by rank."
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return [mine]
+        return [value]
     if not distributed():
         make_accelerator()
     values = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(values, mine, group)
+    torch.distributed.all_gather_object(values, value, group)
     return values
 
 # %% ../../nbs/machine/processes.ipynb #processes-008-3
 @contextmanager
-def together(group=None):
+def together(group=None):  # group: of processes; None: all of them
     "Raise an error of one process in all, and gather the yielded list over processes."
     items = []
     error = None
@@ -160,17 +176,39 @@ def together(group=None):
         yield items
     except Exception as problem:
         error = problem
-    message = " ".join(str(error).split()) or type(error).__name__
-    results = gathered((items, error and f"{socket.gethostname()}: {message}"), group)
+    results = gathered((items, described(error)), group)
     if error:
         raise error
-    for rank, (_, line) in enumerate(results):
-        if line:
-            raise ValueError(f"process {rank} on {line}")
-    items[:] = [item for some, _ in results for item in some]
+    for rank, (_, failure) in enumerate(results):
+        if failure:
+            kind, message = failure
+            raise error_of(kind, f"process {rank} on {message}")
+    items[:] = [item for gathered_items, _ in results for item in gathered_items]
+
+
+def described(error):
+    "Return what other processes need to raise an error: class, and message with host; or None."
+    if error is None:
+        return None
+    message = " ".join(str(error).split()) or type(error).__name__
+    return type(error), f"{socket.gethostname()}: {message}"
+
+
+def error_of(kind, message):
+    "Return an error of a class; ValueError if the class does not take a message alone."
+    try:
+        error = kind(message)
+    except TypeError:
+        return ValueError(message)
+    return error if str(error) == message else ValueError(message)  # KeyError adds quotes
 
 # %% ../../nbs/machine/processes.ipynb #processes-012
-def see_folder(folder, host, probe, wait=5.0):  # host, probe: of the main process
+def see_folder(
+    folder,  # of the run, as this process names it
+    host,  # of the main process
+    probe,  # file that the main process made in its folder
+    wait=5.0,  # seconds
+):
     "Wait until the main process's file appears; ValueError if this is another folder."
     until = time.monotonic() + wait
     while not (folder.absolute() / probe.name).exists():
@@ -184,35 +222,60 @@ def see_folder(folder, host, probe, wait=5.0):  # host, probe: of the main proce
 # %% ../../nbs/machine/processes.ipynb #processes-013
 def check_alike(starts):  # (host, folder, facts) of every process
     "Raise ValueError for the first process that differs from process 0."
-    host, folder, first = starts[0]
-    for rank, (there, place, facts) in enumerate(starts):
+    first_host, first_folder, expected = starts[0]
+    for rank, (host, folder, facts) in enumerate(starts):
         for name, value in facts.items():
-            if value != first[name]:
+            if value != expected[name]:
                 raise ValueError(
-                    f"process {rank} on {there} (folder {place}) has {name}: {value}; process 0 on {host} "
-                    f"(folder {folder}) has {name}: {first[name]}; start every process with the same "
-                    "command on the same text"
+                    f"process {rank} on {host} (folder {folder}) has {name}: {value}; "
+                    f"process 0 on {first_host} (folder {first_folder}) has {name}: "
+                    f"{expected[name]}; start every process with the same command on the same text"
                 )
 
 # %% ../../nbs/machine/processes.ipynb #processes-016
 @contextmanager
-def only_run_in(folder):
+def only_run_in(folder):  # folder of a run, or None
     "Lock a folder; ValueError if another process trains there. Folders left empty are removed."
-    made = [place for place in (folder, *folder.parents) if not place.exists()] if folder else []
+    if folder is None:
+        yield
+        return
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         with ExitStack() as stack:
             try:
-                stack.enter_context(exclusive_lock(folder, wait=False) if folder else nullcontext())
+                stack.enter_context(exclusive_lock(folder, wait=False))
             except BlockingIOError:
-                problem = (
+                raise ValueError(
                     f"another process is training in {folder}; wait for it, or use another folder"
-                )
-                raise ValueError(problem) from None
+                ) from None
             yield
     finally:
-        for place in made:
-            with suppress(OSError):
-                place.rmdir()
+        for path in created:
+            with suppress(OSError):  # it is not empty
+                path.rmdir()
+
+# %% ../../nbs/machine/processes.ipynb #processes-random
+@contextmanager
+def fork_rng(seed=0):
+    "Seed torch, and restore the generators of torch, numpy and Python afterwards."
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)
+
+
+def seed_all(*numbers):  # whole numbers, such as a run's seed, the step and the process
+    "Seed the generators of Python, numpy and torch."
+    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 # %% ../../nbs/machine/processes.ipynb #processes-019
 class TrainingDiverged(RuntimeError):
@@ -228,8 +291,9 @@ SIGNS_OF_LOSS = ("connection", "gloo", "nccl", "broken pipe", "timed out", "proc
 
 @contextmanager
 def peers_watched(
-    processes: Any, where: Any
-) -> Iterator[None]:  # where() returns (step, last checkpoint or None)
+    processes: int,  # of the run
+    where: Callable,  # returns (step, last checkpoint or None)
+) -> Iterator[None]:
     "Raise WorkerLost if another process of the run or of the loader has died."
     try:
         yield
@@ -240,9 +304,10 @@ def peers_watched(
             raise
         step, last = where()
         lost = "a process that loads images" if loads else f"another of the {processes} processes"
+        reason = str(error).strip().splitlines()[0][:120]
         raise WorkerLost(
-            f"{lost} is gone, seen at step {step} ({str(error).strip().splitlines()[0][:120]}); start the "
-            f"same command again; it resumes from {last or 'the beginning'}"
+            f"{lost} is gone, seen at step {step} ({reason}); start the same command again; "
+            f"it resumes from {last or 'the beginning'}"
         ) from error
 
 # %% ../../nbs/machine/processes.ipynb #processes-022
@@ -256,8 +321,8 @@ def graceful_shutdown():
             raise KeyboardInterrupt
         stop.name = stop.name or signal.Signals(number).name
 
-    main = threading.current_thread() is threading.main_thread()  # signal handlers work only there
-    numbers = (signal.SIGINT, signal.SIGTERM) if main else ()
+    in_main = threading.current_thread() is threading.main_thread()  # handlers work only there
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_main else ()
     before = {number: signal.signal(number, note) for number in numbers}
     try:
         yield stop

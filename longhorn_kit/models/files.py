@@ -132,14 +132,24 @@ def load_model(
 SequenceLM.save_pretrained = save_model
 SequenceLM.from_pretrained = classmethod(load_model)
 
+# %% ../../nbs/machine/model_files.ipynb #model_files-014-b2
+def stored_metrics(run: Path) -> list:  # folder of a finished run -> a dict per line
+    "Return the metrics of a run; ValueError if they are not those of its last checkpoint."
+    last = max(run.glob("checkpoints/step-*/checkpoint.json"))
+    path = run / "metrics.jsonl"
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if digest != read_record(last)["files"]["metrics.jsonl"]:
+        raise ValueError(f"{path} is damaged or goes on after its last checkpoint")
+    return read_jsonl(path)
+
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-c
 def run_facts(folder: str | Path) -> dict:  # of a saved model -> {name: value}
-    "Return what the training run around a model recorded; empty if the records are missing or of another model."
+    "Return what the run around a model recorded; empty if a record is missing, damaged or another's."
     run = Path(folder).parent
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         model = read_json(Path(folder) / "config.json")
         shape = read_record(run / "lm_config.json")
-        last = next(row for row in reversed(read_jsonl(run / "metrics.jsonl")) if "val_loss" in row)
+        last = next(row for row in reversed(stored_metrics(run)) if "val_loss" in row)
         record = read_record(run / "config.json")
         text = read_record(run / "text.json")["source"]
         start = record["attempts"][-1]
@@ -151,9 +161,9 @@ def run_facts(folder: str | Path) -> dict:  # of a saved model -> {name: value}
             schedule = {
                 "Schedule": f"lengthened at step {ends[-1]} to {record['config']['steps']} steps"
             }
-            if (
-                Path(folder).name == f"model-{ends[-1]}-steps"
-            ):  # the longer run wrote the other records
+            if Path(folder).name in {
+                f"model-{end}-steps" for end in ends
+            }:  # a longer run wrote the other records
                 return {}
         if all(shape[name] == value for name, value in model.items()):
             loss = last.get("ema_val_loss", last["val_loss"])

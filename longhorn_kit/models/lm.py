@@ -38,7 +38,7 @@ from longhorn_kit.models.recompute import (
     wide,
 )
 from ..scan.arguments import documented, in_functorch, shown
-from ..scan.triton.launch import unwatched
+from ..scan.triton.launch import nothing_traces
 
 # %% ../../nbs/models/22_lm.ipynb #22_lm-006
 @documented
@@ -318,7 +318,7 @@ def check_targets(targets: Tensor, of: Tensor, vocab_size: int):  # (B,T), (B,T,
         raise ValueError(
             f"targets has shape {tuple(targets.shape)}; expected {tuple(of.shape[:-1])} to match tokens"
         )
-    if targets.device.type == "cpu" and unwatched():
+    if targets.device.type == "cpu" and nothing_traces():
         wrong = targets[(targets >= vocab_size) | (targets < 0) & (targets != -100)]
         if len(wrong):
             raise ValueError(
@@ -335,7 +335,7 @@ def check_tokens(tokens: Tensor, dims: int, vocab_size: int):  # tokens (B,T), o
         raise ValueError(f"tokens has shape {tuple(tokens.shape)}; expected {expected}")
     if tokens.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"tokens has dtype {tokens.dtype}; expected torch.int64 or torch.int32")
-    if tokens.device.type == "cpu" and tokens.numel() and unwatched():
+    if tokens.device.type == "cpu" and tokens.numel() and nothing_traces():
         low, high = (value.item() for value in tokens.aminmax())
         if low < 0 or high >= vocab_size:
             raise ValueError(

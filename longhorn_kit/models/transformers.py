@@ -31,7 +31,7 @@ from .mixer import WIDE, CacheSlot, TextMask, pick_columns, value_for
 from .recompute import wide
 from ..records import readable
 from ..scan.arguments import check_cu_seqlens, check_integers
-from ..scan.triton.launch import unwatched
+from ..scan.triton.launch import nothing_traces
 
 mend_torchvision()
 try:
@@ -201,7 +201,7 @@ def read_mask(
             f"of {T} tokens or more"
         )
     new = mask[:, mask.shape[1] - T :]
-    if unwatched():
+    if nothing_traces():
         if bool((new == 1).all()):
             return None
         if not bool(((new == 0) | (new == 1)).all()):
@@ -268,7 +268,7 @@ def pack(
         given = {name: value for name, value in given.items() if name.startswith("cu_seq")}
     if not given:
         return None
-    if not unwatched():
+    if not nothing_traces():
         return pack_traced(h, text, given)
     starts = text_starts(h, text, given)
     if not bool(starts[:, 1:].any()):
@@ -414,7 +414,7 @@ def check_options(options: dict):
         if (
             name == "token_type_ids"
             and isinstance(value, Tensor)
-            and not (unwatched() and bool(value.any()))
+            and not (nothing_traces() and bool(value.any()))
         ):
             continue  # all of one type
         raise ValueError(

@@ -25,84 +25,90 @@ from ..compat import NEEDS_TRITON
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n06
 def shown(value) -> str:
-    "Return a value as an error message shows it: numbers and words as they are, other objects by their type."
-    return (
-        repr(value)[:80]
-        if isinstance(value, (int, float, str, type(None)))
-        else f"of type {type(value).__name__}"
-    )
+    "Return a value for an error message: a number or word as it is, another object by its type."
+    if isinstance(value, (int, float, str, type(None))):
+        return repr(value)[:80]
+    return f"of type {type(value).__name__}"
 
 
-def check_choice(name: str, value, choices):
+def check_choice(
+    name: str,  # of the argument
+    value,
+    choices,  # the values that are allowed
+):
     "Raise ValueError, naming the choices, unless `value` is one of them."
     if type(value) not in (int, str, bool, type(None)) or value not in choices:
-        raise ValueError(
-            f"{name} is {shown(value)}; expected one of {', '.join(map(repr, choices))}"
-        )
+        names = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} is {shown(value)}; expected one of {names}")
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n07
-FLOATS = (
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float64,
-)  # 8 bits are for storage: PyTorch cannot add them
+# Eight bits are for storage: PyTorch cannot add them.
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def fits(shape: tuple, valid: tuple) -> bool:  # valid: a letter stands for any size
+def fits(
+    shape: tuple,
+    valid: tuple,  # sizes; a letter stands for any size
+) -> bool:
     "Return whether a shape is a valid one."
     if len(shape) != len(valid):
         return False
-    for size, wanted in zip(shape, valid):
-        if type(wanted) is not str and not wanted == size:
+    for size, expected in zip(shape, valid):
+        if type(expected) is not str and expected != size:
             return False
     return True
 
 
+def written(shape: tuple) -> str:  # sizes and letters
+    "Return a shape as Python writes it, letters without quotes."
+    sizes = ", ".join(map(str, shape))
+    return f"({sizes},)" if len(shape) == 1 else f"({sizes})"
+
+
 def fault(name: str, t, shapes: tuple, like: str, device) -> str | None:
-    "Return what `check_tensor` has against `t`, or None."
-
-    def written(s):
-        return "(" + ", ".join(map(str, s)) + (",)" if len(s) == 1 else ")")
-
-    wanted = " or ".join(map(written, shapes)) + (f" to match {like}" if like else "")
+    "Return what `check_tensor` has against `t`, or None; arguments as there."
+    expected = " or ".join(map(written, shapes))
+    if like:
+        expected += f" to match {like}"
+    kind = type(t).__name__
     if not isinstance(t, Tensor):
-        return f"{name} is {type(t).__name__}; expected a tensor of shape {wanted}"
+        return f"{name} is {kind}; expected a tensor of shape {expected}"
     if isinstance(t, UninitializedTensorMixin):
-        return f"{name} is {type(t).__name__}, which has no shape yet; expected a tensor of shape {wanted}"
+        return f"{name} is {kind}, which has no shape yet; expected a tensor of shape {expected}"
     if t.layout is not torch.strided or t.is_nested:
         layout = "nested" if t.is_nested else str(t.layout)
-        return f"{name} has the layout {layout}; expected a dense tensor of shape {wanted}"
+        return f"{name} has the layout {layout}; expected a dense tensor of shape {expected}"
     if not any(fits(t.shape, valid) for valid in shapes):
-        return f"{name} has shape {tuple(t.shape)}; expected {wanted}"
+        return f"{name} has shape {tuple(t.shape)}; expected {expected}"
     if not t.is_floating_point():
         return f"{name} has dtype {t.dtype}; expected a floating-point dtype"
     if t.dtype not in FLOATS:
         return f"{name} has dtype {t.dtype}; expected float64, float32, bfloat16 or float16"
     if device is not None and t.device != device:
         return f"{name} is on device {t.device}; expected {device} to match {like}"
+    return None
 
 
 def check_tensor(
-    name: str,
+    name: str,  # of the argument
     t,
-    *shapes,  # the argument and its valid shapes; a letter stands for any size
-    like: str = "",
-    device=None,  # the argument that fixes the sizes, and its device if it must be the same
+    *shapes,  # that are valid; a letter stands for any size
+    like: str = "",  # the argument that fixes the sizes, for the message
+    device=None,  # that the tensor must be on; None: any
 ):
-    "Raise ValueError unless `t` is a dense floating-point tensor of one of the shapes, on the device."
+    "Raise ValueError unless `t` is a dense tensor of floats, of a valid shape, on the device."
     plain = type(t) is Tensor or type(t) is Parameter
-    if plain and t.dtype in FLOATS and t.layout is torch.strided and not t.is_nested:
-        if device is None or t.device == device:
-            for valid in shapes:
-                if fits(t.shape, valid):
-                    return  # the usual case, which eager calls pass many times
+    dense = plain and t.dtype in FLOATS and t.layout is torch.strided and not t.is_nested
+    if dense and (device is None or t.device == device):
+        for valid in shapes:
+            if fits(t.shape, valid):
+                return  # the usual case, which eager calls pass many times
     if (wrong := fault(name, t, shapes, like, device)) is not None:
         raise ValueError(wrong)
 
 
 def check_optional(name: str, t, *shapes, **fit):
-    "Check a tensor; let None pass."
+    "Check a tensor as `check_tensor` does; let None pass."
     if t is not None:
         check_tensor(name, t, *shapes, **fit)
 
@@ -110,15 +116,15 @@ def check_optional(name: str, t, *shapes, **fit):
 def check_arguments(
     lead: str,  # axes in front: "BT" for a scan, "B" for a step
     rate: str,  # the caller's name for the logits: "b" or "dt"
-    q,
-    k,
-    x,
-    b,
-    A,
-    bias,
-    D_skip,
-    z,
-    state,
+    q,  # (*lead,N)
+    k,  # (*lead,N)
+    x,  # (*lead,D)
+    b,  # (*lead,D) or (*lead,1)
+    A,  # (D,N), or (B,T,N) in a scan and (B,1,N) in a step; only if rate is "dt"
+    bias,  # (D,) or None
+    D_skip,  # (D,) or None
+    z,  # (*lead,D) or None
+    state,  # (rows,D,N) or None
     rows: int | None = None,  # of the state, if not one per row of q
 ):
     "Raise ValueError, naming the argument, unless all tensors fit together."
@@ -135,37 +141,51 @@ def check_arguments(
     check_optional(rate + "_bias", bias, (D,), **fit)
     check_optional("D_skip", D_skip, (D,), **fit)
     check_optional("z" + end, z, (*axes, D), **fit)
-    like = "cu_seqlens" if end == "" and rows is not None else f"{queries} and {values}"
-    check_optional(
-        "state" if end else "initial_state",
-        state,
-        (axes[0] if rows is None else rows, D, N),
-        like=like,
-        device=q.device,
-    )
+    fit["like"] = "cu_seqlens" if end == "" and rows is not None else f"{queries} and {values}"
+    rows = axes[0] if rows is None else rows
+    check_optional("state" if end else "initial_state", state, (rows, D, N), **fit)
     if rate == "dt":
-        check_tensor("A", A, (D, N), (*(*axes, 1)[:2], N), like="x and q", device=q.device)
+        B, T = (*axes, 1)[:2]  # a step has T = 1
+        check_tensor("A", A, (D, N), (B, T, N), like="x and q", device=q.device)
 
 
-def s6_form(A: Tensor, dt_softplus: bool) -> str:  # (D,N), or rates of tokens with three axes
-    "Return the name of Mamba's rule: by the shape of its rates, and by whether the logits are already step sizes."
-    if A.dim() == 3 and not dt_softplus:
+def s6_form(
+    A: Tensor,  # (D,N), or rates of tokens with three axes
+    dt_softplus: bool,  # False: the logits are step sizes already
+) -> str:
+    "Return the name of Mamba's rule. Raises ValueError if A has three axes without softplus."
+    of_tokens = A.dim() == 3
+    if of_tokens and not dt_softplus:
         raise ValueError(f"A has shape {tuple(A.shape)}; with dt_softplus=False it must be (D, N)")
-    return "s6_time_varying" if A.dim() == 3 else "s6" if dt_softplus else "s6_given"
+    if of_tokens:
+        return "s6_time_varying"
+    return "s6" if dt_softplus else "s6_given"
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n14
-def check_matrix_arguments(q, k, x, log_decay, beta, bonus, state, lead=("B", "T")):
-    "Raise ValueError, naming the argument, unless a matrix scan's tensors fit together, or a step's: lead (B,)."
-    end, like = ("", "q") if len(lead) > 1 else ("_t", "q_t")
-    check_tensor(like, q, (*lead, "H", "N"))
-    *rows, H, N = q.shape
-    check_tensor("k" + end, k, (*rows, H, N), like=like, device=q.device)
-    check_tensor("x" + end, x, (*rows, H, "P"), like=like, device=q.device)
-    fit = dict(like=f"{like} and x{end}", device=q.device)
-    check_optional("log_decay" + end, log_decay, (*rows, H), (*rows, H, N), **fit)
-    check_optional("beta" + end, beta, (*rows, H), **fit)
+def check_matrix_arguments(
+    q,  # (*lead,H,N)
+    k,  # (*lead,H,N)
+    x,  # (*lead,H,P)
+    log_decay,  # (*lead,H), (*lead,H,N) or None
+    beta,  # (*lead,H) or None
+    bonus,  # (H,N) or None
+    state,  # (B,H,P,N) or None
+    lead=("B", "T"),  # axes in front; ("B",) for a step
+):
+    "Raise ValueError, naming the argument, unless the tensors of a matrix scan fit together."
+    end = "" if len(lead) > 1 else "_t"
+    queries = "q" + end
+    values = "x" + end
+    check_tensor(queries, q, (*lead, "H", "N"))
+    *axes, H, N = q.shape
+    check_tensor("k" + end, k, (*axes, H, N), like=queries, device=q.device)
+    check_tensor(values, x, (*axes, H, "P"), like=queries, device=q.device)
+    fit = dict(like=f"{queries} and {values}", device=q.device)
+    check_optional("log_decay" + end, log_decay, (*axes, H), (*axes, H, N), **fit)
+    check_optional("beta" + end, beta, (*axes, H), **fit)
     check_optional("bonus", bonus, (H, N), **fit)
-    check_optional("state" if end else "initial_state", state, (rows[0], H, x.shape[-1], N), **fit)
+    shape = (axes[0], H, x.shape[-1], N)
+    check_optional("state" if end else "initial_state", state, shape, **fit)
     if beta is not None and bonus is not None:
         raise ValueError("bonus is given together with beta; expected one of the two, or none")
 
@@ -174,14 +194,14 @@ ACTIVATIONS = ("silu", "swish", None)
 
 
 def check_conv(
-    name: str,
-    axes: tuple,  # the caller's name for x, letters of its axes
-    x,
-    weight,
-    bias,
-    activation,
-    state_name,
-    state,
+    name: str,  # the caller's name for x
+    axes: tuple,  # letters of its axes; D is the last
+    x,  # (B,T,D), or (B,D) in a step
+    weight,  # (D,W) or (D,1,W)
+    bias,  # (D,) or None
+    activation,  # of `ACTIVATIONS`
+    state_name,  # the caller's name for the state
+    state,  # (rows,D,W-1) or None
     rows: int | None = None,  # of the state, if not one per row of x
 ):
     "Raise ValueError, naming the argument, unless all tensors of a convolution fit together."
@@ -193,15 +213,16 @@ def check_conv(
     if weight.shape[-1] < 1:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; expected at least one tap")
     check_optional("bias", bias, (D,), **fit)
-    fit["like"] = (
-        "cu_seqlens and weight" if len(axes) == 3 and rows is not None else f"{name} and weight"
-    )
-    check_optional(
-        state_name, state, (x.shape[0] if rows is None else rows, D, weight.shape[-1] - 1), **fit
-    )
+    packed = len(axes) == 3 and rows is not None
+    fit["like"] = "cu_seqlens and weight" if packed else f"{name} and weight"
+    rows = x.shape[0] if rows is None else rows
+    check_optional(state_name, state, (rows, D, weight.shape[-1] - 1), **fit)
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n18c
-def check_integers(name: str, t):
+def check_integers(
+    name: str,  # of the argument
+    t,
+):
     "Raise ValueError unless `t` is a tensor of int32 or int64."
     if not isinstance(t, Tensor) or t.dtype not in (torch.int32, torch.int64):
         kind = getattr(t, "dtype", type(t).__name__)
@@ -223,11 +244,11 @@ def check_apart(state: Tensor):  # (rows,D,N)
 
 
 def check_slots(
-    slots,
-    x,
-    state,
-    inplace: bool,  # (B,) integers or None, (B,..), (slots,..)
-    name: str = "state_indices",
+    slots,  # (B,) integers or None
+    x,  # (B,D)
+    state,  # (slots,D,N)
+    inplace: bool,  # whether the step changes the state
+    name: str = "state_indices",  # the caller's name for the slots
 ) -> int | None:  # rows of the pool, None without slots
     "Raise ValueError unless `state_indices` fits a step."
     if slots is None:
@@ -250,9 +271,9 @@ def check_slots(
 # %% ../../nbs/machine/arguments.ipynb #arguments-n20
 def traced() -> bool:
     "Return whether a compiler traces or a CUDA graph records: no tensor can be read then."
-    return torch.compiler.is_compiling() or (
-        torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    )
+    if torch.compiler.is_compiling():
+        return True
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def exporting() -> bool:
@@ -269,20 +290,22 @@ def read_bounds(cu_seqlens: Tensor) -> list:  # (n+1,) integers
     "Return the values; wait for the GPU only the first time and after a change in place."
     if cu_seqlens.device.type == "cpu":  # NumPy may have changed them unseen
         return cu_seqlens.tolist()
-    version = (
-        None if cu_seqlens.is_inference() else cu_seqlens._version
-    )  # no changes are counted in inference mode
-    known = _READ.get(cu_seqlens)
-    if version is None or known is None or known[0] != version:
-        known = _READ[cu_seqlens] = version, cu_seqlens.tolist()
-    return known[1]
+    if cu_seqlens.is_inference():  # no changes are counted in inference mode
+        version = None
+    else:
+        version = cu_seqlens._version
+    cached = _READ.get(cu_seqlens)
+    if version is None or cached is None or cached[0] != version:
+        cached = (version, cu_seqlens.tolist())
+        _READ[cu_seqlens] = cached
+    return cached[1]
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n23
 def check_cu_seqlens(
     cu_seqlens,  # (n+1,) int32 or int64: 0, end of sequence 1, ..., T
-    q: Tensor,
-    name: str = "q",
-    axis: str = "N",  # (1,T,N); name, axis: the caller's names for it and its last axis
+    q: Tensor,  # (1,T,N)
+    name: str = "q",  # the caller's name for it
+    axis: str = "N",  # the letter of its last axis
 ) -> list | None:  # the n lengths, each None while traced; None without packing
     "Return the lengths of packed sequences; raise ValueError if bounds are wrong."
     if cu_seqlens is None:
@@ -296,7 +319,8 @@ def check_cu_seqlens(
     if q.shape[0] != 1:
         shape = tuple(q.shape)
         raise ValueError(
-            f"{name} has shape {shape}; expected (1, T, {axis}): with cu_seqlens the batch size is 1"
+            f"{name} has shape {shape}; expected (1, T, {axis}): "
+            "with cu_seqlens the batch size is 1"
         )
     if traced():
         return [None] * (len(cu_seqlens) - 1)  # only the number of bounds is known
@@ -308,7 +332,8 @@ def check_cu_seqlens(
     if min(lengths) < 0:
         i = next(i for i, n in enumerate(lengths) if n < 0)
         raise ValueError(
-            f"cu_seqlens decreases from {ends[i]} to {ends[i + 1]}; expected bounds that never decrease"
+            f"cu_seqlens decreases from {ends[i]} to {ends[i + 1]}; "
+            "expected bounds that never decrease"
         )
     if ends[-1] != T:
         raise ValueError(f"cu_seqlens ends at {ends[-1]}; expected {T}, the length of {name}")
@@ -316,23 +341,33 @@ def check_cu_seqlens(
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n24
 def bounds_for_kernels(
-    cu_seqlens: Tensor | None, x: Tensor
-) -> Tensor | None:  # (n+1,), (1,T,D) -> (n+1,)
+    cu_seqlens: Tensor | None,  # (n+1,) integers that passed `check_cu_seqlens`
+    x: Tensor,  # (1,T,D)
+) -> Tensor | None:  # (n+1,)
     "Return checked bounds, contiguous; raise ValueError unless they are on x's device."
-    if cu_seqlens is not None and cu_seqlens.device != x.device:
+    if cu_seqlens is None:
+        return None
+    if cu_seqlens.device != x.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device}; expected {x.device}, like x")
-    return None if cu_seqlens is None else cu_seqlens.contiguous()
+    return cu_seqlens.contiguous()
 
 
-def in_range(cu_seqlens: Tensor, T: int) -> Tensor:  # (n+1,) integers, rows of the batch
+def in_range(
+    cu_seqlens: Tensor,  # (n+1,) integers
+    T: int,  # rows
+) -> Tensor:  # (n+1,)
     "Return the bounds, moved so that no sequence leaves the rows or runs backwards."
     return cu_seqlens.clamp(0, T).cummax(0).values
 
 
-def outside(cu_seqlens: Tensor, T: int) -> Tensor:  # (n+1,), rows -> (T,1) bool
+def outside(
+    cu_seqlens: Tensor,  # (n+1,) integers
+    T: int,  # rows
+) -> Tensor:  # (T,1) bool
     "Return which rows belong to no sequence, once the bounds are in range."
-    cu_seqlens, rows = in_range(cu_seqlens, T), torch.arange(T, device=cu_seqlens.device)[:, None]
-    return (rows < cu_seqlens[0]) | (rows >= cu_seqlens[-1])
+    bounds = in_range(cu_seqlens, T)
+    rows = torch.arange(T, device=cu_seqlens.device)[:, None]
+    return (rows < bounds[0]) | (rows >= bounds[-1])
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n27
 HAS_TRITON = find_spec("triton") is not None  # once: torch.compile cannot trace the look-up
@@ -343,34 +378,45 @@ def in_functorch() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-setattr(in_functorch, "_dynamo_marked_constant", True)  # asked while tracing
+in_functorch._dynamo_marked_constant = True  # called while tracing
 
 
 def transformed(*tensors) -> bool:
     "Return whether torch.func or forward-mode derivatives track one of these; they see no kernels."
-    return in_functorch() or any(
-        t is not None and unpack_dual(t).tangent is not None for t in tensors
-    )
+    if in_functorch():
+        return True
+    return any(t is not None and unpack_dual(t).tangent is not None for t in tensors)
 
 
-def kernel_obstacle(name: str, first: Tensor, *others) -> str | None:
-    "Return why no Triton kernel can run these, the first called `name`; None if one can."
+def kernel_obstacle(
+    name: str,  # the caller's name for the first tensor
+    first: Tensor,
+    *others,  # tensors or None
+) -> str | None:
+    "Return why no Triton kernel can run these; None if one can."
     if not HAS_TRITON:
         return f"it {NEEDS_TRITON}"
     if not first.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
         return (
-            f"{name} is on {first.device}, and they need a GPU, or TRITON_INTERPRET=1 before triton is imported; "
+            f"{name} is on {first.device}, and they need a GPU, "
+            "or TRITON_INTERPRET=1 before triton is imported; "
             "without a GPU longhorn_kit sets it, so import longhorn_kit before triton"
         )
     for t in (first, *others):
         if t is not None and t.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            return f"they take float32, bfloat16 and float16, not {str(t.dtype).removeprefix('torch.')}"
+            dtype = str(t.dtype).removeprefix("torch.")
+            return f"they take float32, bfloat16 and float16, not {dtype}"
+    return None
 
 
 def kernels_or(
-    otherwise: str, kernels: str, backend: str, obstacle: str | None, avoid: bool
+    otherwise: str,  # the backend in PyTorch
+    kernels: str,  # the backend with kernels
+    backend: str,  # requested: one of the two, or "auto"
+    obstacle: str | None,  # why the kernels cannot run
+    avoid: bool,  # "auto" does not take the kernels
 ) -> str:
-    "Return `kernels`, or `otherwise` if they cannot run or should not; ValueError if they are named but cannot run."
+    "Return the backend that runs; raise ValueError if kernels are requested but cannot run."
     if backend == kernels and obstacle:
         raise ValueError(f"backend {kernels!r} cannot run this: {obstacle}")
     return otherwise if obstacle or (backend == "auto" and avoid) else kernels
@@ -384,13 +430,11 @@ def call_form(*options, tensors=()) -> tuple | None:
     if torch.compiler.is_compiling() or in_functorch() or forward_ad._current_level >= 0:
         return None
     try:
-        form = (*options, *[None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+        kinds = [None if t is None else (t.shape, t.dtype, t.device) for t in tensors]
+        form = (*options, *kinds)
         return form if hash(form) else None
-    except (
-        AttributeError,
-        TypeError,
-        RuntimeError,
-    ):  # not a tensor or without a shape, or an option that is a list
+    # not a tensor, a tensor without a shape, or an option that is a list
+    except (AttributeError, TypeError, RuntimeError):
         return None
 
 
@@ -408,43 +452,42 @@ def remember(form: tuple | None, backend: str, first: Tensor):
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n29
 def wants_gradient(
-    name: str,
-    inplace: bool,
-    backend: str,
-    *tensors,  # the step function's name and arguments
+    name: str,  # of the step function
+    inplace: bool,  # whether the step changes its state
+    backend: str,  # requested
+    *tensors,  # of the call, or None
 ) -> bool:
     "Return whether a decode step must be differentiable; raise ValueError if this call cannot be."
     learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if learns and (inplace or backend == "triton"):
-        what = "inplace=True" if inplace else "backend='triton'"
-        raise ValueError(f"{name} with {what} has no gradients; call it under torch.no_grad()")
+        option = "inplace=True" if inplace else "backend='triton'"
+        raise ValueError(f"{name} with {option} has no gradients; call it under torch.no_grad()")
     return learns
 
 # %% ../../nbs/machine/arguments.ipynb #arguments-n32
 S = TypeVar("S")
 
 
-def documented(thing: S) -> S:  # a function or a class
-    "Append the arguments, with the notes beside them, to the docstring."
-    plain = inspect.isclass(thing) and not is_dataclass(thing)
-    try:
-        source = textwrap.dedent(inspect.getsource(thing.__init__ if plain else thing))
-    except (OSError, TypeError):
-        return thing
+def argument_lines(source: str) -> list[str]:  # of a function or a dataclass
+    "Return the lines that name the arguments: of the signature, or the fields of the dataclass."
     node = ast.parse(source).body[0]
     lines = source.splitlines()
     if isinstance(node, ast.ClassDef):
-        notes = [lines[part.lineno - 1] for part in node.body if isinstance(part, ast.AnnAssign)]
-    else:
-        first = next(part for part in node.args.args if part.arg != "self")
-        notes = [
-            lines[first.lineno - 1][first.col_offset :],
-            *lines[first.lineno : node.body[0].lineno - 1],
-        ]
-    notes = [
-        note for line in notes if not (note := line.strip().replace("): #", " #")).startswith(")")
-    ]
-    thing.__doc__ = "\n    ".join(
-        [inspect.cleandoc(thing.__doc__ or "") + "\n\nArguments:", *notes]
-    )
+        return [lines[part.lineno - 1] for part in node.body if isinstance(part, ast.AnnAssign)]
+    first = next(part for part in node.args.args if part.arg != "self")
+    end = node.body[0].lineno - 1
+    return [lines[first.lineno - 1][first.col_offset :], *lines[first.lineno : end]]
+
+
+def documented(thing: S) -> S:  # a function or a class
+    "Append the arguments, with the notes beside them, to the docstring."
+    has_init = inspect.isclass(thing) and not is_dataclass(thing)
+    try:
+        source = textwrap.dedent(inspect.getsource(thing.__init__ if has_init else thing))
+    except (OSError, TypeError):
+        return thing
+    notes = [line.strip().replace("): #", " #") for line in argument_lines(source)]
+    notes = [note for note in notes if not note.startswith(")")]
+    summary = inspect.cleandoc(thing.__doc__ or "")
+    thing.__doc__ = "\n    ".join([summary + "\n\nArguments:", *notes])
     return thing

@@ -26,7 +26,11 @@ def time_major(t: Tensor) -> Tensor:  # (B,T,F) -> (T,B,F)
     return fresh(t.transpose(0, 1))
 
 
-def outer(a: Tensor, c: Tensor, out: Tensor) -> Tensor:  # (L,B,N), (L,B,D), (L,B,N,D)
+def outer(
+    a: Tensor,  # (L,B,N)
+    c: Tensor,  # (L,B,D)
+    out: Tensor,  # (L,B,N,D)
+) -> Tensor:  # `out`
     "Write `a_n c_d` of every step into `out`."
     return torch.mul(a[..., None], c[..., None, :], out=out)
 
@@ -35,47 +39,80 @@ SMALL_PRODUCT = 400  # products below which PyTorch's `bmm` runs a plain loop
 
 
 def over_states(
-    row: Tensor, M: Tensor, out: Tensor | None = None
-) -> Tensor:  # (L,B,N), (L,B,N,D) -> (L,B,D)
-    "Sum over n of `row_n M_nd`, optionally into a contiguous `out`."
+    row: Tensor,  # (L,B,N)
+    M: Tensor,  # (L,B,N,D)
+    out: Tensor | None = None,  # (L,B,D) contiguous; None: a new tensor
+) -> Tensor:  # (L,B,D)
+    "Sum over n of `row_n M_nd`."
     L, B, N, D = M.shape
-    out = M.new_empty(L, B, D) if out is None else out
+    if out is None:
+        out = M.new_empty(L, B, D)
     if N * D < SMALL_PRODUCT:
         return torch.sum(row[..., None] * M, 2, out=out)
-    torch.bmm(row.reshape(L * B, 1, N), M.reshape(L * B, N, D), out=out.view(L * B, 1, D))
+    rows = row.reshape(L * B, 1, N)
+    matrices = M.reshape(L * B, N, D)
+    torch.bmm(rows, matrices, out=out.view(L * B, 1, D))
     return out
 
 
-def over_channels(row: Tensor, M: Tensor) -> Tensor:  # (L,B,D), (L,B,N,D) -> (L,B,N)
+def over_channels(
+    row: Tensor,  # (L,B,D)
+    M: Tensor,  # (L,B,N,D)
+) -> Tensor:  # (L,B,N)
     "Sum over d of `row_d M_nd`."
     L, B, N, D = M.shape
-    return torch.bmm(row.reshape(L * B, 1, D), M.reshape(L * B, N, D).mT).view(L, B, N)
+    rows = row.reshape(L * B, 1, D)
+    matrices = M.reshape(L * B, N, D)
+    return torch.bmm(rows, matrices.mT).view(L, B, N)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n10
 class DiagonalRule:
     "Longhorn's diagonal form: gate `1 - eps k^2`, input `eps x k`; k, x, v with time first."
 
-    dA = None
+    dA = None  # only S6 has rates
 
-    def __init__(self, k, x, v, A=None):
+    def __init__(
+        self,
+        k,  # (T,B,N) keys
+        x,  # (T,B,D) values
+        v,  # (T,B,D) step-size logits
+        A=None,
+    ):
         self.k = k
         self.x = x
         self.eps, self.slope = rate_and_slope(k, v)
         self.u = torch.mul(self.eps, x, out=torch.empty_like(self.eps))
         self.one = x.new_ones(x.shape[-1])
 
-    def fill(self, t, gate, inp):
+    def fill(
+        self,
+        t,  # slice of L steps
+        gate,  # (L,B,N,D) output
+        inp,  # (L,B,N,D) output
+    ):
         k_squared = self.k[t].square()[..., None]
-        torch.addcmul(self.one, k_squared, self.eps[t][..., None, :], value=-1, out=gate)
+        eps = self.eps[t][..., None, :]
+        torch.addcmul(self.one, k_squared, eps, value=-1, out=gate)
         outer(self.k[t], self.u[t], out=inp)
 
-    def pull(self, t, gate, S, G, dk, dx, dv):
+    def pull(
+        self,
+        t,  # slice of L steps
+        gate,  # (L,B,N,D) of `fill`; may be overwritten
+        S,  # (L,B,N,D) states before the steps
+        G,  # (L,B,N,D) gradients of the states after them
+        dk,  # (L,B,N) output, like dx and dv
+        dx,  # (L,B,D)
+        dv,  # (L,B,D)
+    ):
         k = self.k[t]
         eps = self.eps[t]
         P = torch.mul(G, S, out=gate)
         kG = over_states(k, G)
-        fall = over_states(k.square(), P).addcmul_(self.x[t], kG, value=-1).mul_(eps)  # -eps d eps
-        shared = over_channels(eps, P).sub_((fall[..., None, :] @ eps[..., None])[..., 0])
+        fall = over_states(k.square(), P).addcmul_(self.x[t], kG, value=-1)
+        fall.mul_(eps)  # -eps d eps
+        through_length = (fall[..., None, :] @ eps[..., None])[..., 0]
+        shared = over_channels(eps, P).sub_(through_length)
         torch.sub(over_channels(self.u[t], G), shared.mul_(k), alpha=2, out=dk)
         torch.mul(kG, eps, out=dx)
         torch.mul(fall, self.slope[t], out=dv).neg_()
@@ -93,8 +130,10 @@ class DecoupledRule:
         self.u = torch.mul(self.beta, x, out=torch.empty_like(self.beta))
 
     def fill(self, t, gate, inp):
-        outer(self.k[t].square(), self.beta[t], out=gate).add_(1).reciprocal_()
-        outer(self.k[t], self.u[t], out=inp).mul_(gate)
+        outer(self.k[t].square(), self.beta[t], out=gate)
+        gate.add_(1).reciprocal_()
+        outer(self.k[t], self.u[t], out=inp)
+        inp.mul_(gate)
 
     def pull(self, t, gate, S, G, dk, dx, dv):
         k = self.k[t]
@@ -104,8 +143,10 @@ class DecoupledRule:
         du = over_states(k, aG)
         written = S + outer(k, u, out=torch.empty_like(G))
         W = gate.mul_(aG).mul_(written).neg_()  # gradient of beta k_n^2
-        d_beta = torch.mul(self.x[t], du).add_(over_states(k.square(), W))
-        torch.add(over_channels(u, aG), over_channels(beta, W).mul_(k), alpha=2, out=dk)
+        d_beta = torch.mul(self.x[t], du)
+        d_beta.add_(over_states(k.square(), W))
+        through_gate = over_channels(beta, W).mul_(k)
+        torch.add(over_channels(u, aG), through_gate, alpha=2, out=dk)
         torch.mul(du, beta, out=dx)
         torch.mul(d_beta.mul_(beta), 1 - beta, out=dv)
 
@@ -113,10 +154,16 @@ class DecoupledRule:
 class S6Rule:
     "Mamba's S6, `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
 
-    size = staticmethod(F.softplus)
-    slope = staticmethod(torch.sigmoid)  # Delta and its derivative
+    size = staticmethod(F.softplus)  # Delta of the logit
+    slope = staticmethod(torch.sigmoid)  # its derivative
 
-    def __init__(self, k, x, v, A):
+    def __init__(
+        self,
+        k,  # (T,B,N) keys
+        x,  # (T,B,D) values
+        v,  # (T,B,D) step-size logits
+        A,  # (D,N) rates
+    ):
         self.k = k
         self.x = x
         self.v = v.contiguous()
@@ -129,13 +176,20 @@ class S6Rule:
         torch.mul(self.rates, self.delta[t][..., None, :], out=gate).exp_()
         outer(self.k[t], self.u[t], out=inp)
 
-    def exponent(self, t, P):  # P: gradient of the exponent Delta A
-        self.dA += (P * self.delta[t][..., None, :]).sum((0, 1)).mT
+    def pull_exponent(
+        self,
+        t,  # slice of L steps
+        P,  # (L,B,N,D) gradient of the exponent Delta A
+    ):
+        "Add to the gradient of A; return that of Delta (L,B,D)."
+        of_A = P * self.delta[t][..., None, :]
+        self.dA += of_A.sum((0, 1)).mT
         return (P * self.rates).sum(2)
 
     def pull(self, t, gate, S, G, dk, dx, dv):
         du = over_states(self.k[t], G)
-        d_delta = self.exponent(t, gate.mul_(S).mul_(G)).addcmul_(self.x[t], du)
+        P = gate.mul_(S).mul_(G)
+        d_delta = self.pull_exponent(t, P).addcmul_(self.x[t], du)
         torch.mul(d_delta, self.slope(self.v[t]), out=dv)
         torch.mul(du, self.delta[t], out=dx)
         dk.copy_(over_channels(self.u[t], G))
@@ -159,15 +213,16 @@ class TimedS6Rule(S6Rule):
         outer(self.rates[t], self.delta[t], out=gate).exp_()
         outer(self.k[t], self.u[t], out=inp)
 
-    def exponent(self, t, P):
-        self.dA[:, t] = over_channels(self.delta[t], P).transpose(0, 1)
+    def pull_exponent(self, t, P):
+        of_A = over_channels(self.delta[t], P)
+        self.dA[:, t] = of_A.transpose(0, 1)
         return over_states(self.rates[t], P)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n17
 def advance(
-    gate: Tensor,
-    inp: Tensor,
-    S: Tensor,  # (L,B,N,D), (L,B,N,D) inputs that become states, (B,N,D) first state
+    gate: Tensor,  # (L,B,N,D)
+    inp: Tensor,  # (L,B,N,D) inputs, which become the states
+    S: Tensor,  # (B,N,D) state before the first step
 ) -> Tensor:  # (B,N,D) state after the last step, a view of `inp`
     "Run `S <- gate S + inp` over the steps of a chunk, in place."
     for g, i in zip(gate.unbind(0), inp.unbind(0)):
@@ -176,8 +231,8 @@ def advance(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n19
 def retreat(
-    gate: Tensor,
-    G: Tensor,  # (L,B,N,D), (L,B,N,D) gradients of the read-outs, which become those of the states
+    gate: Tensor,  # (L,B,N,D)
+    G: Tensor,  # (L,B,N,D) gradients of the read-outs, which become those of the states
     carry: Tensor,  # (B,N,D) gradient of the last state, from later chunks
 ) -> Tensor:  # (B,N,D) gradient of the state before the first step: `carry`, overwritten
     "Run `G_t <- G_t + gate_{t+1} G_{t+1}` from the last step to the first, in place."
@@ -190,11 +245,11 @@ def retreat(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n21
 def elementwise_forward(
-    rule,
-    q: Tensor,
-    S: Tensor,  # gates and inputs, time-major; (T,B,N) queries, (B,N,D) initial state
-    chunk: int,
-    keep: bool,  # steps per chunk; keep the checkpoints
+    rule,  # gates and inputs, time-major
+    q: Tensor,  # (T,B,N) queries
+    S: Tensor,  # (B,N,D) initial state
+    chunk: int,  # steps per chunk
+    keep: bool,  # keep the checkpoints
 ):
     "Return read-outs y (T,B,D), final state (B,N,D), and checkpoints (chunks,B,N,D)."
     T = q.shape[0]
@@ -215,35 +270,45 @@ def elementwise_forward(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n23
 def elementwise_backward(
-    rule,
-    q: Tensor,
-    dy: Tensor,  # gates and inputs, time-major; (T,B,N) queries, (T,B,D) gradient of the read-outs
+    rule,  # gates and inputs, time-major
+    q: Tensor,  # (T,B,N) queries
+    dy: Tensor,  # (T,B,D) gradient of the read-outs
     carry: Tensor,  # (B,N,D) gradient of the final state; becomes that of the initial state
-    marks: Tensor,
-    chunk: int,  # (chunks,B,N,D) checkpoints, steps per chunk
+    marks: Tensor,  # (chunks,B,N,D) checkpoints
+    chunk: int,  # steps per chunk
 ):
     "Return the gradients of q, k, x, v, time-major."
     B, N, D = carry.shape
     gate, G = carry.new_empty(2, chunk, B, N, D)
     states = carry.new_empty(chunk + 1, B, N, D)
-    dq, dk, dx, dv = *(torch.empty_like(q) for _ in "qk"), *(dy.new_empty(dy.shape) for _ in "xv")
+    dq = torch.empty_like(q)
+    dk = torch.empty_like(q)
+    dx = dy.new_empty(dy.shape)
+    dv = dy.new_empty(dy.shape)
     for i in reversed(range(marks.shape[0])):
-        t = slice(i * chunk, min(i * chunk + chunk, q.shape[0]))
+        start = i * chunk
+        t = slice(start, min(start + chunk, q.shape[0]))
         L = t.stop - t.start
+        g = gate[:L]
+        before = states[:L]
+        after = states[1 : L + 1]
         states[0] = marks[i]
-        rule.fill(t, gate[:L], states[1 : L + 1])
-        advance(gate[:L], states[1 : L + 1], states[0])
-        retreat(gate[:L], outer(q[t], dy[t], out=G[:L]), carry)
-        dq[t] = over_channels(dy[t], states[1 : L + 1])
-        rule.pull(t, gate[:L], states[:L], G[:L], dk[t], dx[t], dv[t])
+        rule.fill(t, g, after)
+        advance(g, after, states[0])
+        grads = outer(q[t], dy[t], out=G[:L])
+        retreat(g, grads, carry)
+        dq[t] = over_channels(dy[t], after)
+        rule.pull(t, g, before, grads, dk[t], dx[t], dv[t])
     return dq, dk, dx, dv
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n25
 class Machine(NamedTuple):
     "A form in chunks: forward, and backward along the tape that the forward kept."
 
-    run: Callable  # (chunk, keep, q, k, x, v, A, S) -> read-outs (B,T,D), final state (B,D,N), tape: new tensors
-    pull: Callable  # (chunk, tape, q, k, x, v, A, dy, dS) -> gradients of q, k, x, v, A and S
+    # (chunk, keep, q, k, x, v, A, S) -> read-outs (B,T,D), final state (B,D,N), tape: new tensors
+    run: Callable
+    # (chunk, tape, q, k, x, v, A, dy, dS) -> gradients of q, k, x, v, A and S
+    pull: Callable
     rereads: bool = True  # whether `pull` needs x and v
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n26
@@ -254,16 +319,16 @@ def elementwise(Rule) -> Machine:
         return Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
 
     def run(chunk, keep, q, k, x, v, A, S):
-        y, S, marks = elementwise_forward(
-            rule_of(k, x, v, A), time_major(q), fresh(S.mT), chunk, keep
-        )
+        rule = rule_of(k, x, v, A)
+        y, S, marks = elementwise_forward(rule, time_major(q), fresh(S.mT), chunk, keep)
         return y.transpose(0, 1).contiguous(), S.mT.contiguous(), [marks]
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
         rule = rule_of(k, x, v, A)
         carry = fresh(dS.mT)
         grads = elementwise_backward(rule, time_major(q), dy.transpose(0, 1), carry, *tape, chunk)
-        return *(g.transpose(0, 1) for g in grads), None if A is None else rule.dA, carry.mT
+        dq, dk, dx, dv = (g.transpose(0, 1) for g in grads)
+        return dq, dk, dx, dv, rule.dA, carry.mT
 
     return Machine(run, pull)
 
@@ -278,15 +343,20 @@ MACHINES = {
 }
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n62
-def compiled(form: str, Rule: type | None = None) -> Machine:  # form: of `native`; Rule: of S6
+def compiled(
+    form: str,  # of `native.FORMS`
+    Rule: type | None = None,  # of S6: gives the step size and its derivative
+) -> Machine:
     "Return the machine of a form in C++; its tape is the checkpoints."
 
     def prepared(q, k, x, v, A):
         rates = v if Rule is None else Rule.size(v)
-        return *(t.contiguous() for t in (q, k, x, rates)), None if A is None else A.mT.contiguous()
+        inputs = [t.contiguous() for t in (q, k, x, rates)]
+        return *inputs, None if A is None else A.mT.contiguous()
 
     def run(chunk, keep, q, k, x, v, A, S):
-        y, S, marks = native.forward(form, chunk, keep, *prepared(q, k, x, v, A), fresh(S.mT))
+        inputs = prepared(q, k, x, v, A)
+        y, S, marks = native.forward(form, chunk, keep, *inputs, fresh(S.mT))
         return y, S.mT.contiguous(), [marks]
 
     def pull(chunk, tape, q, k, x, v, A, dy, dS):
@@ -294,8 +364,11 @@ def compiled(form: str, Rule: type | None = None) -> Machine:  # form: of `nativ
         dy = dy.contiguous()
         dS = fresh(dS.mT)
         dq, dk, dx, dv, dA, dS = native.backward(form, chunk, *tape, *inputs, dy, dS)
-        dv = dv if Rule is None else dv * Rule.slope(v)
-        return dq, dk, dx, dv, None if A is None else dA.mT, dS.mT
+        if Rule is not None:
+            dv = dv * Rule.slope(v)
+        if A is not None:
+            dA = dA.mT
+        return dq, dk, dx, dv, dA, dS.mT
 
     return Machine(run, pull)
 
@@ -308,14 +381,19 @@ IN_CPP = {
 }
 
 
-def in_cpp(form: str, x: Tensor) -> bool:  # x: a tensor of the call
+def in_cpp(
+    form: str,  # a key of `MACHINES`
+    x: Tensor,  # a tensor of the call
+) -> bool:
     "Return whether a scan runs in C++: in float32 on a CPU, if it can be compiled."
-    return (
-        form in IN_CPP and x.device.type == "cpu" and x.dtype == torch.float32 and native.compiles()
-    )
+    suitable = x.device.type == "cpu" and x.dtype == torch.float32
+    return form in IN_CPP and suitable and native.compiles()
 
 
-def machine_of(form: str, x: Tensor) -> Machine:  # as in `in_cpp`
+def machine_of(
+    form: str,  # a key of `MACHINES`
+    x: Tensor,  # a tensor of the call
+) -> Machine:
     "Return the machine that runs, in C++ or in PyTorch."
     return IN_CPP[form] if in_cpp(form, x) else MACHINES[form]
 
@@ -325,7 +403,7 @@ LARGEST_BUFFER = 3 * 2**18  # numbers in the buffer of a long sequence, 3 MiB of
 
 
 def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
-    "Return the steps per chunk: 32 for the exact form, else 8 to 64 by the caches and by the number of checkpoints."
+    "Return the steps per chunk: 32 for the exact form, else 8 to 64 by caches and checkpoints."
     if exporting():  # the sizes may be symbols, and a comparison would fix them
         return 32 if form == "exact" else 16
     if form == "exact":
@@ -339,36 +417,38 @@ def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n39
 def _sequences(q, k, x, v, A, cu_seqlens):
-    # (rows, inputs) of each packed sequence.
+    # Yield (rows, inputs) of each packed sequence.
     ends = in_range(cu_seqlens, q.shape[1]).tolist()
+    A_of_tokens = A is not None and A.dim() == 3
     for rows in map(slice, ends, ends[1:]):
-        cut = (t[:, rows].contiguous() for t in (q, k, x, v))
-        yield rows, (*cut, A[:, rows].contiguous() if A is not None and A.dim() == 3 else A)
+        inputs = [t[:, rows].contiguous() for t in (q, k, x, v)]
+        rates = A[:, rows].contiguous() if A_of_tokens else A
+        yield rows, (*inputs, rates)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n40
 @custom_op("longhorn_kit::chunked_scan", mutates_args=())
 def _operation(
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    v: Tensor,
-    A: Tensor | None,
-    S: Tensor,
-    cu_seqlens: Tensor | None,
-    form: str,
-    chunk: int,
-    keep: bool,
+    q: Tensor,  # (B,T,N)
+    k: Tensor,  # (B,T,N)
+    x: Tensor,  # (B,T,D)
+    v: Tensor,  # (B,T,D) step-size logits, or step sizes
+    A: Tensor | None,  # (D,N) or (B,T,N)
+    S: Tensor,  # (B,D,N), or (n,D,N) of packed sequences
+    cu_seqlens: Tensor | None,  # (n+1,)
+    form: str,  # a key of `MACHINES`
+    chunk: int,  # steps per chunk
+    keep: bool,  # keep the tape for the backward
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    machine = machine_of(form, x)
     with no_autocast(x.device.type):
         if cu_seqlens is None:
-            y, last, tape = machine_of(form, x).run(chunk, keep, q, k, x, v, A, S)
+            y, last, tape = machine.run(chunk, keep, q, k, x, v, A, S)
             return y, last, tape if keep else []
         y = torch.zeros(x.shape, device=x.device, dtype=x.dtype)
         last = S.clone()
-        for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
-            y[:, rows], last[i : i + 1], _ = machine_of(form, x).run(
-                chunk, False, *cut, S[i : i + 1]
-            )
+        for i, (rows, inputs) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
+            one = slice(i, i + 1)
+            y[:, rows], last[one], _ = machine.run(chunk, False, *inputs, S[one])
         return y, last, []
 
 
@@ -378,12 +458,9 @@ def _(q, k, x, v, A, S, cu_seqlens, form, chunk, keep):
     N = k.shape[-1]
     tape = []
     if keep and cu_seqlens is None:
-        rates = (
-            [x.new_empty(T, B, D) for _ in range(3)]
-            if machine_of(form, x) is MACHINES["exact"]
-            else []
-        )
-        tape = [*rates, x.new_empty(-(-T // chunk), B, N, D)]
+        if machine_of(form, x) is MACHINES["exact"]:  # rates, slopes, residuals
+            tape += [x.new_empty(T, B, D) for _ in range(3)]
+        tape.append(x.new_empty(-(-T // chunk), B, N, D))
     return x.new_empty(x.shape), S.new_empty(S.shape), tape
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n40-c
@@ -393,41 +470,48 @@ def onnx_scan(q, k, x, v, A, S, cu_seqlens, form):
         raise ValueError(
             "packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row"
         )
-    size = v if form == "s6_given" else torch.sigmoid(v) if form in STEPS else F.softplus(v)
-    timed = [A] if form == "s6_time_varying" else []
+    if form in STEPS:
+        size = torch.sigmoid(v)
+    else:
+        size = v if form == "s6_given" else F.softplus(v)
+    A_of_tokens = form == "s6_time_varying"
+    sequences = [q, k, x, size, A] if A_of_tokens else [q, k, x, size]
     constants = (A,) if form in ("s6", "s6_given") else ()
 
     def step(S, q, k, x, size, *rates):
         if form in STEPS:
             S = STEPS[form](S, k, x, size)
         else:
-            S = s6_update(S, k, x, size, rates[0][:, None] if timed else rates[0])
+            S = s6_update(S, k, x, size, rates[0][:, None] if A_of_tokens else rates[0])
         return [S, (S * q[:, None, :]).sum(-1)]
 
-    return in_order(step, S, [q, k, x, size, *timed], constants)
+    return in_order(step, S, sequences, constants)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n42
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
-    whole = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
-    for i, (rows, cut) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
+    # The gradients of q, k, x, v, A and S, sequence by sequence; each tape is computed again.
+    machine = machine_of(form, x)
+    grads = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
+    *grads_of_rows, grad_A, grad_S = grads
+    for i, (rows, inputs) in enumerate(_sequences(q, k, x, v, A, cu_seqlens)):
         one = slice(i, i + 1)
+        _, _, tape = machine.run(chunk, True, *inputs, S[one])
         dy_i = dy[:, rows].contiguous()
-        machine = machine_of(form, x)
-        tape = machine.run(chunk, True, *cut, S[one])[2]
-        *parts, dA, whole[5][one] = machine.pull(chunk, tape, *cut, dy_i, dS[one])
-        for put, part in zip(whole, parts):
-            put[:, rows] = part
+        *parts, dA, grad_S[one] = machine.pull(chunk, tape, *inputs, dy_i, dS[one])
+        for grad, part in zip(grads_of_rows, parts):
+            grad[:, rows] = part
         if A is not None:
-            (whole[4][:, rows] if A.dim() == 3 else whole[4]).add_(dA)
-    return whole
+            target = grad_A[:, rows] if A.dim() == 3 else grad_A
+            target.add_(dA)
+    return grads
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n43
 @custom_op("longhorn_kit::chunked_scan_backward", mutates_args=())
 def _operation_backward(
-    dy: Tensor,
-    dS: Tensor,
-    tape: list[Tensor],
-    q: Tensor,
+    dy: Tensor,  # (B,T,D) gradient of the read-outs
+    dS: Tensor,  # (B,D,N) gradient of the final states
+    tape: list[Tensor],  # of the forward; empty: not kept
+    q: Tensor,  # the rest as in `_operation`
     k: Tensor,
     x: Tensor,
     v: Tensor,
@@ -441,7 +525,8 @@ def _operation_backward(
         if cu_seqlens is not None:
             return _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk)
         machine = machine_of(form, x)
-        tape = tape or machine.run(chunk, True, q, k, x, v, A, S)[2]
+        if not tape:
+            _, _, tape = machine.run(chunk, True, q, k, x, v, A, S)
         grads = machine.pull(chunk, tape, q, k, x, v, A, dy.contiguous(), dS)
         return [x.new_empty(0) if g is None else g.contiguous() for g in grads]
 
@@ -461,16 +546,22 @@ BY_REFERENCE = (
 def _setup(ctx, inputs, output):
     q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk, _ = inputs
     tape = output[2]
-    x, v = (None, None) if tape and not machine_of(ctx.form, x).rereads else (x, v)
+    if tape and not machine_of(ctx.form, x).rereads:
+        x = None
+        v = None
     ctx.set_materialize_grads(False)  # the tape has no gradient, and zeros in its size take time
     ctx.save_for_backward(q, k, x, v, A, S, cu_seqlens, *tape)
 
 
 def _gradients(ctx, dy, dS, _):
     q, k, x, v, A, S, cu_seqlens, *tape = ctx.saved_tensors
-    dy = q.new_zeros(*q.shape[:2], S.shape[1]) if dy is None else dy
-    dS = torch.zeros_like(S) if dS is None else dS
-    x, v = (dy, dy) if x is None else (x, v)  # for their sizes
+    if dy is None:
+        dy = q.new_zeros(*q.shape[:2], S.shape[1])
+    if dS is None:
+        dS = torch.zeros_like(S)
+    if x is None:  # for their sizes
+        x = dy
+        v = dy
     backward = torch.ops.longhorn_kit.chunked_scan_backward.default
     try:
         *grads, dA, dS = backward(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, ctx.form, ctx.chunk)
@@ -483,7 +574,10 @@ def _gradients(ctx, dy, dS, _):
     return *grads, None if A is None else dA, dS, None, None, None, None
 
 
-def once_only(operation, why):
+def once_only(
+    operation,  # a custom operation
+    why,  # message of the error
+):
     "Make a backward operation raise RuntimeError on a second derivative."
 
     def refuse(ctx, *grads):
@@ -497,23 +591,22 @@ once_only(_operation_backward, f"this scan has no second derivative; {BY_REFEREN
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n47
 def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
+    # `chunked_scan` without A, or `chunked_selective_scan` with it.
     out_dtype = x.dtype
     q, k, x, b, A, bias, D_skip, z, S = widened(q, k, x, b, A, bias, D_skip, z, S)
     v = (b if bias is None else b + bias).expand(x.shape)
-    learns = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (q, k, x, v, A, S)
-    )
+    tensors = (q, k, x, v, A, S)
+    learns = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     rows = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    S = x.new_zeros(rows, x.shape[2], k.shape[2]) if S is None else S
+    if S is None:
+        S = x.new_zeros(rows, x.shape[2], k.shape[2])
     keep = learns and not exporting()  # a program may run with or without gradients
     if not chunk:
         chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     if onnx_exporting():
         y, S = onnx_scan(q, k, x, v, A, S, cu_seqlens, form)
-    else:
-        scan = (
-            torch.ops.longhorn_kit.chunked_scan.default
-        )  # by name: a notebook may define it again
+    else:  # by name: a notebook may define the operation a second time
+        scan = torch.ops.longhorn_kit.chunked_scan.default
         y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)
     if cu_seqlens is not None:  # rows of no sequence stay zero and pass no gradient
@@ -522,40 +615,40 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n48
 def chunked_scan(
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    b: Tensor,
-    b_bias: Tensor | None = None,
-    D_skip: Tensor | None = None,
-    z: Tensor | None = None,
+    q: Tensor,  # (B,T,N) queries
+    k: Tensor,  # (B,T,N) keys
+    x: Tensor,  # (B,T,D) values
+    b: Tensor,  # (B,T,D) or (B,T,1) step-size logits
+    b_bias: Tensor | None = None,  # (D,) added to the logits
+    D_skip: Tensor | None = None,  # (D,) weight of the skip connection
+    z: Tensor | None = None,  # (B,T,D) gate
     *,
-    form: str = "diagonal",
-    initial_state: Tensor | None = None,  # as for `reference_scan`
+    form: str = "diagonal",  # "diagonal", "exact" or "decoupled"
+    initial_state: Tensor | None = None,  # (B,D,N); zeros if None
     chunk: int | None = None,  # steps per chunk; None: by the sizes
-    cu_seqlens: Tensor
-    | None = None,  # (n+1,) bounds of packed sequences, only while a compiler traces
+    cu_seqlens: Tensor | None = None,  # (n+1,) packed bounds, only while a compiler traces
 ) -> tuple[Tensor, Tensor]:
     "Run `reference_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
     return _run(form, chunk, q, k, x, b, None, b_bias, D_skip, z, initial_state, cu_seqlens)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n50
 def chunked_selective_scan(
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    dt_bias: Tensor | None = None,
-    D_skip: Tensor | None = None,
-    z: Tensor | None = None,
+    q: Tensor,  # (B,T,N) queries (Mamba's C)
+    k: Tensor,  # (B,T,N) keys (Mamba's B)
+    x: Tensor,  # (B,T,D) values
+    dt: Tensor,  # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
+    A: Tensor,  # (D,N) negative rates, or (B,T,N) input-dependent ones
+    dt_bias: Tensor | None = None,  # (D,) added to dt
+    D_skip: Tensor | None = None,  # (D,) weight of the skip connection
+    z: Tensor | None = None,  # (B,T,D) gate
     *,
-    initial_state: Tensor | None = None,  # as for `reference_selective_scan`
+    initial_state: Tensor | None = None,  # (B,D,N); zeros if None
     chunk: int | None = None,  # steps per chunk; None: by the sizes
-    cu_seqlens: Tensor
-    | None = None,  # (n+1,) bounds of packed sequences, only while a compiler traces
+    cu_seqlens: Tensor | None = None,  # (n+1,) packed bounds, only while a compiler traces
     dt_softplus: bool = True,  # False: `Delta = dt + dt_bias`, and A is (D,N)
 ) -> tuple[Tensor, Tensor]:
-    "Run `reference_selective_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
+    """Run `reference_selective_scan`, faster: `(out (B,T,D), final state (B,D,N))`.
+
+    It can be differentiated once."""
     form = s6_form(A, dt_softplus)
     return _run(form, chunk, q, k, x, dt, A, dt_bias, D_skip, z, initial_state, cu_seqlens)

@@ -21,16 +21,17 @@ from .triton.launch import resolved
 # %% ../../nbs/machine/fla.ipynb #fla-n06
 @functools.cache
 def _fla_trouble():
+    # The import itself, once; see `fla_trouble`.
+    global _run
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed (install the extra fla)"
     try:
         importlib.import_module("fla.ops")
     except Exception as error:  # it imports many libraries, any of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
-    global _run
-    _run = torch.compiler.disable(
-        _run
-    )  # as fla's functions are; only here, since it imports the compiler
+    # As fla's functions are; only here, since it imports the compiler.
+    _run = torch.compiler.disable(_run)
+    return None
 
 
 def fla_trouble() -> str | None:
@@ -38,19 +39,24 @@ def fla_trouble() -> str | None:
     return _fla_trouble()
 
 
-setattr(fla_trouble, "_dynamo_marked_constant", True)  # the import itself cannot be compiled
+fla_trouble._dynamo_marked_constant = True  # the import itself cannot be compiled
 
 # %% ../../nbs/machine/fla.ipynb #fla-n08
 def fla_obstacle(
-    q: Tensor, x: Tensor, beta: Tensor | None
-) -> str | None:  # (B,T,H,N), (B,T,H,P), (B,T,H)
+    q: Tensor,  # (B,T,H,N)
+    x: Tensor,  # (B,T,H,P)
+    beta: Tensor | None,  # (B,T,H)
+) -> str | None:
     "Say why fla's kernels cannot run these tensors; return None if they can."
     if not q.is_cuda:
         return f"q is on {q.device}, and the kernels need a GPU"
     if x.dtype == torch.float64:
         return "the kernels take float32, bfloat16 and float16, not float64"
-    if beta is not None and (x.dtype == torch.float32 or q.shape[-1] > 256):
-        return f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {x.dtype} and {q.shape[-1]}"
+    N = q.shape[-1]
+    if beta is not None and (x.dtype == torch.float32 or N > 256):
+        return (
+            f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {x.dtype} and {N}"
+        )
     return fla_trouble()
 
 # %% ../../nbs/machine/fla.ipynb #fla-n11
@@ -61,14 +67,14 @@ except metadata.PackageNotFoundError:  # it has no builds for macOS and Windows
 
 
 def one_a_head_fails(device: torch.device) -> bool:
-    "Return whether gradients with one decay per head are wrong (flash-linear-attention's issue 640)."
+    "Return whether gradients with one decay per head are wrong (issue 640 of the library)."
     return (3, 4, 0) <= TRITON < (3, 7, 1) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def fla_function(
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    bonus: Tensor | None,  # (B,T,H,1) or (B,T,H,N); (B,T,H); (H,N)
+    log_decay: Tensor | None,  # (B,T,H,1) or (B,T,H,N)
+    beta: Tensor | None,  # (B,T,H)
+    bonus: Tensor | None,  # (H,N)
 ) -> str:
     "Return the name of the function for these arguments."
     if bonus is not None:
@@ -85,6 +91,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache  # once per function
 def _tunes_first(name):
+    # Warn that the first call of a function takes long.
     _log.warning(
         "longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, "
         "which can take minutes",
@@ -92,23 +99,27 @@ def _tunes_first(name):
     )
 
 
-def fla_kernel(k, log_decay, beta, bonus):
+def fla_kernel(
+    k,  # (B,T,H,N)
+    log_decay,  # (B,T,H,1), (B,T,H,N) or None
+    beta,  # (B,T,H) or None
+    bonus,  # (H,N) or None
+):
     "Return the function for these arguments, and the rates that it takes after q, k, x."
     name = fla_function(log_decay, beta, bonus)
     if bonus is not None and log_decay is None:
         log_decay = torch.zeros_like(k[..., :1], dtype=torch.float32)
     if log_decay is not None:
-        one = name in ("chunk_simple_gla", "chunk_gated_delta_rule")
-        log_decay = log_decay[..., 0] if one else log_decay.expand(k.shape)
+        one_per_head = name in ("chunk_simple_gla", "chunk_gated_delta_rule")
+        log_decay = log_decay[..., 0] if one_per_head else log_decay.expand(k.shape)
     rates = [t.contiguous() for t in (log_decay, beta, bonus) if t is not None]
     _tunes_first(name)
     return getattr(importlib.import_module("fla.ops"), name), rates
 
 # %% ../../nbs/machine/fla.ipynb #fla-n15
 def _run(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None):
-    q, k, x, log_decay, beta, bonus, initial_state = resolved(
-        q, k, x, log_decay, beta, bonus, initial_state
-    )
+    tensors = (q, k, x, log_decay, beta, bonus, initial_state)
+    q, k, x, log_decay, beta, bonus, initial_state = resolved(*tensors)
     kernel, rates = fla_kernel(k, log_decay, beta, bonus)
     state = None if initial_state is None else initial_state.mT.contiguous()
     y, S = kernel(

@@ -247,8 +247,8 @@ FLAGS = (
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-Wno-psabi",
-)  # the last: lanes are passed to no other library
+    "-Wno-psabi",  # lanes are passed to no other library
+)
 INSTRUCTIONS = {  # those that PyTorch uses -> flags
     "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "AVX2": ("-march=x86-64-v3",),
@@ -262,8 +262,9 @@ def build(source: str) -> Path:  # C++
     flags = (*FLAGS, *INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability(), ()))
     facts = repr((source, flags, platform.platform()))
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "longhorn-kit"
-    path = Path(os.environ.get("LONGHORN_CACHE") or default).expanduser() / f"scan-{key}.so"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("LONGHORN_CACHE") or caches / "longhorn-kit")
+    path = folder.expanduser() / f"scan-{key}.so"
     if path.exists():
         return path
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
@@ -287,7 +288,7 @@ def compiles() -> bool:
     return library() is not None
 
 
-setattr(compiles, "_dynamo_marked_constant", True)  # asked while tracing
+compiles._dynamo_marked_constant = True  # called while tracing
 
 # %% ../../nbs/machine/native.ipynb #native-019
 FORMS = ("diagonal", "exact", "s6")  # in the order of `Form`
@@ -301,9 +302,9 @@ class Sizes(ctypes.Structure):
 
 
 def call(
-    name: str,
-    form: str,
-    chunk: int,  # function of the library; of `FORMS`; steps per checkpoint
+    name: str,  # function of the library
+    form: str,  # of `FORMS`
+    chunk: int,  # steps per checkpoint
     *tensors: Tensor | None,  # the function's arguments: q, k (B,T,N), x (B,T,D), ...
 ) -> None:
     "Run a function of the library on all rows of a batch, in as many threads as PyTorch uses."
@@ -319,22 +320,23 @@ def call(
 
     parts = min(B, torch.get_num_threads())
     if parts < 2:
-        return run(0, B)
+        run(0, B)
+        return
     bounds = [B * i // parts for i in range(parts + 1)]
     with ThreadPoolExecutor(parts) as pool:
         list(pool.map(run, bounds[:-1], bounds[1:]))  # the list raises their errors
 
 
 def forward(
-    form: str,
-    chunk: int,
+    form: str,  # of `FORMS`
+    chunk: int,  # steps per checkpoint
     keep: bool,  # keep the checkpoints
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    v: Tensor,  # v: logits; in S6 step sizes
-    A: Tensor | None,
-    S: Tensor,  # (N,D) of S6; (B,N,D), which becomes the final state
+    q: Tensor,  # (B,T,N) queries
+    k: Tensor,  # (B,T,N) keys
+    x: Tensor,  # (B,T,D) values
+    v: Tensor,  # (B,T,D) step-size logits; in S6 step sizes
+    A: Tensor | None,  # (N,D) rates of S6
+    S: Tensor,  # (B,N,D) initial state, which becomes the final state
 ) -> tuple[Tensor, Tensor, Tensor]:
     "Return read-outs (B,T,D), final state (B,N,D), checkpoints (chunks,B,N,D), none unless kept."
     y = torch.empty_like(x)
@@ -344,16 +346,16 @@ def forward(
 
 
 def backward(
-    form: str,
-    chunk: int,
-    marks: Tensor,  # checkpoints of the forward
-    q: Tensor,
+    form: str,  # of `FORMS`
+    chunk: int,  # steps per checkpoint
+    marks: Tensor,  # (chunks,B,N,D) checkpoints of the forward
+    q: Tensor,  # q, k, x, v and A as in `forward`
     k: Tensor,
     x: Tensor,
     v: Tensor,
-    A: Tensor | None,  # as in `forward`
-    dy: Tensor,
-    dS: Tensor,  # (B,N,D), which becomes the gradient of the initial state
+    A: Tensor | None,
+    dy: Tensor,  # (B,T,D) gradient of the read-outs
+    dS: Tensor,  # (B,N,D) gradient of the final state, which becomes that of the initial state
 ) -> tuple:
     "Return the gradients of q, k, x, v, A (N,D) or None, and the initial state."
     dq = torch.zeros_like(q)

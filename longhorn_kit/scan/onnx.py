@@ -16,8 +16,11 @@ from .arguments import exporting
 
 # %% ../../nbs/machine/onnx.ipynb #onnx-n07
 def onnx_exporting() -> bool:
-    "Return whether `torch.onnx.export` traces."
-    return exporting() and torch.onnx.is_in_onnx_export()
+    "Return whether `torch.onnx.export` traces; ValueError for its older form, which cannot write `Scan`."
+    exports = exporting() and torch.onnx.is_in_onnx_export()
+    if exports and torch.jit.is_tracing():
+        raise ValueError("the scans of longhorn_kit need torch.onnx.export(..., dynamo=True)")
+    return exports
 
 
 def in_order(

@@ -1,1 +1,1 @@
-"""The mathematics, one step at a time: objectives, closed forms, and what the diagonal approximation costs."""
+"""The mathematics, one step at a time: objectives, closed forms, the cost of the diagonal form."""

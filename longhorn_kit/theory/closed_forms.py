@@ -25,7 +25,7 @@ def explicit_step(
     x: Tensor,  # (...,D) value
     beta: Tensor,  # (...,D) or (...,1) step size
 ) -> Tensor:  # (...,D,N) next state
-    "Take one gradient step on `|S k - x|^2 / 2`: `S + beta (x - S k) k^T`; DeltaNet's update if `|k| = 1`."
+    "Take a gradient step, `S + beta (x - S k) k^T`: DeltaNet's update if `|k| = 1`."
     residual = x - (S * k[..., None, :]).sum(-1)
     return S + (beta * residual)[..., None] * k[..., None, :]
 
@@ -65,16 +65,14 @@ def decoupled_step(
     return (1 - rate * key.square()) * S + rate * x[..., None] * key
 
 
-STEPS = {
-    "diagonal": diagonal_step,
-    "exact": exact_step,
-    "decoupled": decoupled_step,
-}  # Longhorn's forms
+# Longhorn's forms.
+STEPS = {"diagonal": diagonal_step, "exact": exact_step, "decoupled": decoupled_step}
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-053
 def effective_rate_from_logits(
     k: Tensor,  # (...,N) key
     v: Tensor,  # (...,D) or (...,1) step-size logits, beta = sigmoid(v)
 ) -> Tensor:  # (...,D) or (...,1) rate eps
-    "Return `effective_rate(k, sigmoid(v))` without overflow, for float32 or wider; v < -80 acts as -80."
-    return 1 / (1 + k.square().sum(-1, keepdim=True) + torch.exp(-v.clamp(min=-80)))
+    "Return `effective_rate(k, sigmoid(v))`, in float32 or wider; v below -80 acts as -80."
+    squared_length = k.square().sum(-1, keepdim=True)
+    return 1 / (1 + squared_length + torch.exp(-v.clamp(min=-80)))

@@ -5,10 +5,11 @@ import warnings
 
 
 def __getattr__(name):
-    "`lab.claims` was one module, now `lab.claims.registry`: its names work here in this version, with a warning."
+    "Names of `lab.claims.registry` work here in this version, with a warning."
     if not name.startswith("__"):
         module = importlib.import_module(f"{__name__}.registry")
         if hasattr(module, name):
-            warnings.warn(f"{__name__}.{name} is in {module.__name__} now", DeprecationWarning, stacklevel=2)
+            message = f"{__name__}.{name} is in {module.__name__} now"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -42,16 +42,24 @@ from ...records import NAMES
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-007
 def edge(
-    rates: dict,
-) -> str:  # model -> (best learning rate, all tried rates, as numbers or as keys of a record)
-    "Name the models whose best learning rate lies at the edge of the grid; empty if all lie inside."
-    rates = {name: (best, list(map(float, tried))) for name, (best, tried) in rates.items()}
-    single = [name for name, (_, tried) in rates.items() if len(tried) == 1]
-    ends = [name for name, (best, tried) in rates.items() if best in (min(tried), max(tried))]
+    rates: dict,  # model -> (best learning rate, all tried rates as numbers or keys of a record)
+) -> str:
+    "Name the models whose best learning rate lies at the edge of the grid; empty if none does."
+    single = []
+    ends = []
+    for name, (best, tried) in rates.items():
+        grid = list(map(float, tried))
+        if len(grid) == 1:
+            single.append(name)
+        if best in (min(grid), max(grid)):
+            ends.append(name)
     if len(single) == len(rates):
-        return f"one learning rate was tried ({rates[single[0]][0]:g})"
+        best, _ = rates[single[0]]
+        return f"one learning rate was tried ({best:g})"
+    if not ends:
+        return ""
     names = ", ".join(NAMES.get(name, name) for name in ends)
-    return f"the best learning rate lies at the edge of the grid ({names})" if ends else ""
+    return f"the best learning rate lies at the edge of the grid ({names})"
 
 # %% ../../../nbs/machine/compare.ipynb #compare-looks-1
 def comparison_of(contrast: Contrast, judgement: Judgement) -> Comparison:
@@ -91,7 +99,10 @@ def contrast_rows(
 FIRST_JUDGED = 4  # of a model's seeds; those before it are for searches
 
 
-def own_seeds(number: int, count: int) -> list[int]:  # number of the model, from 1; seeds
+def own_seeds(
+    number: int,  # of the model, from 1
+    count: int,  # of seeds
+) -> list[int]:
     "Return the seeds on which a model is judged."
     first = 1000 * number + FIRST_JUDGED
     return list(range(first, first + count))
@@ -99,24 +110,22 @@ def own_seeds(number: int, count: int) -> list[int]:  # number of the model, fro
 
 def looks_of(
     outcomes: dict[str, list[float]],  # model -> outcome of each judged seed; NaN: diverged
-    asked: dict[str, int],  # model -> seeds that its run was asked for
+    requested: dict[str, int],  # model -> seeds that its run should have
 ) -> tuple[list[dict[str, Fit]], str]:
     "Return the fits of every look that is complete, and what the next one waits for."
     looks = []
     for count in LOOKS:
-        models = [name for name, seeds in asked.items() if seeds >= count]
+        models = [name for name, seeds in requested.items() if seeds >= count]
         if not models:
             return looks, "" if looks else f"{count} seeds are needed"
         least = min(len(outcomes.get(name, ())) for name in models)
         if least < count:
             return looks, f"{least} of {count} seeds so far"
-        looks.append(
-            {
-                name: fit_mean(values[:count])
-                for name, values in outcomes.items()
-                if len(values) >= LOOKS[0]
-            }
-        )
+        fits = {}
+        for name, values in outcomes.items():
+            if len(values) >= LOOKS[0]:
+                fits[name] = fit_mean(values[:count])
+        looks.append(fits)
     return looks, ""
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-010
@@ -128,32 +137,39 @@ RECALL_ORDER = (
 )
 
 
-def _ahead(ours: list, theirs: list) -> tuple:  # (seeds,) shares of right answers
+def _ahead(
+    first: list,  # (seeds,) shares of right answers
+    second: list,  # (seeds,)
+) -> tuple:  # (seeds,)
     "Return the lead of the first of two models in points, seed by seed."
-    return tuple(100 * (x - y) for x, y in zip(ours, theirs))
+    return tuple(100 * (x - y) for x, y in zip(first, second))
 
 
 def compare_recall(record: dict) -> list[Comparison]:
     "Compare the recall of two models, for each task and each pair in the authors' order."
-    found = []
+    comparisons = []
     for task, results in record["results"]["tasks"].items():
-        for first, second in (
-            pair for pair in RECALL_ORDER if results["recall"].keys() >= set(pair)
-        ):
-            a = results["recall"][first]
-            b = results["recall"][second]
-            best = results["lr"]
-            grid = results["grid"]
-            rates = {name: (best[name], grid[name] or [best[name]]) for name in (first, second)}
-            found.append(
+        recall = results["recall"]
+        for first, second in RECALL_ORDER:
+            if not {first, second} <= recall.keys():
+                continue
+            prefix = "rotary " if second == "attention" else ""
+            seeds = record["results"].get("search_seeds", recall[first])
+            comparisons.append(
                 Comparison(
-                    f"keys {task}: {NAMES[first]} above {'rotary ' * (second == 'attention')}{NAMES[second]}",
-                    _ahead(a, b),
-                    doubt=edge(rates),
-                    searched=len(record["results"].get("search_seeds", a)),
+                    f"keys {task}: {NAMES[first]} above {prefix}{NAMES[second]}",
+                    _ahead(recall[first], recall[second]),
+                    doubt=edge(_tried_rates(results, first, second)),
+                    searched=len(seeds),
                 )
             )
-    return found
+    return comparisons
+
+
+def _tried_rates(results, *models):  # results of a task or a design
+    "Return {model: (best learning rate, tried rates)}."
+    best = results["lr"]
+    return {name: (best[name], results["grid"][name] or [best[name]]) for name in models}
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-011
 def compare_designs(record: dict) -> list[Comparison]:
@@ -167,12 +183,7 @@ def compare_designs(record: dict) -> list[Comparison]:
         doubt = ""
         if finished:
             differences = _ahead(design["recall"][first], design["recall"][second])
-            doubt = edge(
-                {
-                    name: (design["lr"][name], design["grid"][name] or [design["lr"][name]])
-                    for name in (first, second)
-                }
-            )
+            doubt = edge(_tried_rates(design, first, second))
         comparisons.append(
             Comparison(
                 f"embedding of {design['embed']}: {NAMES[first]} above {NAMES[second]}",
@@ -188,11 +199,12 @@ def compare_designs(record: dict) -> list[Comparison]:
 
 def about_recall(record: dict) -> str:
     "Describe a run of the toy task: keys, learning rates, seeds."
-    asked = record["settings"]
+    settings = record["settings"]
+    pairs, embed, steps = map(settings.get, ("pairs", "embed", "steps"))
     searched = record["results"].get("search_seeds", ())
-    rates = ", ".join(f"{lr:g}" for lr in asked.get("lrs", ()))
+    rates = ", ".join(f"{lr:g}" for lr in settings.get("lrs", ()))
     return (
-        f"{asked.get('pairs')} pairs, keys embedded in {asked.get('embed')} numbers, {asked.get('steps')} steps; "
+        f"{pairs} pairs, keys embedded in {embed} numbers, {steps} steps; "
         f"learning rates {rates} searched on {len(searched)} seeds that are not judged"
     )
 
@@ -206,15 +218,15 @@ def about_rewritten(record: dict) -> str:
         chosen.append(f"{rates or 'none'} with an embedding of {design['embed']}")
     commit = results["plan"]["commit"]
     plan = f"plan of commit {commit[:7]}" if commit else "not the committed plan"
-    asked = record["settings"]
+    settings = record["settings"]
     return (
-        f"{plan}; {asked['pairs']} pairs, keys {asked['tasks'][0]}; learning rates chosen on "
+        f"{plan}; {settings['pairs']} pairs, keys {settings['tasks'][0]}; learning rates chosen on "
         f"{len(results['search_seeds'])} seeds that are not judged: {'; '.join(chosen)}"
     )
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-013
-SOLVED = 0.985
-LEARNT = 1.2  # share of correct answers; multiple of the guess level
+SOLVED = 0.985  # share of correct answers
+LEARNT = 1.2  # multiple of the guess level
 MQAR_PAIRS = (
     ("longhorn", "mamba"),
     ("longhorn", "gla"),
@@ -236,15 +248,14 @@ CHOSEN_CELLS = (
 
 def mqar_cells(
     record: dict, d_state: int = 16
-) -> list[dict]:  # -> one per size and width: mixer -> cell
+) -> list[dict]:  # one per size and width: mixer -> cell
     "Return the cells without rewritten keys, by size and width."
-    places = {}
+    sizes = {}
     for cell in record["results"]["cells"]:
         if not cell["rewritten"] and cell["options"].get("d_state", 16) == d_state:
-            places.setdefault((cell["length"], cell["pairs"], cell["d_model"]), {})[
-                cell["mixer"]
-            ] = cell
-    return [places[place] for place in sorted(places)]
+            size = cell["length"], cell["pairs"], cell["d_model"]
+            sizes.setdefault(size, {})[cell["mixer"]] = cell
+    return [cells for _, cells in sorted(sizes.items(), key=lambda entry: entry[0])]
 
 
 def both_cells(record: dict, first: str, second: str) -> list[tuple[dict, dict]]:
@@ -254,6 +265,11 @@ def both_cells(record: dict, first: str, second: str) -> list[tuple[dict, dict]]
         for cells in mqar_cells(record)
         if first in cells and second in cells
     ]
+
+
+def _differences(first, second):  # two cells
+    "Return the lead of the first cell, seed by seed, in limited shares."
+    return [x - y for x, y in zip(limited(first), limited(second))]
 
 # %% ../../../nbs/machine/compare.ipynb #1928b000
 def counts(cell: dict) -> bool:
@@ -268,32 +284,31 @@ def limited(cell: dict) -> list[float]:
 # %% ../../../nbs/machine/compare.ipynb #38_compare-014
 def compare_mqar(record: dict, pairs: tuple = MQAR_PAIRS) -> list[Comparison]:
     "Compare the mean accuracy of two models over the cells that count for both."
-    found = []
+    comparisons = []
     for first, second in pairs:
         both = both_cells(record, first, second)
-        good = [pair for pair in both if counts(pair[0]) and counts(pair[1])]
-        seeds = min((len(cell["accuracy"]) for pair in good for cell in pair), default=0)
-        leads = [[x - y for x, y in zip(limited(a), limited(b))] for a, b in good]
-        found.append(
-            Comparison(
-                f"{NAMES[first]} above {NAMES[second]} ({len(good)} of {len(both)} cells)",
-                tuple(100 * mean(lead[seed] for lead in leads) for seed in range(seeds)),
-                doubt="" if good or not both else "no cell where both learning rates are bracketed",
-            )
-        )
-    return found
+        good = [(a, b) for a, b in both if counts(a) and counts(b)]
+        doubt = ""
+        if both and not good:
+            doubt = "no cell where both learning rates are bracketed"
+        label = f"{NAMES[first]} above {NAMES[second]} ({len(good)} of {len(both)} cells)"
+        leads = zip(*(_differences(a, b) for a, b in good))  # of all cells, per seed
+        differences = tuple(100 * mean(lead) for lead in leads)
+        comparisons.append(Comparison(label, differences, doubt=doubt))
+    return comparisons
 
 # %% ../../../nbs/machine/compare.ipynb #58269ed0
 def about_mqar(record: dict) -> str:
-    "Describe a run of the grid: seeds won, tied and lost over all its cells, and the states at one width."
+    "Describe a run of the grid: seeds won, tied and lost over all cells, states at one width."
     texts = []
     for first, second in MQAR_PAIRS + EXACT_PAIRS:
         both = both_cells(record, first, second)
-        signs = [x - y for a, b in both for x, y in zip(limited(a), limited(b))]
-        texts += [
-            f"{NAMES[first]} against {NAMES[second]} "
-            f"{sum(s > 0 for s in signs)}-{sum(s == 0 for s in signs)}-{sum(s < 0 for s in signs)}"
-        ] * bool(both)
+        leads = [lead for a, b in both for lead in _differences(a, b)]
+        won = sum(lead > 0 for lead in leads)
+        tied = sum(lead == 0 for lead in leads)
+        lost = sum(lead < 0 for lead in leads)
+        if both:
+            texts.append(f"{NAMES[first]} against {NAMES[second]} {won}-{tied}-{lost}")
     cells = (mqar_cells(record) or [{}])[0]
     width = next(iter(cells.values()), {}).get("d_model", "–")
     states = ", ".join(
@@ -303,26 +318,27 @@ def about_mqar(record: dict) -> str:
     tried = Counter(float(lr) for cell in every for lr in cell["by_lr"])
     rates = ", ".join(f"{lr:g} in {tried[lr]}" for lr in sorted(tried))
     return (
-        f"seeds won, tied and lost over all cells: {'; '.join(texts)}. KiB of state with d_model {width}: "
-        f"{states}. Learning rates tried: {rates or 'none'} of {len(every)} cells. {CHOSEN_CELLS}"
+        f"seeds won, tied and lost over all cells: {'; '.join(texts)}. "
+        f"KiB of state with d_model {width}: {states}. "
+        f"Learning rates tried: {rates or 'none'} of {len(every)} cells. {CHOSEN_CELLS}"
     )
 
 # %% ../../../nbs/machine/compare.ipynb #759980da
 def compare_states(record: dict) -> list[Comparison]:
     "Compare larger states with the usual one, at the size where both were trained."
     usual = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1]
-    found = []
+    comparisons = []
     for d_state in (32, 64, 128):
         for large, small in zip(mqar_cells(record, d_state), usual):
             for mixer in ("longhorn_exact", "longhorn"):
-                pair = large[mixer], small[mixer]
-                doubt = edge({mixer: (pair[0]["lr"], pair[0]["by_lr"])})
-                ahead = _ahead(*map(limited, pair))
-                doubt = doubt if any(ahead) else "neither learns"
-                found.append(
-                    Comparison(f"{NAMES[mixer]}: N = {d_state} above 16", ahead, doubt=doubt)
-                )
-    return found
+                cell = large[mixer]
+                doubt = edge({mixer: (cell["lr"], cell["by_lr"])})
+                ahead = _ahead(limited(cell), limited(small[mixer]))
+                if not any(ahead):
+                    doubt = "neither learns"
+                label = f"{NAMES[mixer]}: N = {d_state} above 16"
+                comparisons.append(Comparison(label, ahead, doubt=doubt))
+    return comparisons
 
 
 def about_states(record: dict) -> str:
@@ -335,32 +351,36 @@ def about_states(record: dict) -> str:
 # %% ../../../nbs/machine/compare.ipynb #38_compare-017
 def evaluations(results: dict) -> list[tuple[str, float | None]]:
     "Return the points of comparison: after the first pass, if there are more, and after the last."
-    passes = (
-        max((run["tokens"] for run in results["runs"] if "val" in run), default=0)
-        / results["train_tokens"]
-    )
+    tokens = [run["tokens"] for run in results["runs"] if "val" in run]
+    passes = max(tokens, default=0) / results["train_tokens"]
     if passes <= 1.05:
         return [("", None)]
     return [("after one pass", results["train_tokens"]), (f"after {passes:.1f} passes", None)]
 
 
-def nearest(curve: dict, tokens: float | None) -> int:
+def nearest(
+    curve: dict,
+    tokens: float | None,  # None: the end of the curve
+) -> int:
     "Return the index of the evaluation nearest to a number of tokens."
-    return (
-        -1
-        if tokens is None
-        else min(range(len(curve["tokens"])), key=lambda i: abs(curve["tokens"][i] - tokens))
-    )
+    if tokens is None:
+        return -1
+    distances = [abs(point - tokens) for point in curve["tokens"]]
+    return distances.index(min(distances))
 
 
 def losses(
-    results: dict, mixer: str, tokens: float | None
-) -> dict:  # of a language record -> {seed: held-out loss}
+    results: dict,  # of a language record
+    mixer: str,
+    tokens: float | None,  # None: the end of the curve
+) -> dict:  # seed -> held-out loss
     "Return the loss of each seed of a model, in the unit of the record."
-    curves = {
-        run["seed"]: run["val"] for run in results["runs"] if run["mixer"] == mixer and "val" in run
-    }
-    return {seed: curve["all"][nearest(curve, tokens)] for seed, curve in curves.items()}
+    by_seed = {}
+    for run in results["runs"]:
+        if run["mixer"] == mixer and "val" in run:
+            curve = run["val"]
+            by_seed[run["seed"]] = curve["all"][nearest(curve, tokens)]
+    return by_seed
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-018
 def published_lead(
@@ -371,8 +391,9 @@ def published_lead(
 ) -> float | None:
     "Return the first model's published lead; None without one, or in another unit."
     losses = OPENWEBTEXT[sizes]
-    same = {first, second} <= losses.keys() and results["unit"] == "nats per token"
-    return losses[second] - losses[first] if same else None
+    if results["unit"] != "nats per token" or not {first, second} <= losses.keys():
+        return None
+    return losses[second] - losses[first]
 
 
 def compare_language(
@@ -382,39 +403,41 @@ def compare_language(
 ) -> list[Comparison]:
     "Compare held-out losses, seed by seed; the plan of these runs allows no verdict at one rate."
     results = record["results"]
-    found = []
+    comparisons = []
     rate = record["settings"]["train"]["lr"]
-    unit = results["unit"]
     for words, tokens in evaluations(results):
         for first, second in pairs:
             a = losses(results, first, tokens)
             b = losses(results, second, tokens)
             leads = tuple(b[seed] - a[seed] for seed in sorted(a.keys() & b.keys()))
-            if leads:
-                found.append(
-                    Comparison(
-                        f"{NAMES[first]} below {NAMES[second]}" + f", {words}" * bool(words),
-                        leads,
-                        unit,
-                        searched=0,
-                        doubt=edge({name: (rate, [rate]) for name in (first, second)}),
-                        published=published_lead(results, first, second, sizes),
-                    )
+            if not leads:
+                continue
+            label = f"{NAMES[first]} below {NAMES[second]}"
+            comparisons.append(
+                Comparison(
+                    f"{label}, {words}" if words else label,
+                    leads,
+                    results["unit"],
+                    searched=0,
+                    doubt=edge({name: (rate, [rate]) for name in (first, second)}),
+                    published=published_lead(results, first, second, sizes),
                 )
-    return found
+            )
+    return comparisons
 
 # %% ../../../nbs/machine/compare.ipynb #compare-one-rate
 def losses_by_seed(results: dict, tokens: float | None) -> dict:  # of a language record
     "Return {model: losses of its judged seeds}, up to the first that is missing; NaN: diverged."
-    found = {}
+    by_model = {}
     for run in sorted(results["runs"], key=lambda run: run["seed"]):
-        number, place = divmod(run["seed"], 1000)
-        losses = found.setdefault(NAMES[run["mixer"]], [])
-        if number and place == FIRST_JUDGED + len(losses):
-            diverged = "val" not in run
-            loss = math.nan if diverged else run["val"]["all"][nearest(run["val"], tokens)]
+        number, index = divmod(run["seed"], 1000)
+        losses = by_model.setdefault(NAMES[run["mixer"]], [])
+        if number and index == FIRST_JUDGED + len(losses):
+            loss = math.nan  # diverged
+            if "val" in run:
+                loss = run["val"]["all"][nearest(run["val"], tokens)]
             losses.append(loss)
-    return found
+    return by_model
 
 
 def equal_losses(results: dict) -> float:
@@ -426,8 +449,8 @@ def equal_losses(results: dict) -> float:
     return margin * run["loss"]["all"] / run["bits_per_byte"] if run else margin
 
 
-def asked_seeds(record: dict, pairs: tuple) -> dict:  # -> {model: seeds}
-    "Return how many judged seeds a run was asked for, of the models in these pairs."
+def asked_seeds(record: dict, pairs: tuple) -> dict:  # {model: seeds}
+    "Return how many judged seeds a run should have, of the models in these pairs."
     settings = record["settings"]
     names = {name for pair in pairs for name in pair}
     return {NAMES[name]: settings["judged"] for name in settings["models"] if name in names}
@@ -438,9 +461,9 @@ def compare_at_one_rate(
     pairs: tuple,  # (first, second): the claim gives the first the lower loss
     sizes: str = "120M",  # row of `OPENWEBTEXT` with the published difference
 ) -> list[tuple[Comparison, Judgement]]:
-    "Judge held-out losses at the one learning rate of a run; empty if no pair was asked for."
+    "Judge held-out losses at the one learning rate of a run; empty if it has no such pair."
     results = record["results"]
-    asked = asked_seeds(record, pairs)
+    requested = asked_seeds(record, pairs)
     losses = losses_by_seed(results, None)
     margin = equal_losses(results)
     contrasts = []
@@ -457,11 +480,12 @@ def compare_at_one_rate(
                 published=published,
             )
         )
-    present = asked.keys() | {name for name, values in losses.items() if values}
-    if not any({name for name, _ in contrast.weights} <= present for contrast in contrasts):
+    present = requested.keys() | {name for name, values in losses.items() if values}
+    if not any(NAMES[a] in present and NAMES[b] in present for a, b in pairs):
         return []
-    names = {name for contrast in contrasts for name, _ in contrast.weights}
-    looks, missing = looks_of({name: losses[name] for name in names & losses.keys()}, asked)
+    names = {NAMES[name] for pair in pairs for name in pair}
+    outcomes = {name: losses[name] for name in names & losses.keys()}
+    looks, missing = looks_of(outcomes, requested)
     return contrast_rows(contrasts, looks, dict.fromkeys(names, "language"), missing)
 
 # %% ../../../nbs/machine/compare.ipynb #compare-leads
@@ -478,26 +502,23 @@ def remaining(
         return comparison, late
     if not early.n:
         return comparison, replace(early, side="", look=0, beside="")
-    decided = {early.side, late.side} <= {AHEAD, BEHIND}
-    word = "undecided"
-    if decided:
-        word = "holds" if early.side == late.side else "does not hold"
+    verdict = "undecided"
+    look = 0
+    if {early.side, late.side} <= {AHEAD, BEHIND}:
+        verdict = "holds" if early.side == late.side else "does not hold"
+        look = max(early.look, late.look)
     before = f"after one pass {effect(*first)}, {early.side or 'undecided'}"
-    return comparison, replace(
-        late,
-        verdict=word,
-        p=max(early.p, late.p),
-        look=max(early.look, late.look) if decided else 0,
-        beside="; ".join(filter(None, (before, late.beside))),
-    )
+    notes = "; ".join(filter(None, (before, late.beside)))
+    p = max(early.p, late.p)
+    return comparison, replace(late, verdict=verdict, p=p, look=look, beside=notes)
 
 
 ONE_PASS = ", one pass"  # after the name of a model: its loss at that point
 
 
 def compare_leads(
-    record: dict,  # of `longhorn_kit.lab.experiments.language`, with judged seeds, of a text that is read several times
-    pairs: tuple,
+    record: dict,  # of `experiments.language`: judged seeds, a text that is read several times
+    pairs: tuple,  # (first, second): the claim gives the first the lower loss
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge whether the leads of the first pass remain after the last, at the one rate of a run."
     results = record["results"]
@@ -510,77 +531,87 @@ def compare_leads(
         for first, second in pairs:
             weights = (NAMES[first] + part, -1), (NAMES[second] + part, 1)
             contrasts.append(Contrast("", weights, unit=results["unit"], margin=margin))
-    asked = asked_seeds(record, pairs)
-    asked |= {name + ONE_PASS: seeds for name, seeds in asked.items()}
-    looks, missing = looks_of(early | late, asked)
+    requested = asked_seeds(record, pairs)
+    requested |= {name + ONE_PASS: seeds for name, seeds in requested.items()}
+    looks, missing = looks_of(early | late, requested)
     groups = dict.fromkeys(early, "one pass") | dict.fromkeys(late, "last pass")
     rows = contrast_rows(contrasts, looks, groups, missing)
-    found = []
+    judged = []
     for (a, b), first, last in zip(pairs, rows, rows[len(pairs) :]):
         label = f"{NAMES[a]} and {NAMES[b]}: the lead after one pass remains {words}"
-        found.append(remaining(label, first, last))
-    return found
+        judged.append(remaining(label, first, last))
+    return judged
 
 # %% ../../../nbs/machine/compare.ipynb #compare-n25
-def reads(passes: str, *compares: Callable) -> Callable:  # passes: "once" or "repeated"
-    "Return a function that joins the comparisons of a language record, and is empty for records of the other kind."
+def reads(
+    passes: str,  # "once" or "repeated"
+    *compares: Callable,  # record -> comparisons
+) -> Callable:  # record -> comparisons
+    "Return a function that joins the comparisons of language records of one kind."
 
-    def kind(record):
-        return "once" if len(evaluations(record["results"])) == 1 else "repeated"
+    def compare(record):
+        kind = "once" if len(evaluations(record["results"])) == 1 else "repeated"
+        if kind != passes:
+            return []
+        return [row for part in compares for row in part(record)]
 
-    return lambda record: (
-        [found for compare in compares for found in compare(record)]
-        if kind(record) == passes
-        else []
-    )
+    return compare
 
 
-def by_plan(new: Callable, old: Callable) -> Callable:  # record -> comparisons
+def by_plan(
+    new: Callable,  # record -> comparisons, for records with judged seeds
+    old: Callable,  # record -> comparisons, for others
+) -> Callable:  # record -> comparisons
     "Return a function that reads records with judged seeds in the new way, others as planned."
-    return lambda record: (new if record["settings"].get("judged") else old)(record)
+
+    def compare(record):
+        chosen = new if record["settings"].get("judged") else old
+        return chosen(record)
+
+    return compare
 
 # %% ../../../nbs/machine/compare.ipynb #aa770423
 def about_language(record: dict) -> str:
-    "Describe the trained models: parameters, block, state, unique tokens and passes, learning rates."
+    "Describe the trained models: parameters, block, state, unique tokens, passes, learning rate."
     results = record["results"]
     rate = record["settings"]["train"]["lr"]
-    models = {run["mixer"]: run for run in results["runs"] if "val" in run}
-    size = [run["parameters"] / 1e6 for run in models.values()]
+    models = {NAMES[run["mixer"]]: run for run in results["runs"] if "val" in run}
+    sizes = [run["parameters"] / 1e6 for run in models.values()]
     unique = results["train_tokens"]
     passes = next(iter(models.values()))["tokens"] / unique
     domains = f" ({' and '.join(results['domains'])})" if len(results["domains"]) > 1 else ""
     read = f"{passes:.1f} passes" if passes > 1 else f"{100 * passes:.0f} % of them read"
-    alone = [NAMES[name] for name, run in models.items() if not run["model"]["d_mlp"]]
-    mlp = [NAMES[name] for name, run in models.items() if run["model"]["d_mlp"]]
-    numbers = {
-        NAMES[name]: run["state_numbers"] for name, run in models.items() if run["state_numbers"]
-    }
-    state = ", ".join(f"{name} {count / 1000:.0f}k" for name, count in numbers.items())
+    alone = ", ".join(name for name, run in models.items() if not run["model"]["d_mlp"])
+    mlp = ", ".join(name for name, run in models.items() if run["model"]["d_mlp"])
+    states = []
+    for name, run in models.items():
+        if run["state_numbers"]:
+            states.append(f"{name} {run['state_numbers'] / 1000:.0f}k")
     return (
-        f"{min(size):.3g}M to {max(size):.3g}M parameters; {unique / 1e6:.1f}M unique tokens{domains}, {read}. "
-        f"Blocks: mixers only for {', '.join(alone)}; with MLP for {', '.join(mlp) or 'none'}. "
-        f"State size of the whole model: {state} numbers. Learning rate {rate:g} only"
+        f"{min(sizes):.3g}M to {max(sizes):.3g}M parameters; "
+        f"{unique / 1e6:.1f}M unique tokens{domains}, {read}. "
+        f"Blocks: mixers only for {alone}; with MLP for {mlp or 'none'}. "
+        f"State size of the whole model: {', '.join(states)} numbers. Learning rate {rate:g} only"
     )
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-021
 def tokens_at(curve: dict, level: float) -> float | None:
-    "Return the tokens at which a piecewise linear curve first falls to a level; None if it never does."
-    before = None
+    "Return the tokens at which a piecewise linear curve first falls to a level; None if never."
+    last_tokens = last_loss = None
     for tokens, loss in zip(curve["tokens"], curve["all"]):
         if loss <= level:
-            return (
-                tokens
-                if before is None
-                else (before[0] + (tokens - before[0]) * (before[1] - level) / (before[1] - loss))
-            )
-        before = tokens, loss
+            if last_tokens is None:
+                return tokens
+            return last_tokens + (tokens - last_tokens) * (last_loss - level) / (last_loss - loss)
+        last_tokens = tokens
+        last_loss = loss
     return None
 
 # %% ../../../nbs/machine/compare.ipynb #a55d4f1b
 def compare_tokens(record: dict) -> list[Comparison]:
     "Compare the tokens that Longhorn and Mamba need for Mamba's loss."
     results = record["results"]
-    found = []
+    comparisons = []
     rate = record["settings"]["train"]["lr"]
     runs = [run for run in results["runs"] if len(run.get("val", {}).get("tokens", ())) > 1]
     curves = {(run["mixer"], run["seed"]): run["val"] for run in runs}
@@ -588,21 +619,22 @@ def compare_tokens(record: dict) -> list[Comparison]:
         saved = []
         missing = 0
         for (mixer, seed), mamba in curves.items():
-            if mixer == "mamba" and ("longhorn", seed) in curves:
-                at = nearest(mamba, tokens)
-                needed = tokens_at(curves["longhorn", seed], mamba["all"][at])
-                missing += needed is None
-                saved += [] if needed is None else [100 * (1 - needed / mamba["tokens"][at])]
-        doubt = (
-            f"Mamba's loss is not reached by {missing} runs"
-            if missing
-            else edge({"longhorn": (rate, [rate])})
-        )
-        label = "fewer tokens than Mamba" + f", {words}" * bool(words)
-        found += [Comparison(label, tuple(saved), "%", searched=0, doubt=doubt)] * bool(
-            saved or missing
-        )
-    return found
+            if mixer != "mamba" or ("longhorn", seed) not in curves:
+                continue
+            i = nearest(mamba, tokens)
+            needed = tokens_at(curves["longhorn", seed], mamba["all"][i])
+            if needed is None:
+                missing += 1
+            else:
+                saved.append(100 * (1 - needed / mamba["tokens"][i]))
+        if not saved and not missing:
+            continue
+        doubt = edge({"longhorn": (rate, [rate])})
+        if missing:
+            doubt = f"Mamba's loss is not reached by {missing} runs"
+        label = f"fewer tokens than Mamba, {words}" if words else "fewer tokens than Mamba"
+        comparisons.append(Comparison(label, tuple(saved), "%", searched=0, doubt=doubt))
+    return comparisons
 
 # %% ../../../nbs/machine/compare.ipynb #compare-explored
 EXPLORED = {  # block -> its groups in the record, pairs: the claim gives the first the lower loss
@@ -639,7 +671,10 @@ EXPLORED = {  # block -> its groups in the record, pairs: the claim gives the fi
 }
 
 
-def read_again(model: dict, rates: list[float]) -> Fit:  # of a record of the first plan; its grid
+def read_again(
+    model: dict,  # of a record of the first plan
+    rates: list[float],  # its grid
+) -> Fit:
     "Estimate a model's loss from its walk and its judged runs, by the rule with looks."
 
     def number(loss):
@@ -650,14 +685,14 @@ def read_again(model: dict, rates: list[float]) -> Fit:  # of a record of the fi
     return fit_rates(search, judged, rates.index(model["lr"]))
 
 
-def explored_row(contrast: Contrast, found: Judgement) -> list[str]:
+def explored_row(contrast: Contrast, judgement: Judgement) -> list[str]:
     "Return the cells of a comparison without its verdict."
-    if not found.n:
-        return [contrast.label, found.why, "", "", ""]
-    low, high = (show(end, contrast.unit) for end in (found.low, found.high))
-    bar = f"[{low}, {high}], {100 * (1 - found.level):.3g} %"
-    difference = show(found.difference, contrast.unit)
-    return [contrast.label, difference, bar, f"{found.p:.2g}", str(found.n)]
+    if not judgement.n:
+        return [contrast.label, judgement.why, "", "", ""]
+    low, high = (show(end, contrast.unit) for end in (judgement.low, judgement.high))
+    bar = f"[{low}, {high}], {100 * (1 - judgement.level):.3g} %"
+    difference = show(judgement.difference, contrast.unit)
+    return [contrast.label, difference, bar, f"{judgement.p:.2g}", str(judgement.n)]
 
 
 def explored(record: dict) -> tuple:  # of the first one-pass plan -> title, header, rows
@@ -667,10 +702,13 @@ def explored(record: dict) -> tuple:  # of the first one-pass plan -> title, hea
     for block, (groups, pairs) in EXPLORED.items():
         models = [model for group in groups for model in record["results"]["groups"].get(group, ())]
         fits = {model["name"]: read_again(model, rates) for model in models if model["runs"]}
-        known = [pair for pair in pairs if fits.keys() >= set(pair)]
-        contrasts = [Contrast(f"{a} below {b}", ((a, -1), (b, 1))) for a, b in known]
+        contrasts = []
+        for a, b in pairs:
+            if {a, b} <= fits.keys():
+                contrasts.append(Contrast(f"{a} below {b}", ((a, -1), (b, 1))))
         judgements = judge_looks(contrasts, [fits], dict.fromkeys(fits, block), level=LEVEL)
-        rows += [[block, *explored_row(*pair)] for pair in zip(contrasts, judgements)]
+        for contrast, judgement in zip(contrasts, judgements):
+            rows.append([block, *explored_row(contrast, judgement)])
     title = (
         "Exploratory, no verdicts: the first plan's runs, as the rule with looks reads them "
         "(bits per byte)"
@@ -685,66 +723,64 @@ def compare_length(
     grows: bool = False,  # claim that the perplexity grows, not that it stays
 ) -> list[Comparison]:
     "Compare perplexity at the longest context with that at the training context."
-    growth = {}
     longest = record["settings"]["multiples"][-1]
+    if longest <= 1:
+        return []
+    growth = {}  # in percent
     for model in record["results"]["models"]:
-        for text, found in model["text"].items():
-            nats = found["by_length"]["nats"]
-            growth.setdefault((text, model["mixer"]), []).append(
-                100 * math.expm1(nats[-1] - nats[0])
-            )
-    paper = -100 * (EXTRAPOLATION["longhorn"][-1] / EXTRAPOLATION["longhorn"][0] - 1)
-    return (
-        [
+        for text, measured in model["text"].items():
+            nats = measured["by_length"]["nats"]
+            values = growth.setdefault((text, model["mixer"]), [])
+            values.append(100 * math.expm1(nats[-1] - nats[0]))
+    paper = EXTRAPOLATION["longhorn"]
+    published = -100 * (paper[-1] / paper[0] - 1)
+    verb = "grows" if grows else "keeps"
+    comparisons = []
+    for (text, mixer), values in growth.items():
+        if mixer not in mixers:
+            continue
+        comparisons.append(
             Comparison(
-                f"{text}, {longest} times the length: {NAMES[mixer]} {'grows' if grows else 'keeps'}",
+                f"{text}, {longest} times the length: {NAMES[mixer]} {verb}",
                 tuple(value if grows else -value for value in values),
                 "%",
                 0 if grows else MARGINS["%"],
                 searched=0,
-                published=paper if mixer == "longhorn" else None,
+                published=published if mixer == "longhorn" else None,
             )
-            for (text, mixer), values in growth.items()
-            if mixer in mixers
-        ]
-        if longest > 1
-        else []
-    )
+        )
+    return comparisons
 
 # %% ../../../nbs/machine/compare.ipynb #73850a3a
 def compare_needles(record: dict) -> list[Comparison]:
     "Compare how often Longhorn and Mamba write the answer hidden in the longest text."
-    written = {}
+    written = {}  # (kind, tokens) -> mixer -> percent, one per seed
     for model in record["results"]["models"]:
-        for kind, found in model["needles"].items():
+        for kind, measured in model["needles"].items():
             if kind.endswith("finetuned"):
-                share = mean(row[-1] for row in found["once"]["written"])
-                here = written.setdefault((kind, found["once"]["length"][-1]), {})
-                here.setdefault(model["mixer"], []).append(100 * share)
-
-    def leads(found, name):
-        return tuple(x - y for x, y in zip(found[name], found["mamba"]))
-
-    return [
-        Comparison(
-            f"{kind}, {length:,} tokens: {NAMES[name]} above Mamba", leads(found, name), searched=0
-        )
-        for (kind, length), found in written.items()
-        for name in ("longhorn", "longhorn_exact")
-        if {name, "mamba"} <= found.keys()
-    ]
+                once = measured["once"]
+                share = mean(row[-1] for row in once["written"])
+                by_mixer = written.setdefault((kind, once["length"][-1]), {})
+                by_mixer.setdefault(model["mixer"], []).append(100 * share)
+    comparisons = []
+    for (kind, length), by_mixer in written.items():
+        for name in ("longhorn", "longhorn_exact"):
+            if {name, "mamba"} <= by_mixer.keys():
+                leads = tuple(x - y for x, y in zip(by_mixer[name], by_mixer["mamba"]))
+                label = f"{kind}, {length:,} tokens: {NAMES[name]} above Mamba"
+                comparisons.append(Comparison(label, leads, searched=0))
+    return comparisons
 
 # %% ../../../nbs/machine/compare.ipynb #e9d719e3
 def about_length(record: dict) -> str:
     "Describe the models and the texts of a record."
-    sizes = [model["parameters"] / 1e6 for model in record["results"]["models"]]
-    lengths = ", ".join(
-        f"{text} {count:,} tokens" for text, count in record["results"]["text"].items()
-    )
+    results = record["results"]
+    sizes = [model["parameters"] / 1e6 for model in results["models"]]
+    lengths = ", ".join(f"{text} {count:,} tokens" for text, count in results["text"].items())
     return (
         f"{min(sizes):.2g}M to {max(sizes):.3g}M parameters, trained with context "
-        f"{record['results']['context']}; texts: {lengths}, in short documents: this tests stability, not the use "
-        "of a long context"
+        f"{results['context']}; texts: {lengths}, in short documents: this tests stability, "
+        "not the use of a long context"
     )
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-025
@@ -754,24 +790,28 @@ def compare_vision(record: dict) -> list:
     rate = record["settings"]["lr"]
     if record["settings"].get("judged"):
         return vision_at_one_rate(record)
-    return [
-        Comparison(
-            f"{NAMES[name]} as good as Mamba",
-            _ahead(top1[name], top1["mamba"]),
-            margin=MARGINS["points"],
-            searched=0,
-            doubt=edge({name: (rate, [rate])}),
-        )
-        for name in ("longhorn", "longhorn_exact")
-        if {name, "mamba"} <= set(top1)
-    ]
+    comparisons = []
+    for name in ("longhorn", "longhorn_exact"):
+        if {name, "mamba"} <= set(top1):
+            comparisons.append(
+                Comparison(
+                    f"{NAMES[name]} as good as Mamba",
+                    _ahead(top1[name], top1["mamba"]),
+                    margin=MARGINS["points"],
+                    searched=0,
+                    doubt=edge({name: (rate, [rate])}),
+                )
+            )
+    return comparisons
 
 
 def vision_at_one_rate(record: dict) -> list[tuple[Comparison, Judgement]]:
     "Judge top-1 accuracies at the one learning rate of a run."
     scans = ("longhorn", "longhorn_exact", "mamba")
-    shares = {name: shares for name, shares in record["results"]["top1"].items() if name in scans}
-    outcomes = {NAMES[name]: [100 * share for share in each] for name, each in shares.items()}
+    outcomes = {}
+    for name, shares in record["results"]["top1"].items():
+        if name in scans:
+            outcomes[NAMES[name]] = [100 * share for share in shares]
     contrasts = []
     for name in ("diagonal", "exact"):
         if {name, "Mamba"} <= outcomes.keys():
@@ -784,10 +824,12 @@ def vision_at_one_rate(record: dict) -> list[tuple[Comparison, Judgement]]:
 
 def about_vision(record: dict) -> str:
     "Describe the data, the models and their training."
-    sizes = [count / 1e6 for count in record["results"]["parameters"].values()]
+    results = record["results"]
+    settings = record["settings"]
+    sizes = [count / 1e6 for count in results["parameters"].values()]
     return (
-        f"{record['results']['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "
-        f"{record['settings']['epochs']} epochs; learning rate {record['settings']['lr']:g} only"
+        f"{results['data']}, {min(sizes):.2g}M to {max(sizes):.2g}M parameters, "
+        f"{settings['epochs']} epochs; learning rate {settings['lr']:g} only"
     )
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-027
@@ -795,17 +837,19 @@ SHAPES = {"S1": "8×2048×2048", "S2": "24×1024×1536", "S3": "1×32768×4096"}
 
 
 def kernel_times(
-    record: dict, form: str
-) -> list[float]:  # kernels/results/h200.json -> ms, one per shape of `SHAPES`
-    "Return the times of forward plus backward of a form (diagonal, exact, s6, …) or another code (mamba_cuda, …)."
-    if form in record["others_measured_before"]:
-        return [sum(record["others_measured_before"][form][shape]) for shape in SHAPES]
-    found = {
+    record: dict,  # kernels/results/h200.json
+    form: str,  # diagonal, exact, s6, …, or another code: mamba_cuda, …
+) -> list[float]:  # ms, one per shape of `SHAPES`
+    "Return the times of forward plus backward."
+    others = record["others_measured_before"]
+    if form in others:
+        return [sum(others[form][shape]) for shape in SHAPES]
+    times = {
         row["shape"]: row["forward_ms"] + row["backward_ms"]
         for row in record["rows"]
         if row["section"] == "main" and row["form"] == row["kernels"] == form
     }
-    return [found[shape] for shape in SHAPES]
+    return [times[shape] for shape in SHAPES]
 
 
 def untraced(record: dict, *forms: str) -> str:  # forms: of `kernel_times`
@@ -820,30 +864,35 @@ def untraced(record: dict, *forms: str) -> str:  # forms: of `kernel_times`
     )
 
 
-def compare_times(record: dict, rows: tuple) -> list[tuple[Comparison, Judgement]]:
+def compare_times(
+    record: dict,  # kernels/results/h200.json
+    rows: tuple,  # (label, slow form, fast form, least ratio, published ratio) each
+) -> list[tuple[Comparison, Judgement]]:
     "Return how many times as fast the second form is, at three shapes, and what a time lacks."
-    found = []
+    judged = []
     for label, slow, fast, least, published in rows:
-        ratios = tuple(
-            a / b for a, b in zip(kernel_times(record, slow), kernel_times(record, fast))
-        )
+        times = zip(kernel_times(record, slow), kernel_times(record, fast))
+        ratios = tuple(a / b for a, b in times)
         comparison, judgement = judge_ratios(label, ratios, least, published)
-        found.append((comparison, replace(judgement, why=untraced(record, slow, fast))))
-    return found
+        judged.append((comparison, replace(judgement, why=untraced(record, slow, fast))))
+    return judged
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-028
 def timed_again(
-    name: str, rows: list[dict], later: dict
-) -> str:  # rows: eager steps; later: a newer record
+    name: str,
+    rows: list[dict],  # eager steps
+    later: dict,  # a newer record
+) -> str:
     "Say that a model was timed again and Mamba was not; empty if both or neither were."
-    again = {row["mixer"]: row for row in later["rows"] if not row["compiled"]}
-    if name not in again or "mamba" in again:
+    newer = {row["mixer"]: row for row in later["rows"] if not row["compiled"]}
+    if name not in newer or "mamba" in newer:
         return ""
     before = next(row for row in rows if row["mixer"] == name)
-    now = again[name]
+    now = newer[name]
     return (
-        f"stale: timed at commit {before['commit']}; at {now['commit']} {NAMES[name]} takes {now['ms']:.1f} ms "
-        f"per eager step instead of {before['ms']:.1f}, and Mamba was not timed again"
+        f"stale: timed at commit {before['commit']}; at {now['commit']} {NAMES[name]} takes "
+        f"{now['ms']:.1f} ms per eager step instead of {before['ms']:.1f}, "
+        "and Mamba was not timed again"
     )
 
 
@@ -851,11 +900,11 @@ def compare_training(
     record: dict,  # nbs/lab/results/language/throughput.json
     later: dict | None = None,  # kernels/results/h200_training_step.json
 ) -> list[tuple[Comparison, Judgement]]:
-    "Compare training tokens per second of Longhorn and Mamba, eager and compiled; `why` names stale ratios."
+    "Compare training tokens per second of Longhorn and Mamba; `why` names stale ratios."
     rows = [row for row in record.get("results", record)["rows"] if row["context"] == 1024]
     speeds = {(row["mixer"], row["compile"]): row["tokens_per_second"] for row in rows}
     eager = [row for row in rows if not row["compile"]]
-    found = []
+    judged = []
     for name in ("longhorn", "longhorn_exact"):
         ratios = tuple(
             speeds[name, compiled] / speeds["mamba", compiled] for compiled in (False, True)
@@ -863,16 +912,15 @@ def compare_training(
         label = f"{NAMES[name]} against Mamba, eager and compiled"
         comparison, judgement = judge_ratios(label, ratios, 1 / 1.02)
         why = timed_again(name, eager, later) if later else ""
-        found.append((comparison, replace(judgement, why=why)))
-    return found
+        judged.append((comparison, replace(judgement, why=why)))
+    return judged
 
 # %% ../../../nbs/machine/compare.ipynb #38_compare-030
 def no_fast_kernel(record: dict) -> list[tuple[Comparison, Judgement]]:
     "Judge whether the exact kernel takes at least twice the time of the diagonal one."
-    ((comparison, found),) = compare_times(
-        record, (("exact against diagonal", "diagonal", "exact", 0.5, None),)
-    )
-    verdict = {"holds": "does not hold", "does not hold": "holds"}.get(found.verdict, found.verdict)
-    return [
-        (comparison, Judgement(found.n, found.difference, found.low, found.high, verdict=verdict))
-    ]
+    row = ("exact against diagonal", "diagonal", "exact", 0.5, None)
+    ((comparison, fast),) = compare_times(record, (row,))  # "holds": less than twice the time
+    opposite = {"holds": "does not hold", "does not hold": "holds"}
+    verdict = opposite.get(fast.verdict, fast.verdict)
+    judgement = Judgement(fast.n, fast.difference, fast.low, fast.high, verdict=verdict)
+    return [(comparison, judgement)]

@@ -34,7 +34,7 @@ class Part:
 
 # %% ../../../nbs/machine/hours.ipynb #hours-013
 def one_pass_runs(record):
-    "Yield the runs of every model, and what the record knows of unfinished models."
+    "Yield (number of runs, seconds, card, note) of every model, unfinished ones included."
     for models in record["results"]["groups"].values():
         for model in models:
             runs = [*model["runs"], *model.get("one_rate", []), *model.get("search", [])]
@@ -82,10 +82,11 @@ RUNS = {
 # %% ../../../nbs/machine/hours.ipynb #hours-015
 def jobs_that_share(experiment: str, scale: str) -> int:
     "Return how many jobs of an experiment run side by side on one GPU; 1 if no claim has it."
-    claim = next(
-        (claim for claim in all_claims() if claim.name == experiment and claim.module), None
-    )
-    return getattr(find_experiment(claim).config(scale), "per_gpu", 1) if claim else 1
+    for claim in all_claims():
+        if claim.name == experiment and claim.module:
+            config = find_experiment(claim).config(scale)
+            return getattr(config, "per_gpu", 1)
+    return 1
 
 
 def cards_of(record: dict) -> str:
@@ -93,16 +94,19 @@ def cards_of(record: dict) -> str:
     return " or ".join(name for name in record["made"]["device"] if name != "cpu")
 
 
-def experiment_parts(record: dict, path: str) -> Iterator[Part]:  # path: in the repository
+def experiment_parts(
+    record: dict,
+    path: str,  # in the repository
+) -> Iterator[Part]:
     "Yield the parts of a record of an experiment."
     name = record["experiment"]
     total = record["seconds"]
-    listed = RUNS[name](record) if name in RUNS else []
-    runs = Counter()
-    seconds = Counter()
-    for count, time, card, note in listed:
-        runs[card or cards_of(record), note] += count
-        seconds[card or cards_of(record), note] += time
+    runs = Counter()  # (card, note) -> number
+    seconds = Counter()  # (card, note) -> time
+    for count, time, card, note in RUNS[name](record) if name in RUNS else ():
+        group = card or cards_of(record), note
+        runs[group] += count
+        seconds[group] += time
     sharing = jobs_that_share(name, record["scale"])
     missing = f"{plural(record['missing'], 'job')} not finished" if record["missing"] else ""
     timed = sum(seconds.values())
@@ -120,25 +124,39 @@ def experiment_parts(record: dict, path: str) -> Iterator[Part]:  # path: in the
 # %% ../../../nbs/machine/hours.ipynb #hours-017
 def gpu_of(record: dict) -> str:
     'Return the name of the card of a record, or of its last attempt; "" without one.'
-    places = [record, record.get("environment")]
-    places += [*record.get("attempts", [])[-1:], *record.get("runs", [])[:1]]
-    places += [place.get("environment") for place in places if isinstance(place, dict)]
-    names = (place.get("gpu") for place in places if isinstance(place, dict))
-    return next((name for name in names if isinstance(name, str)), "")
+    entries = [record, record.get("environment")]
+    entries += [*record.get("attempts", [])[-1:], *record.get("runs", [])[:1]]
+    entries += [entry.get("environment") for entry in entries if isinstance(entry, dict)]
+    for entry in entries:
+        if isinstance(entry, dict) and isinstance(entry.get("gpu"), str):
+            return entry["gpu"]
+    return ""
 
 
-def measured_part(record: dict, path: str, experiment: str) -> Part:
+def measured_part(
+    record: dict,
+    path: str,  # in the repository
+    experiment: str,  # under which its time is counted
+) -> Part:
     "Return the part of a record that belongs to no experiment."
     times = (record.get(name) for name in ("seconds_in_all", "seconds"))
     seconds = next((time for time in times if isinstance(time, (int, float))), None)
     failed = len(record.get("failed", []))
-    runs = len(record["rows"]) + failed if experiment == "language" and "rows" in record else None
-    notes = [f"{failed} of them failed" * bool(failed), "no time recorded" * (seconds is None)]
-    note = "; ".join(filter(None, notes))
-    return Part(experiment, path, gpu_of(record), runs, seconds, note=note)
+    runs = None
+    if experiment == "language" and "rows" in record:
+        runs = len(record["rows"]) + failed
+    notes = []
+    if failed:
+        notes.append(f"{failed} of them failed")
+    if seconds is None:
+        notes.append("no time recorded")
+    return Part(experiment, path, gpu_of(record), runs, seconds, note="; ".join(notes))
 
 
-def repeated_part(path: Path, shown: str) -> Part:
+def repeated_part(
+    path: Path,
+    shown: str,  # the same path in the repository
+) -> Part:
     "Return the part of runs that were measured again, from a file of JSON lines."
     rows = read_jsonl(path)
     seconds = sum(row["wall_seconds"] for row in rows)
@@ -154,17 +172,7 @@ def gpu_parts(
     root = Path(root) if root else records_root().resolve()
     parts = []
     for path in sorted(root.glob("nbs/lab/results/**/*.json*")):
-        shown = path.relative_to(root).as_posix()
-        if path.suffix == ".jsonl":
-            parts += [repeated_part(path, shown)] if path.name == "again.jsonl" else []
-            continue
-        record = read_json(path)
-        if not isinstance(record, JsonObject):
-            continue
-        if "made" in record and "experiment" in record:
-            parts += experiment_parts(record, shown) if cards_of(record) else []
-        elif gpu_of(record):
-            parts.append(measured_part(record, shown, shown.split("/")[3]))
+        parts += _parts_of_result(path, path.relative_to(root).as_posix())
     files = [*sorted(root.glob("kernels/results/*.json")), root / "tests/gpu.json"]
     for path in filter(Path.exists, files):
         record = read_json(path)
@@ -175,9 +183,23 @@ def gpu_parts(
     return parts
 
 
+def _parts_of_result(path, shown):  # file below nbs/lab/results; the same path in the repository
+    if path.suffix == ".jsonl":
+        return [repeated_part(path, shown)] if path.name == "again.jsonl" else []
+    record = read_json(path)
+    if not isinstance(record, JsonObject):
+        return []
+    if "made" in record and "experiment" in record:
+        return list(experiment_parts(record, shown)) if cards_of(record) else []
+    experiment = shown.split("/")[3]
+    return [measured_part(record, shown, experiment)] if gpu_of(record) else []
+
+
 def hours_text(parts: list[Part]) -> str:
     "Add up the GPU hours of parts, as a number or as a range."
-    least, most = (sum(part.hours()[end] for part in parts) for end in (0, 1))
+    hours = [part.hours() for part in parts]
+    least = sum(low for low, _ in hours)
+    most = sum(high for _, high in hours)
     return f"{least:.2f}" if most - least < 0.005 else f"{least:.2f} to {most:.2f}"
 
 

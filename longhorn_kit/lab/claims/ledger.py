@@ -10,6 +10,7 @@ __all__ = ['HEADER', 'Row', 'load_record', 'results_folder', 'measured_minutes',
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-087
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import groupby
@@ -40,9 +41,13 @@ class Row:
     command: str = ""  # what runs it, again or for the first time
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n07
-def load_record(path: Path, name: str) -> dict:  # name: of the claim that it should belong to
+def load_record(
+    path: Path,
+    name: str,  # of the claim that it should belong to
+    read: Callable[[Path], dict] = read_record,
+) -> dict:
     "Return a claim's record; ValueError if it is damaged or belongs to another claim."
-    record = read_record(path)
+    record = read(path)
     if record.get("experiment") != name:
         raise ValueError(f"{path} is not a record of '{name}'")
     return record
@@ -61,14 +66,18 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
         ) from None
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n09
-def rerun_command(name: str, scale: str, record: dict | None = None) -> str:  # name: of the claim
-    "Return a shell command that repeats a run; the record's if it ran this claim alone or a variant."
+def rerun_command(
+    name: str,  # of the claim
+    scale: str,  # of `SCALES`, or with a variant's name in brackets
+    record: dict | None = None,  # whose command is used if it ran this claim alone or a variant
+) -> str:
+    "Return a shell command that repeats a run."
     claim = find_claim(name)
     command = (record or {}).get("command", "")
     own = "(" in scale or "run(" in command or f"reproduce {name} --" in command
-    return (
-        own and command or claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
-    )
+    if command and own:
+        return command
+    return claim.commands.get(scale) or f"longhorn reproduce {name} --scale {scale}"
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-091
 def _rows_of_file(
@@ -77,101 +86,118 @@ def _rows_of_file(
     path: Path,
     stem: str,  # scale, or name of a variant
     shown: str,  # path to print
+    read: Callable[[Path], dict],  # returns the record in a file
 ) -> list[Row]:
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
-    folder = path.parent
-    command = rerun_command(source, stem)
 
-    def wrong(**why):
+    def without_record(**why):
+        command = rerun_command(source, stem)
         return [Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)]
 
     if not path.exists():
-        own = path.name == "record.json" and source == claim.name
-        started = own and folder.is_dir() and any(folder.iterdir())
-        return wrong(why="started, no record yet") if started else []
+        started = source == claim.name and _is_started(path)
+        return without_record(why="started, no record yet") if started else []
     try:
-        record = load_record(path, source)
-        scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
-        command = "" if source in claim.also else claim.commands.get(scale, "")
-        command = command or rerun_command(source, scale, record)
-        found = read_outcomes(claim, record)
-        _, describe = claims.readers(claim)[source]
-        about = describe(record) if describe else ""
-        if missing := record.get("missing"):
-            about += f"{'; ' * bool(about)}{missing} jobs of this run are missing"
+        return _rows_of_record(claim, source, load_record(path, source, read), stem, shown)
     except ERRORS as error:
-        return (
-            wrong(verdict="cannot be judged", why=str(error).replace(str(path), shown))
-            if stem in SCALES
-            else []
-        )
-    return [Row(claim, *pair, scale, about, shown, command) for pair in found]
+        if stem not in SCALES:
+            return []
+        reason = str(error).replace(str(path), shown)
+        return without_record(verdict="cannot be judged", why=reason)
+
+
+def _is_started(path):
+    "Check whether a run has files but no record yet."
+    folder = path.parent
+    return path.name == "record.json" and folder.is_dir() and any(folder.iterdir())
+
+
+def _rows_of_record(claim, source, record, stem, shown):
+    "Return the rows of a record; see `_rows_of_file`."
+    scale = stem if stem in SCALES else f"{record['scale']} ({stem})"
+    command = "" if source in claim.also else claim.commands.get(scale, "")
+    command = command or rerun_command(source, scale, record)
+    judged = read_outcomes(claim, record)
+    _, describe = claims.readers(claim)[source]
+    texts = [describe(record)] if describe else []
+    missing = record.get("missing")
+    if missing:
+        texts.append(f"{missing} jobs of this run are missing")
+    description = "; ".join(filter(None, texts))
+    return [
+        Row(claim, comparison, judgement, scale, description, shown, command)
+        for comparison, judgement in judged
+    ]
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n13
-def _rows_of_runs(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
+def _rows_of_runs(
+    claim: Claim,
+    runs: Path,  # folder of fresh runs
+    results: Path | None,  # folder of recorded runs
+    read: Callable[[Path], dict],  # returns the record in a file
+) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
     rows = []
     for source in claims.readers(claim):
-
-        def file(scale):
-            return f"{source}/{scale}/record.json"
-
-        files = [(runs / file(scale), scale, f"{runs.name}/{file(scale)}") for scale in SCALES]
-        if results:
-            further = sorted(
-                path.stem for path in (results / source).glob("*.json") if path.stem not in SCALES
-            )
-            there = [f"{source}/{stem}.json" for stem in (*SCALES, *further)]
-            files += [
-                (results / name, Path(name).stem, f"nbs/lab/results/{name}") for name in there
-            ]
-        rows += [row for file in files for row in _rows_of_file(claim, source, *file)]
+        for scale in SCALES:
+            name = f"{source}/{scale}/record.json"
+            shown = f"{runs.name}/{name}"
+            rows += _rows_of_file(claim, source, runs / name, scale, shown, read)
+        if not results:
+            continue
+        stems = {path.stem for path in (results / source).glob("*.json")}
+        for stem in (*SCALES, *sorted(stems - set(SCALES))):
+            name = f"{source}/{stem}.json"
+            shown = f"nbs/lab/results/{name}"
+            rows += _rows_of_file(claim, source, results / name, stem, shown, read)
     return rows
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-092
-def _rows_of_times(claim: Claim, results: Path | None) -> list[Row]:  # nbs/lab/results
+def _rows_of_times(
+    claim: Claim,
+    results: Path | None,  # nbs/lab/results of a checkout
+    read: Callable[[Path], dict],  # returns the record in a file
+) -> list[Row]:
     "Return the rows judged by recorded times; empty without a record."
     root = results and results.resolve().parent.parent.parent
     path = root and root / claim.times
     if not claim.timed or not path or not path.exists():
         return []
     try:
-        record = read_record(path)
-        later = (
-            [read_record(root / claim.later)]
-            if claim.later and (root / claim.later).exists()
-            else []
-        )
-        command = (
-            claim.commands.get("gpu") or record["command"].split(";")[0]
-        )  # after ; a note on single rows
+        record = read(path)
+        newer = root / claim.later
+        later = [read(newer)] if claim.later and newer.exists() else []
+        first, *_ = record["command"].split(";")  # after ; a note on single rows
+        command = claim.commands.get("gpu") or first
         gpu = record.get("gpu") or record["environment"]["gpu"]
-        about = f"timed on one {gpu}"
+        description = f"timed on one {gpu}"
         return [
-            Row(claim, *pair, "gpu", about, claim.times, command)
-            for pair in claim.timed(record, *later)
+            Row(claim, comparison, judgement, "gpu", description, claim.times, command)
+            for comparison, judgement in claim.timed(record, *later)
         ]
     except ERRORS as error:
-        found = Judgement(
-            0, verdict="cannot be judged", why=str(error).replace(str(path), claim.times)
-        )
-        return [Row(claim, judgement=found, scale="gpu", file=claim.times)]
+        reason = str(error).replace(str(path), claim.times)
+        judgement = Judgement(0, verdict="cannot be judged", why=reason)
+        return [Row(claim, judgement=judgement, scale="gpu", file=claim.times)]
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-093
-def _rows_of_claim(claim: Claim, runs: Path, results: Path | None) -> list[Row]:
-    'Return every row of one claim; if nothing is known, one that says "not run" or "no code".'
-    rows = _rows_of_runs(claim, runs, results) if claim.compare else []
-    rows += _rows_of_times(claim, results)
-    rows += [
-        Row(claim, *pair, claim.basis, BASES[claim.basis]) for pair in (claim.settled or list)()
-    ]
-    there = {row.scale for row in rows} | (
-        {"gpu"} if claim.timed else set()
-    )  # the workbench is not part of the package
+def _rows_of_claim(
+    claim: Claim,
+    runs: Path,  # folder of fresh runs
+    results: Path | None,  # folder of recorded runs
+    read: Callable[[Path], dict],  # returns the record in a file
+) -> list[Row]:
+    'Return every row of one claim; without evidence one that reads "not run" or "no code".'
+    rows = _rows_of_runs(claim, runs, results, read) if claim.compare else []
+    rows += _rows_of_times(claim, results, read)
+    for comparison, judgement in claim.settled() if claim.settled else ():
+        rows.append(Row(claim, comparison, judgement, claim.basis, BASES[claim.basis]))
+    scales = {row.scale for row in rows}
+    if claim.timed:
+        scales.add("gpu")  # the workbench is not part of the package
     for scale in SCALES:
-        if (
-            scale in claim.commands or (scale in claim.minutes and claim.compare)
-        ) and scale not in there:
+        can_run = scale in claim.commands or (scale in claim.minutes and claim.compare)
+        if can_run and scale not in scales:
             command = claim.commands.get(scale) or rerun_command(claim.reads or claim.name, scale)
             judgement = _missing(claim, _cost(claim, scale))
             rows.append(Row(claim, judgement=judgement, scale=scale, command=command))
@@ -192,30 +218,32 @@ def _cost(claim, scale):
     minutes = claim.minutes.get(scale, 0)
     time = f"{minutes / 60:.0f} h" if minutes >= 120 else f"{minutes:g} min"
     cost = f"about {time} on {PLATFORM[scale]}" if minutes else "the full recipe"
-    limit = claim.limits.get(scale) or ("" if claim.has_code else "no code judges its runs")
+    limit = claim.limits.get(scale)
+    if not limit and not claim.has_code:
+        limit = "no code judges its runs"
     return f"{cost}; {limit}" if limit else cost
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n18
 def results_folder() -> Path | None:
-    "Return the folder of recorded runs, in the checkout or in the installed package; None without one."
+    "Return the folder of recorded runs, in the checkout or the package; None without one."
     folder = records_root().resolve() / "nbs" / "lab" / "results"
     return folder if folder.is_dir() else None
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n18-3
 def measured_minutes() -> str:
-    "Return the measured minutes of `longhorn reproduce` with their machines; empty without the record."
+    "Return the measured minutes of `longhorn reproduce`; empty without the record."
     folder = results_folder()
-    if not folder or not (folder / "minutes.json").exists():
+    path = folder and folder / "minutes.json"
+    if not path or not path.exists():
         return ""
-    return "; ".join(
-        f"{_range(row['seconds'])} on {row['machine']}"
-        for row in read_record(folder / "minutes.json")["rows"]
-    )
+    rows = read_record(path)["rows"]
+    return "; ".join(f"{_range(row['seconds'])} on {row['machine']}" for row in rows)
 
 
 def _range(seconds):
     "Return the least and the most of some times in whole minutes."
-    least, most = (round(end / 60) for end in (min(seconds), max(seconds)))
+    least = round(min(seconds) / 60)
+    most = round(max(seconds) / 60)
     return f"{least} min" if least == most else f"{least} to {most} min"
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-100
@@ -228,7 +256,7 @@ class Ledger(list):
     __repr__ = __str__
 
     def _repr_html_(self):
-        parts = [section(claim.name, found, plot=False) for claim, found in by_claim(self)]
+        parts = [section(claim.name, rows, plot=False) for claim, rows in by_claim(self)]
         return "".join(parts) + f"<p>{ledger_summary(self)}</p>"
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n21
@@ -238,29 +266,31 @@ def ledger(
 ) -> Ledger:
     "Return the rows of all claims: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
-    return Ledger(
-        row for claim in claims.all_claims() for row in _rows_of_claim(claim, Path(runs), results)
-    )
+    read = cache(read_record)  # several claims compare numbers of one record
+    rows = Ledger()
+    for claim in claims.all_claims():
+        rows += _rows_of_claim(claim, Path(runs), results, read)
+    return rows
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-095
-def cells(row: Row) -> tuple[str, str, str, str, str]:  # -> comparison, published, here, n, verdict
+def cells(row: Row) -> tuple[str, str, str, str, str]:  # comparison, published, here, n, verdict
     "Return the texts of a row."
-    found = row.judgement
-    unit = row.comparison.unit
-    label = ": ".join(filter(None, (row.scale, row.comparison.label)))
-    paper = "–" if row.comparison.published is None else show(row.comparison.published, unit)
-    n = str(found.n or "–") if row.comparison.differences else "–"
-    here = effect(row.comparison, found) or "–"
-    if found.level != LEVEL:  # with looks, the bar is the one that the verdict was read from
-        here += f", {100 * (1 - found.level):.3g} % interval"
-    return label, paper, here, n, str(found)
+    judgement = row.judgement
+    comparison = row.comparison
+    label = ": ".join(filter(None, (row.scale, comparison.label)))
+    paper = "–" if comparison.published is None else show(comparison.published, comparison.unit)
+    n = str(judgement.n or "–") if comparison.differences else "–"
+    here = effect(comparison, judgement) or "–"
+    if judgement.level != LEVEL:  # with looks, the bar is the one that the verdict was read from
+        here += f", {100 * (1 - judgement.level):.3g} % interval"
+    return label, paper, here, n, str(judgement)
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n27
 def reason(row: Row) -> str:
-    "Return what stands beside a verdict, and why there is none, in brackets; or an empty text."
-    found = row.judgement
-    side = f"{found.side}, at {found.look} seeds" if found.side else ""
-    texts = "; ".join(filter(None, (side, found.beside, found.why)))
+    "Return the notes on a verdict, and why there is none, in brackets; or an empty text."
+    judgement = row.judgement
+    side = f"{judgement.side}, at {judgement.look} seeds" if judgement.side else ""
+    texts = "; ".join(filter(None, (side, judgement.beside, judgement.why)))
     return f" ({texts})" if texts else ""
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-096
@@ -271,28 +301,37 @@ def _aligned(texts: tuple, widths: tuple) -> list[str]:
     return ["  " + line for line in lines.splitlines()[1:]]
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n30
-def ledger_text(rows: list[Row], width: int = 80) -> str:  # width: characters per line
+def ledger_text(
+    rows: list[Row],
+    width: int = 80,  # characters per line
+) -> str:
     "Write the ledger for a terminal: the claim, then a table line per comparison."
-    width, widths = max(width, 72), (max(width, 72) - 57, 6, 26, 2, 13)
-
-    def say(text, indent=0):
-        return [" " * indent + line for line in wrap(text, width - indent, break_on_hyphens=False)]
-
-    lines = say(
-        "A positive difference is for the claim. An interval covers 95 % if no other share is given."
+    width = max(width, 72)
+    widths = (width - 57, 6, 26, 2, 13)
+    lines = _wrapped(
+        "A positive difference is for the claim. "
+        "An interval covers 95 % if no other share is given.",
+        width,
     )
     lines += _aligned(("COMPARISON", "PAPER", "HERE [INTERVAL]", "n", "VERDICT"), widths)
-    for claim, found in by_claim(rows):
-        lines += [
-            "",
-            *say(f"{claim.name}: {claim.statement}"),
-            *say(f"{claim.published} ({claim.source})", 2),
-        ]
-        for (file, command), part in groupby(found, key=lambda row: (row.file, row.command)):
+    for claim, own in by_claim(rows):
+        lines.append("")
+        lines += _wrapped(f"{claim.name}: {claim.statement}", width)
+        lines += _wrapped(f"{claim.published} ({claim.source})", width, 2)
+        for (file, command), part in groupby(own, key=lambda row: (row.file, row.command)):
             for row in part:
-                lines += _aligned(cells(row), widths) + say(reason(row).strip(), 6)
-            lines += say(file, 6) + say(command, 6)
-    return "\n".join([*lines, "", *say(ledger_summary(rows))])
+                lines += _aligned(cells(row), widths)
+                lines += _wrapped(reason(row).strip(), width, 6)
+            lines += _wrapped(file, width, 6)
+            lines += _wrapped(command, width, 6)
+    lines += ["", *_wrapped(ledger_summary(rows), width)]
+    return "\n".join(lines)
+
+
+def _wrapped(text, width, indent=0):
+    "Return a text as indented lines of at most `width` characters."
+    lines = wrap(text, width - indent, break_on_hyphens=False)
+    return [" " * indent + line for line in lines]
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n32
 def by_claim(rows: list[Row]) -> list[tuple[Claim, list[Row]]]:
@@ -314,20 +353,24 @@ def counted(rows: list[Row]) -> str:
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n34
 def ledger_json(rows: list[Row]) -> str:
     "Write all fields of all rows as a JSON list."
-    found = [
-        {
-            "claim": row.claim.name,
-            "statement": row.claim.statement,
-            "paper": row.claim.published,
-            "source": row.claim.source,
-            "rule": row.claim.rule,
-            **asdict(row.comparison),
-            **asdict(row.judgement),
-            **{name: getattr(row, name) for name in ("scale", "about", "file", "command")},
-        }
-        for row in rows
-    ]
-    return json.dumps(to_plain(found), indent=1, ensure_ascii=False)
+    return json.dumps(to_plain([_fields(row) for row in rows]), indent=1, ensure_ascii=False)
+
+
+def _fields(row):
+    claim = row.claim
+    return {
+        "claim": claim.name,
+        "statement": claim.statement,
+        "paper": claim.published,
+        "source": claim.source,
+        "rule": claim.rule,
+        **asdict(row.comparison),
+        **asdict(row.judgement),
+        "scale": row.scale,
+        "about": row.about,
+        "file": row.file,
+        "command": row.command,
+    }
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-097
 HEADER = ("comparison", "paper", "here, with interval", "n", "verdict")
@@ -339,7 +382,11 @@ def ledger_markdown(rows: list[Row]) -> str:
     def safe(text):
         return text.replace("|", "\\|").replace("\n", " ")
 
-    table = [[*map(safe, cells(row)[:4]), safe(f"{row.judgement}{reason(row)}")] for row in rows]
+    table = []
+    for row in rows:
+        *texts, _ = cells(row)
+        verdict = f"{row.judgement}{reason(row)}"
+        table.append([safe(text) for text in (*texts, verdict)])
     return tabulate(table, HEADER, "github", disable_numparse=True)
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n37
@@ -348,16 +395,16 @@ def templates() -> Any:
     "Return the package's templates, which escape every text."
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(Path(longhorn_kit.__file__).parent / "lab/claims"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    found.globals |= {"HEADER": HEADER, "cells": cells, "reason": reason, "zip": zip}
-    found.globals |= {"forest": forest, "inline": inline}
-    return found
+    environment.globals |= {"HEADER": HEADER, "cells": cells, "reason": reason, "zip": zip}
+    environment.globals |= {"forest": forest, "inline": inline}
+    return environment
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n39
 def ledger_html(rows: list[Row]) -> str:
@@ -365,8 +412,12 @@ def ledger_html(rows: list[Row]) -> str:
     return str(templates().get_template("ledger.html.j2").module.table(rows))
 
 
-def section(name: str, rows: list[Row], plot: bool = True) -> str:  # name: of a claim
+def section(
+    name: str,  # of a claim
+    rows: list[Row],  # of any claims
+    plot: bool = True,  # with the figure
+) -> str:
     "Write a claim's section as HTML: statement, figure, table, records, commands."
-    found = [row for row in rows if row.claim.name == name]
-    shown = templates().get_template("ledger.html.j2").module
-    return str(shown.section(find_claim(name), found, found if plot else []))
+    own = [row for row in rows if row.claim.name == name]
+    template = templates().get_template("ledger.html.j2").module
+    return str(template.section(find_claim(name), own, own if plot else []))

@@ -48,7 +48,7 @@ RECALL_INTENSIVE = {
 def recall_gains(reading: str) -> list[float]:
     "Return the published gain on each set, in points."
     table = RECALL_INTENSIVE[reading]
-    return [ours - mamba for ours, mamba in zip(table["longhorn"], table["mamba"])]
+    return [longhorn - mamba for longhorn, mamba in zip(table["longhorn"], table["mamba"])]
 
 # %% ../../../nbs/machine/published.ipynb #38_published-012
 DOWNSTREAM_PERPLEXITY = {"longhorn": 18.05, "mamba": 18.86, "gla": 20.86}
@@ -62,11 +62,8 @@ TOKENS_NEEDED = 55e9
 TOKENS_READ = 100e9
 
 # %% ../../../nbs/machine/published.ipynb #38_published-015
-OFFICIAL_PARAMETERS = {
-    "longhorn": 128_563_968,
-    "attention": 123_587_328,
-    "gla": 123_822_336,
-}  # the 120M models
+# the 120M models
+OFFICIAL_PARAMETERS = {"longhorn": 128_563_968, "attention": 123_587_328, "gla": 123_822_336}
 
 # %% ../../../nbs/machine/published.ipynb #38_published-018
 MUON = "arXiv 2606.30461, single runs"

@@ -58,7 +58,10 @@ def fit_mean(
     return replace(fit, squares=fit.squares + also.squares, df=fit.df + also.df)
 
 
-def no_verdict(why: str, values: Sequence[float] = ()) -> Fit:  # why; (n,) outcomes
+def no_verdict(
+    why: str,
+    values: Sequence[float] = (),  # (n,) outcomes of the judged seeds
+) -> Fit:
     "Return the fit of a model that gets no verdict."
     return Fit(math.nan, math.nan, 0.0, 0, tuple(values), why=why)
 
@@ -90,12 +93,15 @@ def fit_rates(
     runs = [(position - best, loss) for position, loss in search if abs(position - best) <= 1]
     runs += [(0.0, loss) for loss in judged]
     at_best = [loss for offset, loss in runs if offset == 0]
-    usual = _usual_losses(at_best, EXPLODED * sd)
-    if len(usual) < len(at_best) or not usual:
-        return no_verdict(_share_exploded(len(at_best) - len(usual), len(at_best)), judged)
-    highest = fmean(usual) + EXPLODED * sd
+    limit = EXPLODED * sd
+    usual = _usual_losses(at_best, limit)
+    exploded = len(at_best) - len(usual)
+    if exploded or not usual:
+        return no_verdict(_share_exploded(exploded, len(at_best)), judged)
+    highest = fmean(usual) + limit
     kept = [(offset, loss) for offset, loss in runs if loss <= highest]  # NaN is not
-    if len({offset for offset, _ in kept}) < 3:
+    offsets = {offset for offset, _ in kept}
+    if len(offsets) < 3:
         seeds = len(at_best) - len(judged)  # of the search
         fit = fit_mean(at_best)
         fit = replace(fit, weight=fit.weight + MEAN_SEARCH / max(seeds, 1))
@@ -104,7 +110,10 @@ def fit_rates(
     return replace(fit, values=tuple(judged), exploded=len(runs) - len(kept))
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r18
-def _fit_parabola(runs, flattest):  # (steps from the best rate, loss) per run; least curvature
+def _fit_parabola(
+    runs,  # (steps from the best rate, loss) per run
+    flattest,  # least curvature
+):
     "Return the lowest loss of a parabola as a `Fit`."
     import numpy as np  # here: `longhorn --help` needs no NumPy
 
@@ -115,26 +124,31 @@ def _fit_parabola(runs, flattest):  # (steps from the best rate, loss) per run; 
     residuals = y - columns @ coefficients
     slope = coefficients[1]
     curvature = max(coefficients[2], flattest)
-    minimum = np.clip(-slope / (2 * curvature), FARTHEST * x.min(), FARTHEST * x.max())
+    lowest = -slope / (2 * curvature)
+    minimum = np.clip(lowest, FARTHEST * x.min(), FARTHEST * x.max())
     at_minimum = np.array([1.0, minimum, minimum**2])
     value = float(at_minimum @ coefficients)
     weight = float(at_minimum @ inverse @ at_minimum)
-    return Fit(value, weight, float(residuals @ residuals), len(x) - 3)
+    squares = float(residuals @ residuals)
+    return Fit(value, weight, squares, len(x) - 3)
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r21
 def spreads(fits: dict[str, Fit]) -> dict[str, tuple[float, float]]:
     "Estimate the variance of one run, and its degrees of freedom, for every model of a group."
     usable = {name: fit for name, fit in fits.items() if not fit.why}
-    apart = _varies_more(usable)
-    pool = {name: fit for name, fit in usable.items() if name != apart}
+    outlier = _varies_more(usable)
+    pool = {name: fit for name, fit in usable.items() if name != outlier}
     squares = sum(fit.squares for fit in pool.values())
     df = sum(fit.df for fit in pool.values())
     variances = {}
     for name, fit in usable.items():
         prior = min(PRIOR_DF, df - fit.df) if name in pool else 0
         total = prior + fit.df
+        if not total:
+            variances[name] = math.inf, 1
+            continue
         shared = prior * squares / df if prior else 0.0
-        variances[name] = ((shared + fit.squares) / total, total) if total else (math.inf, 1)
+        variances[name] = (shared + fit.squares) / total, total
     return variances
 
 
@@ -148,7 +162,8 @@ def _varies_more(fits):
     widest = max(variances, key=variances.get)
     rest = [fits[name] for name in variances if name != widest]
     df = sum(fit.df for fit in rest)
-    largest = fdtri(fits[widest].df, df, 1 - APART) * sum(fit.squares for fit in rest) / df
+    ratio = fdtri(fits[widest].df, df, 1 - APART)  # that chance exceeds at this level
+    largest = ratio * sum(fit.squares for fit in rest) / df
     return widest if variances[widest] > largest else None
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r23
@@ -192,22 +207,23 @@ class _Estimate:
 
 def _estimate(contrast, fits, variances):
     "Return the estimate of a contrast, or why there is none; None if a model is missing."
-    if any(name not in fits for name, _ in contrast.weights):
+    names = [name for name, _ in contrast.weights]
+    if any(name not in fits for name in names):
         return None
-    whys = [f"{name}: {fits[name].why}" for name, _ in contrast.weights if fits[name].why]
+    whys = [f"{name}: {fits[name].why}" for name in names if fits[name].why]
     if whys:
         return "; ".join(whys)
-    if all(fits[name].is_share for name, _ in contrast.weights):
+    if all(fits[name].is_share for name in names):
         return _estimate_shares(contrast, fits)
     difference = sum(weight * fits[name].value for name, weight in contrast.weights)
-    n = min(len(fits[name].values) for name, _ in contrast.weights)
+    n = min(len(fits[name].values) for name in names)
     parts = []
     for name, weight in contrast.weights:
         variance, df = variances[name]
         parts.append((weight**2 * variance * fits[name].weight, df))
     total = sum(part for part, _ in parts)
     df = min(df for _, df in parts)
-    if 0 < total < math.inf:
+    if 0 < total < math.inf:  # Welch and Satterthwaite
         df = total**2 / sum(part**2 / part_df for part, part_df in parts)
     return _Estimate(difference, math.sqrt(total), df, n)
 
@@ -246,7 +262,8 @@ def holm(values: list[float]) -> list[float]:  # p-values of one claim, in any o
     corrected = list(values)
     largest = 0.0
     for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(values) - rank) * values[i]))
+        remaining = len(values) - rank
+        largest = max(largest, min(1.0, remaining * values[i]))
         corrected[i] = largest
     return corrected
 
@@ -282,8 +299,8 @@ def judge_looks(
     finished = []
     for contrast, judgement, source in zip(contrasts, judgements, sources):
         if judgement.side or is_open(judgement):
-            beside = _beside(contrast, judgement, source, evidence[-1], level)
-            judgement = replace(judgement, beside=beside)
+            notes = _notes(contrast, judgement, source, evidence[-1], level)
+            judgement = replace(judgement, beside=notes)
         finished.append(judgement)
     return finished
 
@@ -291,11 +308,13 @@ def judge_looks(
 def _spreads_by_group(fits, groups):
     variances = {}
     for group in {groups[name] for name in fits}:
-        variances |= spreads({name: fit for name, fit in fits.items() if groups[name] == group})
+        members = {name: fit for name, fit in fits.items() if groups[name] == group}
+        variances |= spreads(members)
     return variances
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r29
 def _judge_look(contrasts, judgements, estimates, count, level):
+    "Judge all comparisons that are still open at one look."
     p_values = {}  # weights -> p; 1 if there can be no verdict
     for contrast, judgement, estimate in zip(contrasts, judgements, estimates):
         if judgement.side not in (AHEAD, BEHIND):
@@ -304,7 +323,8 @@ def _judge_look(contrasts, judgements, estimates, count, level):
             p_values[contrast.weights] = min(p, p_values.get(contrast.weights, 1.0))
     corrected = dict(zip(p_values, holm(list(p_values.values()))))
     rejected = sum(p <= level for p in corrected.values())
-    ranks = {weights: rank for rank, weights in enumerate(sorted(p_values, key=p_values.get))}
+    ordered = sorted(p_values, key=p_values.get)
+    ranks = {weights: rank for rank, weights in enumerate(ordered)}
     judged = []
     for contrast, judgement, estimate in zip(contrasts, judgements, estimates):
         if judgement.side or estimate is None:
@@ -313,12 +333,20 @@ def _judge_look(contrasts, judgements, estimates, count, level):
             judged.append(replace(judgement, verdict="cannot be judged", why=estimate))
         else:
             p = corrected[contrast.weights]
-            share = level / (len(p_values) - min(ranks[contrast.weights], rejected))
+            remaining = len(p_values) - min(ranks[contrast.weights], rejected)
+            share = level / remaining
             judged.append(_judge_contrast(contrast, estimate, p, share, count, level))
     return judged
 
 
-def _judge_contrast(contrast, estimate, p, share, count, level):  # share: level of the bar
+def _judge_contrast(
+    contrast,
+    estimate,
+    p,  # corrected p-value
+    share,  # level of the bar
+    count,  # judged seeds of this look
+    level,
+):
     low, high = estimate.interval(share)
     inner_low, inner_high = estimate.interval(2 * level)
     side = ""
@@ -326,8 +354,11 @@ def _judge_contrast(contrast, estimate, p, share, count, level):  # share: level
         side = AHEAD if estimate.difference > 0 else BEHIND
     elif -contrast.margin < inner_low and inner_high < contrast.margin:
         side = EQUAL
-    supports = (AHEAD, EQUAL) if contrast.kind == "as good" else (AHEAD,)
-    verdict = "holds" if side in supports else "does not hold" if side == BEHIND else "undecided"
+    verdict = "undecided"
+    if side == AHEAD or (side == EQUAL and contrast.kind == "as good"):
+        verdict = "holds"
+    elif side == BEHIND:
+        verdict = "does not hold"
     look = count if side else 0
     return Judgement(
         estimate.n, estimate.difference, low, high, p, verdict, side=side, look=look, level=share
@@ -352,23 +383,38 @@ def show(value: float, unit: str) -> str:
     return FORMS.get(unit, "{:+.3g}").format(value)
 
 
-def spread_text(values: list[float], form: str = "{:.3f}") -> str:  # (seeds,), format of a number
+def spread_text(
+    values: list[float],  # (seeds,)
+    form: str = "{:.3f}",  # format of a number
+) -> str:
     "Write a mean, with the standard deviation over seeds if there are several."
-    spread = f" ± {form.replace('+', '').format(stdev(values))}" if len(values) > 1 else ""
-    return form.format(mean(values)) + spread
+    center = form.format(mean(values))
+    if len(values) == 1:
+        return center
+    unsigned = form.replace("+", "")
+    return f"{center} ± {unsigned.format(stdev(values))}"
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r31
-def _beside(contrast, judgement, source, last, level):  # source, last: (fits, variances)
+def _notes(
+    contrast,
+    judgement,
+    source,  # (fits, variances) of the judgement
+    last,  # (fits, variances) of the last look
+    level,
+):
+    "Return what is printed beside a verdict."
     fits, _ = source
     texts = []
     if judgement.side == EQUAL:
-        ends = _bar(_estimate(contrast, *source).interval(2 * level), contrast.unit)
+        interval = _estimate(contrast, *source).interval(2 * level)
+        ends = _bar(interval, contrast.unit)
         texts.append(f"equal within {contrast.margin:g}: {1 - 2 * level:.0%} interval {ends}")
     texts += _compare_runs(contrast, fits)
     if contrast.published is not None:
         inside = judgement.low <= contrast.published <= judgement.high
+        relation = "contains" if inside else "excludes"
         published = show(contrast.published, contrast.unit)
-        texts.append(f"the bar {'contains' if inside else 'excludes'} the published {published}")
+        texts.append(f"the bar {relation} the published {published}")
     for name, _ in contrast.weights:
         if fits[name].exploded:
             texts.append(f"exploded runs of {name} left out: {fits[name].exploded}")
@@ -376,18 +422,21 @@ def _beside(contrast, judgement, source, last, level):  # source, last: (fits, v
     if isinstance(later, str):
         texts.append(f"later: {later}")
     elif later is not None and later.n > judgement.n:
+        difference = show(later.difference, contrast.unit)
         ends = _bar(later.interval(judgement.level), contrast.unit)
-        texts.append(f"all {later.n} seeds: {show(later.difference, contrast.unit)} {ends}")
+        texts.append(f"all {later.n} seeds: {difference} {ends}")
     return "; ".join(texts)
 
 
 def _bar(ends, unit):
-    return f"[{show(ends[0], unit)}, {show(ends[1], unit)}]"
+    low, high = ends
+    return f"[{show(low, unit)}, {show(high, unit)}]"
 
 
 def _compare_runs(contrast, fits):
     "Compare the judged runs of two models without a distribution: rank test, and share of pairs."
-    if len(contrast.weights) != 2 or any(fits[name].is_share for name, _ in contrast.weights):
+    shares = any(fits[name].is_share for name, _ in contrast.weights)
+    if shares or len(contrast.weights) != 2:
         return []
     first, second = contrast.weights
     a, weight_a = first
@@ -398,8 +447,9 @@ def _compare_runs(contrast, fits):
 
     p = mannwhitneyu(fits[a].values, fits[b].values, method="exact").pvalue
     leads = [weight_a * x + weight_b * y for x in fits[a].values for y in fits[b].values]
-    wins = sum(lead > 0 for lead in leads) + sum(lead == 0 for lead in leads) / 2
-    share = f"{wins / len(leads):.0%} of pairs"
+    wins = sum(lead > 0 for lead in leads)
+    ties = sum(lead == 0 for lead in leads)
+    share = f"{(wins + ties / 2) / len(leads):.0%} of pairs"
     return [f"rank test p = {p:.2g}", f"a fresh run of {a} beats one of {b}: {share}"]
 
 
@@ -454,15 +504,17 @@ def judge(comparisons: list[Comparison], level: float = LEVEL) -> list[Judgement
             counted.append(i)
         elif comparison.planned:
             unjudged += 1
-    corrected = holm([measured[i][3] for i in counted] + [1.0] * unjudged)
+    raw = [measured[i][3] for i in counted] + [1.0] * unjudged
+    corrected = holm(raw)
     p_values = dict(zip(counted, corrected))
-    return [
-        _verdict(comparison, numbers, p_values.get(i, 1.0), level, len(corrected))
-        for i, (comparison, numbers) in enumerate(zip(comparisons, measured))
-    ]
+    judgements = []
+    for i, (comparison, numbers) in enumerate(zip(comparisons, measured)):
+        p = p_values.get(i, 1.0)
+        judgements.append(_verdict(comparison, numbers, p, level, len(corrected)))
+    return judgements
 
 
-def _verdict(comparison, measured, p, level, asked):
+def _verdict(comparison, measured, p, level, counted):  # counted: comparisons in the correction
     n = len(comparison.differences)
     why = comparison.doubt
     if not n:
@@ -478,7 +530,7 @@ def _verdict(comparison, measured, p, level, asked):
         why = f"{MIN_SEEDS} seeds are needed"
     elif word == "undecided" and own_p <= level:
         stages = " and two stages" if level < LEVEL else ""
-        why = f"the difference does not survive the correction for {asked} comparisons{stages}"
+        why = f"the difference does not survive the correction for {counted} comparisons{stages}"
     return Judgement(n, difference, low, high, p, word, why)
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-o08
@@ -488,13 +540,19 @@ def fit_share(learned: Sequence[bool]) -> Fit:  # (n,) one per judged seed
     return replace(fit_mean(values), is_share=True)
 
 
-def _wilson(share, n, level):  # (wins / n), runs
+def _wilson(
+    share,  # wins / n
+    n,  # runs
+    level,
+):
     "Return Wilson's interval of a share."
     from scipy.special import ndtri
 
     z = float(ndtri(1 - level / 2))
-    center = (share + z**2 / (2 * n)) / (1 + z**2 / n)
-    reach = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
+    shrink = 1 + z**2 / n
+    center = (share + z**2 / (2 * n)) / shrink
+    variance = share * (1 - share) / n + z**2 / (4 * n**2)
+    reach = z * math.sqrt(variance) / shrink
     return center - reach, center + reach
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-o09

@@ -119,14 +119,16 @@ def normalise(data, name):
     return text
 
 # %% ../../../nbs/machine/data.ipynb #data-012
+def lines_of_topic(text):
+    "Return the lines of a text of at least 30 characters."
+    return {line for line in text.splitlines() if len(line) >= 30}
+
+
 def help_topics():
     "Return the help topics that are not part of a longer one: {name: text}."
     from pydoc_data.topics import topics
 
-    lines = {
-        name: {line for line in text.splitlines() if len(line) >= 30}
-        for name, text in topics.items()
-    }
+    lines = {name: lines_of_topic(text) for name, text in topics.items()}
     chosen = []
     for name in sorted(topics, key=lambda name: (-len(lines[name]), name)):
         if all(len(lines[name] - lines[other]) > 0.1 * len(lines[name]) for other in chosen):
@@ -264,25 +266,25 @@ def largest_document():
     return min(limits) // 8
 
 
-def check_document(size, place):
+def check_document(size, source):
     "Raise ValueError if a document has too many bytes."
     if size > largest_document():
         most = f"{largest_document() / 1e9:.1f} GB, an eighth of the memory"
-        raise ValueError(f"{place} is longer than {most}; {SPLIT_IT}")
+        raise ValueError(f"{source} is longer than {most}; {SPLIT_IT}")
 
 
-def bounded_lines(stream, place):  # place: name of the stream, for the message
+def bounded_lines(stream, name):  # name: of the stream, for the message
     "Yield the lines of a stream; ValueError if one is larger than a document may be."
     most = largest_document()
     read = stream.readline
     while line := read(most + 1):
         if len(line) > most:
-            check_document(len(line), f"a line of {place}")
+            check_document(len(line), f"a line of {name}")
         yield line
 
 # %% ../../../nbs/machine/data.ipynb #data-027-2
 def marked_documents(path):
-    "Yield the documents of a text file as byte strings (text, end mark with its newlines); joined they are the file."
+    "Yield (text, end mark with its newlines) as bytes per document; joined they are the file."
     lines = []
     size = 0
     most = largest_document()
@@ -312,33 +314,37 @@ def text_documents(path):
             number += 1
 
 # %% ../../../nbs/machine/data.ipynb #data-027b
-def found_column(columns, column, place):  # column: "text" also matches "content"
+def found_column(
+    columns,
+    column,  # "text" also matches "content"
+    source,  # of the record, for the message
+):
     "Return the column's name; ValueError lists the columns."
     names = ("text", "content") if column == "text" else (column,)
     for name in names:
         if name in columns:
             return name
-    wanted = " or ".join(map(repr, names))
-    known = ", ".join(columns) or "none"
-    raise ValueError(f"{place} has no column {wanted}; it has {known}")
+    expected = " or ".join(map(repr, names))
+    existing = ", ".join(columns) or "none"
+    raise ValueError(f"{source} has no column {expected}; it has {existing}")
 
 # %% ../../../nbs/machine/data.ipynb #data-027b-2
-def record_documents(records, text_column, source):  # records: (place, dict) pairs
-    "Yield records as (place, text) without NUL characters; blank ones are skipped and counted."
+def record_documents(records, text_column, source):  # records: (name, dict) pairs
+    "Yield records as (name, text) without NUL characters; blank ones are skipped and counted."
     total = 0
     skipped = 0
-    for total, (place, record) in enumerate(records, 1):
-        column = found_column(record, text_column, place)
+    for total, (name, record) in enumerate(records, 1):
+        column = found_column(record, text_column, name)
         text = record[column]
         if not isinstance(text, str | None):
             raise ValueError(
-                f"{place}: column {column!r} holds a value of type {type(text).__name__}, not text"
+                f"{name}: column {column!r} holds a value of type {type(text).__name__}, not text"
             )
         text = (text or "").replace("\0", "").lstrip("\ufeff")
         if text.strip():
             yield (
-                place,
-                normalise(text.encode(errors="surrogatepass"), f"{place}: column {column!r}"),
+                name,
+                normalise(text.encode(errors="surrogatepass"), f"{name}: column {column!r}"),
             )
         else:
             skipped += 1
@@ -352,30 +358,30 @@ def record_documents(records, text_column, source):  # records: (place, dict) pa
 
 # %% ../../../nbs/machine/data.ipynb #data-027c
 def json_records(path):
-    "Yield JSON lines as (place, dict); ValueError names the file and the line."
+    "Yield JSON lines as (name, dict); ValueError names the file and the line."
     with open_text(path) as stream:
         for number, line in enumerate(bounded_lines(stream, path), 1):
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
+            name = f"{path}, line {number}"
             if encoding := wide_encoding(line):
                 raise ValueError(f"{path} is {encoding}; save it as UTF-8")
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
                 raise ValueError(
-                    f"{place} is not a JSON record: {getattr(error, 'msg', error)}"
+                    f"{name} is not a JSON record: {getattr(error, 'msg', error)}"
                 ) from None
             if not isinstance(record, dict):
                 raise ValueError(
-                    f"{place} is not a record but a JSON value of type {type(record).__name__}; "
+                    f"{name} is not a record but a JSON value of type {type(record).__name__}; "
                     "expected one object per line"
                 )
-            yield place, record
+            yield name, record
 
 # %% ../../../nbs/machine/data.ipynb #data-027c-2
 def parquet_records(path, text_column):
-    "Yield parquet rows as (place, dict); ValueError names the file."
+    "Yield parquet rows as (name, dict); ValueError names the file."
     from pyarrow import ArrowException, parquet
 
     try:  # both settings read by pages, not by row groups, which may be large
@@ -516,12 +522,13 @@ def folder_files(folder):
 
 def with_twins_named(files, source):  # sorted files
     "Return the files, and warn if two hold one text: by a link, or compressed in another way."
-    first, twins = {}, []
+    first = {}
+    twins = []
     for path in files:
         with file_trouble(path):
-            about = path.stat()
+            status = path.stat()
         plain = path.with_suffix("") if path.suffix.lower() in COMPRESSED else path
-        for key in (plain, (about.st_dev, about.st_ino)):
+        for key in (plain, (status.st_dev, status.st_ino)):
             other = first.setdefault(key, path)
             if other != path:
                 twins.append((path, other.name))
@@ -547,8 +554,8 @@ def escaped_folder(path: Path) -> Path:
 
 
 def matching_files(
-    pattern: str | Path,
-) -> list[Path]:  # a file, a folder, or a glob such as "books/*.txt.xz"
+    pattern: str | Path,  # a file, a folder, or a glob such as "books/*.txt.xz"
+) -> list[Path]:
     "Return the files that match, sorted; FileNotFoundError without a match."
     path = Path(pattern).expanduser()
     if path.is_file():
@@ -560,7 +567,8 @@ def matching_files(
     files = sorted(map(Path, set(names).difference(folders)))
     if files and folders and "**" not in path.parts:
         warn_once(
-            f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as {min(folders)}; "
+            f"data source {pattern!r}: left out {plural(len(folders), 'folder')}, such as "
+            f"{min(folders)}; "
             "/**/ in a pattern finds files at any depth"
         )
     if not files:
@@ -589,7 +597,7 @@ def hub_name(name):  # without "hf:"
 
 
 def check_hub_folder(path):
-    "Raise ValueError for a local folder whose name `datasets` would take for a pattern of other names."
+    "Raise ValueError for a local folder whose name `datasets` would take for a pattern."
     if Path(path).is_dir() and glob.has_magic(path):
         raise ValueError(
             f"dataset hf:{path}: `datasets` takes *, ? and [ in the name of a folder "
@@ -598,7 +606,7 @@ def check_hub_folder(path):
 
 # %% ../../../nbs/machine/data.ipynb #data-033
 class HubDocuments:
-    "Stream the documents of a Hugging Face dataset as (name, text), from a position that can be saved."
+    "Stream documents of the hub as (name, text), from a position that can be saved."
 
     def __init__(self, name: str, text_column: str = "text", position: dict | None = None):
         from datasets import load_dataset
@@ -615,7 +623,7 @@ class HubDocuments:
                 self.rows.load_state_dict(self.start["stream"])
 
     def records(self) -> Iterator[tuple[str, dict]]:
-        "Yield the rows as (place, dict)."
+        "Yield the rows as (name, dict)."
         with hub_errors(self.name):
             for self.row, row in enumerate(self.rows, self.row + 1):
                 yield f"dataset {self.name!r}, row {self.row - 1}", row
@@ -663,9 +671,11 @@ class FileDocuments:
 
 # %% ../../../nbs/machine/data.ipynb #data-036
 def load_documents(
-    source: str | Path, text_column: str = "text", position: Any = None
-) -> Any:  # as for `prepare`
-    "Return the documents of a source, an iterable of (name, text) with `position()`; ValueError or OSError."
+    source: str | Path,  # this and the column as for `prepare`
+    text_column: str = "text",
+    position: Any = None,  # from `position()` of an earlier iterable
+) -> Any:
+    "Return an iterable of (name, text) with `position()`; ValueError or OSError."
     if source.startswith("hf:"):
         return HubDocuments(source[3:], text_column, position)
     files = ["stdlib"] if source == "stdlib" else matching_files(source)
@@ -715,8 +725,8 @@ class BPETokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         "Return the text; ids past the vocabulary, a model's padding, are left out."
-        known = [int(i) for i in ids if i < self.vocab_size]
-        return self.encoding.decode(known).replace("<|endoftext|>", SEPARATOR)
+        ids = [int(i) for i in ids if i < self.vocab_size]  # a padded vocabulary has more
+        return self.encoding.decode(ids).replace("<|endoftext|>", SEPARATOR)
 
 # %% ../../../nbs/machine/data.ipynb #data-042
 def gpt2_from_folder(folder):
@@ -802,19 +812,19 @@ def read_pickle(path, most=1 << 24):  # most: bytes
 
 
 def read_characters(path):
-    "Return (size of the vocabulary, characters or None) of a meta.pkl; ValueError if they do not fit."
-    about = read_pickle(path)
-    if not isinstance(about, dict) or not isinstance(about.get("vocab_size"), int | None):
+    "Return (vocabulary size, characters or None) of a meta.pkl; ValueError if they do not fit."
+    meta = read_pickle(path)
+    if not isinstance(meta, dict) or not isinstance(meta.get("vocab_size"), int | None):
         raise ValueError(f"{path} is not nanoGPT's: it has no vocab_size")
-    table = about.get("itos")
+    table = meta.get("itos")
     if table is None:
-        return about.get("vocab_size"), None
+        return meta.get("vocab_size"), None
     table = dict(enumerate(table)) if isinstance(table, list) else table
     characters = [table.get(i) for i in range(len(table))] if isinstance(table, dict) else []
     check_characters(characters, path)
-    if about.get("vocab_size", len(characters)) != len(characters):
+    if meta.get("vocab_size", len(characters)) != len(characters):
         raise ValueError(
-            f"{path} has a vocab_size of {about['vocab_size']}, but {len(characters)} characters"
+            f"{path} has a vocab_size of {meta['vocab_size']}, but {len(characters)} characters"
         )
     return len(characters), characters
 
@@ -830,11 +840,11 @@ def check_characters(characters, path):
 
 
 def characters_from_folder(folder):
-    "Return the `CharTokenizer` of nanoGPT's meta.pkl, or of the tokenizer.json of a model; OSError or ValueError."
+    "Return the `CharTokenizer` of nanoGPT's meta.pkl or a tokenizer.json; OSError or ValueError."
     meta, saved = (Path(folder).expanduser() / name for name in ("meta.pkl", "tokenizer.json"))
     if not meta.is_file():
-        known = read_json(saved)
-        characters = known.get("characters", []) if isinstance(known, dict) else []
+        record = read_json(saved)
+        characters = record.get("characters", []) if isinstance(record, dict) else []
         check_characters(characters, saved)
         return CharTokenizer(characters)
     _, characters = read_characters(meta)
@@ -870,8 +880,10 @@ def get_tokenizer(
 
 # %% ../../../nbs/machine/data.ipynb #data-056
 def holds_whole(
-    documents: Any, fraction: float = VAL_PART, by_name: bool = False
-) -> bool:  # by_name: hash the name
+    documents: Any,  # (name, text) pairs
+    fraction: float = VAL_PART,  # held-out share
+    by_name: bool = False,  # hash the name
+) -> bool:
     "Check whether whole documents, not ends, can be held out."
     chosen = [
         is_held_out(name if by_name else text, fraction)
@@ -884,12 +896,12 @@ def holds_whole(
 def pieces_of(
     name: str,
     text: str,
-    whole: bool,
-    fraction: float = VAL_PART,
-    by_name: bool = False,
-    part: str | None = None,
-) -> list[tuple[str, str]]:  # whole: from `holds_whole`
-    "Return a document as [(part, text)], where part is 'train' or 'val'; `part` sets it for all documents."
+    whole: bool,  # from `holds_whole`
+    fraction: float = VAL_PART,  # held-out share
+    by_name: bool = False,  # hash the name
+    part: str | None = None,  # of all documents
+) -> list[tuple[str, str]]:
+    "Return a document as [(part, text)]: 'train' or 'val', or `part` for all documents."
     if part or whole:
         return [
             (part or ("val" if is_held_out(name if by_name else text, fraction) else "train"), text)
@@ -900,7 +912,7 @@ def pieces_of(
 
 # %% ../../../nbs/machine/data.ipynb #data-long-2
 def long_documents(path, least):
-    "Return (hash, number, bytes) of every document of at least `least` bytes, in the order of the hashes."
+    "Return (hash, number, bytes) of documents of at least `least` bytes, sorted by hash."
     documents = []
     with file_trouble(path):
         for number, (text, _) in enumerate(marked_documents(path)):
@@ -909,13 +921,15 @@ def long_documents(path, least):
     return sorted(documents)
 
 
-def choose_long(known, count):  # known: file -> `long_documents` of it
-    "Return the chosen documents of every file: equal shares, or more from others if a file has too few."
-    share = -(-count // len(known))
-    chosen = {path: documents[:share] for path, documents in known.items()}
+def choose_long(documents_of, count):  # documents_of: file -> `long_documents` of it
+    "Choose documents of every file: equal shares, or more from others if one has too few."
+    share = -(-count // len(documents_of))
+    chosen = {path: documents[:share] for path, documents in documents_of.items()}
     missing = count - sum(map(len, chosen.values()))
     rest = sorted(
-        (document, path) for path, documents in known.items() for document in documents[share:]
+        (document, path)
+        for path, documents in documents_of.items()
+        for document in documents[share:]
     )
     for document, path in rest[: max(0, missing)]:
         chosen[path].append(document)
@@ -938,7 +952,7 @@ def hold_out_long(
     count: int = 100,  # documents to hold out, in equal shares of the names
     least: int = 16 * 1024,  # bytes of a long document
 ) -> dict:  # NAME -> (documents, bytes) that were moved
-    "Copy a text, and move long documents from training files to NAME.long.txt.xz; ValueError or OSError."
+    "Copy a text; long training documents go to NAME.long.txt.xz; ValueError or OSError."
     folder = Path(folder).expanduser()
     out = Path(out).expanduser()
     files = sorted(folder.glob("*.train.txt*"))
@@ -965,20 +979,20 @@ def hold_out_long(
             name = path.name.split(".train.txt")[0]
             numbers = {number for _, number, _ in documents}
             write_apart(path, numbers, new / f"{name}.train.txt.xz", new / f"{name}.long.txt.xz")
-    return {
-        path.name.split(".train.txt")[0]: (len(documents), sum(size for *_, size in documents))
-        for path, documents in chosen.items()
-    }
+    moved = {}
+    for path, documents in chosen.items():
+        sizes = [size for *_, size in documents]
+        moved[path.name.split(".train.txt")[0]] = len(documents), sum(sizes)
+    return moved
 
 # %% ../../../nbs/machine/data.ipynb #data-106-hash
 def fingerprint(tokens):
     "Return a text's length and a hash of 64 samples; None without text."
     if not hasattr(tokens, "__len__"):
         return None
-    places = np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int)
-    digest = hashlib.sha256(
-        b"".join(np.asarray(tokens[at : at + 1024], np.int64).tobytes() for at in places)
-    )
+    digest = hashlib.sha256()
+    for start in np.linspace(0, max(0, len(tokens) - 1024), 64).astype(int):
+        digest.update(np.asarray(tokens[start : start + 1024], np.int64).tobytes())
     return f"{len(tokens)} tokens {digest.hexdigest()[:12]}"
 
 # %% ../../../nbs/machine/data.ipynb #data-107
@@ -1011,15 +1025,13 @@ class Sampler:
 
     def start(self, number: int) -> int:
         "Return the first token of a window, counted over all epochs."
-        epoch, place = divmod(number, self.windows)
+        epoch, position = divmod(number, self.windows)
         if epoch != self.epoch:
             rng = np.random.default_rng([self.seed, epoch])
             self.epoch = epoch
-            self.order, self.shift = (
-                rng.permutation(self.windows),
-                int(rng.integers(self.spare + 1)),
-            )
-        return self.shift + self.context * int(self.order[place])
+            self.order = rng.permutation(self.windows)
+            self.shift = int(rng.integers(self.spare + 1))
+        return self.shift + self.context * int(self.order[position])
 
     def next_batch(self) -> tuple:
         "Return (inputs, targets), each (B,T) int64."
@@ -1042,9 +1054,10 @@ class Sampler:
 
     def load_state_dict(self, state: dict) -> None:
         "Resume at a position; ValueError if data, context or seed differ."
-        for name, ours in self.state_dict().items():
-            if name != "drawn" and ours != state.get(name, ours):  # older positions have no text
+        for name, own in self.state_dict().items():
+            if name != "drawn" and own != state.get(name, own):  # older positions have no text
                 raise ValueError(
-                    f"the saved position belongs to {name}={state[name]}; this sampler has {name}={ours}"
+                    f"the saved position belongs to {name}={state[name]}; this sampler has "
+                    f"{name}={own}"
                 )
         self.drawn = state["drawn"]

@@ -43,7 +43,7 @@ from longhorn_kit.records import (
     environment,
     plural,
     read_whole,
-    standing,
+    recovered,
     to_plain,
     version_of,
 )
@@ -67,8 +67,8 @@ def last_pair(token: bytes, ranks: dict) -> tuple[bytes, bytes]:  # ranks: of by
     "Return the two parts that byte-pair encoding joins last to make this token."
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        found = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
-        i = found.index(min(found))
+        ranks_of_pairs = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:])]
+        i = ranks_of_pairs.index(min(ranks_of_pairs))
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return tuple(parts)
 
@@ -77,9 +77,9 @@ END = "<|endoftext|>"
 
 
 def vocabulary(
-    tokenizer,
-) -> tuple[dict, list]:  # from `get_tokenizer` -> {word: id}, pairs of words to merge
-    "Return a kit tokenizer in the form that transformers expects."
+    tokenizer,  # from `get_tokenizer`
+) -> tuple[dict, list]:
+    "Return ({word: id}, pairs of words to merge) of a tokenizer, as transformers expects them."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -100,9 +100,10 @@ PAD = "<|pad|>"
 
 
 def hf_tokenizer(
-    tokenizer: Any, context: int = 8192
-) -> Any:  # from `get_tokenizer`; tokens that a tool may pass
-    "Return the same tokenizer for transformers, with the same ids; padding is not the end mark if a token is free."
+    tokenizer: Any,  # from `get_tokenizer`
+    context: int = 8192,  # tokens that a tool may pass at once
+) -> Any:
+    "Return the tokenizer for transformers, with the same ids, and padding on a free token."
     if tokenizer.end is None:
         raise ValueError(
             f"the tokenizer {tokenizer.name} has no end mark, which transformers needs: its models "
@@ -130,7 +131,7 @@ def hf_tokenizer(
 
 
 def free_word(words: dict) -> str | None:  # {word: id}, from `vocabulary`
-    "Return the word of a byte that no UTF-8 text and no longer word contains; None if all are used."
+    "Return the word of a byte that no UTF-8 text and no longer word contains, or None."
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     letters = bytes_to_unicode()
@@ -154,7 +155,7 @@ REMEDY = "restore it from a copy, or save or export the model again"
 
 def check_model(folder: str | Path) -> Path:
     "Return the folder to read a model from; ValueError names the first incomplete file."
-    folder = standing(folder)
+    folder = recovered(folder)
     tensors = 0
     check_folder(
         folder, "export it again, or delete manifest.json if you changed the folder yourself"
@@ -170,8 +171,9 @@ def check_model(folder: str | Path) -> Path:
 
 
 def check_blocks(
-    path: Path, tensors: int
-) -> None:  # path: of the settings; tensors: in the folder's weights
+    path: Path,  # of the settings
+    tensors: int,  # in the folder's weights
+) -> None:
     "Raise ValueError if a model has far more blocks than weights, before so many blocks are built."
     settings = read_settings(path) if path.exists() and tensors else {}
     for name in ("n_layer", "num_hidden_layers"):
@@ -214,7 +216,7 @@ def first_line(error: Exception) -> str:
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-016
 def is_export(folder: str | Path) -> bool:
     "Check whether a model's folder was written by transformers, not by the kit."
-    return "model_type" in read_settings(standing(folder) / "config.json")
+    return "model_type" in read_settings(recovered(folder) / "config.json")
 
 
 def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple:  # as for `load_pair`
@@ -230,7 +232,9 @@ def load_own(folder: str | Path, tokenizer: str | None = None) -> tuple:  # as f
         return model
 
     model = read_whole(folder, ALL_FILES, read)
-    words = get_tokenizer(tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size))
+    words = get_tokenizer(
+        tokenizer or trained_tokenizer(recovered(folder), model.config.vocab_size)
+    )
     check_vocabulary(words.vocab_size, model.config.vocab_size)
     return model, words
 
@@ -240,7 +244,7 @@ def load_pair(
     tokenizer: str | None = None,  # bytes, gpt2 or gpt2:FOLDER; None: the one it was trained with
     context: int = 8192,  # tokens that a tool may pass to the model at once
 ) -> tuple:
-    "Return model and tokenizer of transformers, without running code from the folder; ValueError or OSError."
+    "Return model and tokenizer without running code from the folder; ValueError or OSError."
     from longhorn_kit.models.transformers import to_transformers, warn_of_other_version
 
     check_sizes(context=context)
@@ -250,10 +254,10 @@ def load_pair(
     if model is None:
         model, words = load_own(folder, tokenizer)
         return to_transformers(model).eval(), hf_tokenizer(words, context)
-    warn_of_other_version(standing(folder), LOCAL)
+    warn_of_other_version(recovered(folder), LOCAL)
     model.config._name_or_path = str(folder)  # not the path that it was read by
     if words is None:
-        name = tokenizer or trained_tokenizer(standing(folder), model.config.vocab_size)
+        name = tokenizer or trained_tokenizer(recovered(folder), model.config.vocab_size)
         words = hf_tokenizer(get_tokenizer(name), context)
     check_vocabulary(len(words), model.config.vocab_size)
     return model, words
@@ -263,9 +267,10 @@ LOCAL = {"local_files_only": True, "trust_remote_code": False}
 
 
 def read_export(
-    folder: Path, own_tokenizer: bool
-) -> tuple:  # own_tokenizer: read the folder's, if it has one
-    "Return model and tokenizer (or None) of a folder of transformers; (None, None) for a folder of the kit."
+    folder: Path,
+    own_tokenizer: bool,  # read the folder's, if it has one
+) -> tuple:
+    "Return model and tokenizer (or None) of transformers; (None, None) for the kit's folders."
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     check_model(folder)
@@ -295,9 +300,12 @@ def quiet() -> Iterator[None]:
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-017
 def harness_model(
-    folder: str | Path, tokenizer: str | None = None, context: int = 8192, batch_size: int = 1
+    folder: str | Path,  # this and the following arguments as for `load_pair`
+    tokenizer: str | None = None,
+    context: int = 8192,
+    batch_size: int = 1,  # requests at a time
 ) -> Any:
-    "Return the model of `load_pair` for lm-eval, on a GPU if there is one; too long requests lose their start."
+    "Return a model for lm-eval, on a GPU if present; long requests lose their start."
     check_sizes(batch_size=batch_size)
     HFLM = harness().models.huggingface.HFLM
     model, words = load_pair(folder, tokenizer, context)
@@ -310,8 +318,9 @@ class UnknownTask(ValueError):
 
 
 def manager_for(
-    names: list[str], include: str | Path | None
-) -> Any:  # include: folder with further tasks
+    names: list[str],  # of tasks
+    include: str | Path | None,  # folder with further tasks
+) -> Any:
     "Return lm-eval's TaskManager that knows all these names; UnknownTask if one does not exist."
     harness()
     from lm_eval import tasks
@@ -349,8 +358,8 @@ TASK_PRESETS = {"recall": tuple(RECALL.values()), "downstream": ("wikitext", "la
 
 
 def passage_prompt(
-    doc: dict,
-) -> str:  # with `context` and `question`, the start of the sentence to complete
+    doc: dict,  # with `context` and `question`, the start of the sentence to complete
+) -> str:
     "Return the passage, without markers and without a question at its end, then the question."
     passage = re.sub(r"\[(PAR|DOC|TLE)\]", "", doc["context"]).strip()
     question = doc["question"].strip()
@@ -386,8 +395,8 @@ OWN_TASKS = {
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-030
 def expand_tasks(
-    names: str | Iterable[str],
-) -> list[str]:  # names of tasks and presets, alone or joined by commas
+    names: str | Iterable[str],  # of tasks and presets, alone or joined by commas
+) -> list[str]:
     "Return the individual task names, without duplicates."
     words = [word.strip() for name in names for word in name.split(",") if word.strip()]
     if not words:
@@ -396,11 +405,12 @@ def expand_tasks(
 
 # %% ../../../nbs/machine/evaluation.ipynb #99276d78
 def find_tasks(
-    names: list[str], include: str | Path | None = None
-) -> dict:  # names: from `expand_tasks`
+    names: list[str],  # from `expand_tasks`
+    include: str | Path | None = None,  # folder with further tasks
+) -> dict:
     "Load tasks as lm-eval's `evaluate` takes them; ValueError or OSError in one sentence."
     manager = manager_for([name for name in names if name not in OWN_TASKS], include)
-    found = {"tasks": {}, "groups": {}, "group_map": {}}
+    tasks = {"tasks": {}, "groups": {}, "group_map": {}}
     for name in names:
         try:
             with quiet():
@@ -410,8 +420,8 @@ def find_tasks(
                 f"task {name}: its data cannot be loaded ({first_line(error)}); "
                 "a data set on the hub is downloaded on first use, which needs a network"
             ) from error
-        found = {part: known | loaded[part] for part, known in found.items()}
-    return found
+        tasks = {part: earlier | loaded[part] for part, earlier in tasks.items()}
+    return tasks
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-035
 def doubled(request: Any) -> Any:
@@ -438,16 +448,17 @@ READINGS = {"once": ("once",), "twice": ("twice",), "both": ("once", "twice")}
 
 
 def metric_rows(
-    found: dict, reading: str
-) -> list[dict]:  # from lm-eval's `evaluate`; "once" or "twice"
+    output: dict,  # of lm-eval's `evaluate`
+    reading: str,  # "once" or "twice"
+) -> list[dict]:
     "Return a row for each task and metric."
     rows = []
 
     def number(value):
         return isinstance(value, (int, float))
 
-    for task, scores in found["results"].items():
-        size = scores.get("sample_len") or found["n-samples"].get(task, {}).get("effective")
+    for task, scores in output["results"].items():
+        size = scores.get("sample_len") or output["n-samples"].get(task, {}).get("effective")
         for key, value in scores.items():
             metric, _, kind = key.partition(",")
             if kind and number(value) and not metric.endswith("_stderr"):
@@ -479,7 +490,7 @@ def run_tasks(
     with torch.random.fork_rng():
         torch.manual_seed(1234)
         try:
-            found = harness().evaluate(
+            output = harness().evaluate(
                 model, tasks, limit=limit, bootstrap_iters=1000, log_samples=False
             )
         except AssertionError as error:  # lm-eval cannot run a request on this model
@@ -489,7 +500,7 @@ def run_tasks(
                 or f"lm-eval cannot run these tasks on a model with a context of {lm.max_length}; "
                 "try a longer --context"
             ) from error
-    return metric_rows(found, reading)
+    return metric_rows(output, reading)
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-041
 def evaluate_checkpoint(
@@ -509,9 +520,9 @@ def evaluate_checkpoint(
     started = time.perf_counter()
     names = expand_tasks(tasks)
     lm = harness_model(folder, **options)
-    found = find_tasks(names, include)
+    tasks = find_tasks(names, include)
     rows = [
-        row for reading in READINGS[read] for row in run_tasks(lm, found, reading, shots, limit)
+        row for reading in READINGS[read] for row in run_tasks(lm, tasks, reading, shots, limit)
     ]
     return to_plain(
         {
@@ -532,7 +543,7 @@ def evaluate_checkpoint(
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-046
 def mean_rows(rows: list[dict]) -> list[dict]:  # from `metric_rows`
-    "Return two means per reading: of the six recall sets, if all are there, and of several perplexities."
+    "Return two means per reading: of all six recall sets, and of several perplexities."
     groups = {}
     least = {"contains": len(RECALL), "perplexity": 2}  # numbers of values
     for row in rows:
@@ -578,7 +589,7 @@ def export_checkpoint(
     tokenizer: str | None = None,
     context: int = 8192,  # as for `load_pair`
 ) -> Path:
-    "Write a checkpoint and its tokenizer in the form that transformers and lm-eval's `--model hf` load."
+    "Write a checkpoint and its tokenizer as transformers and lm-eval's `--model hf` load it."
     from longhorn_kit.models.files import run_facts
 
     out = export_target(out)
@@ -600,7 +611,7 @@ def export_model(
     out: Path,  # from `export_target`
     facts: dict,  # rows of the model card, as from `run_facts`
 ) -> Path:
-    "Write a model and its tokenizer as a folder of transformers; an earlier export stays until it is complete."
+    "Write a model and its tokenizer for transformers; an earlier export stays until then."
     from longhorn_kit.models.transformers import export_folder
 
     try:

@@ -48,8 +48,9 @@ def recorded_runs(record: dict) -> Iterator[dict]:
                 yield row | shared | {"lr": rate_at(record["settings"]["rates"], model["common"])}
             for row in model.get("search", []):
                 yield row | shared
-            for lr, loss in model["bracket"].items() if "search" not in model else ():
-                yield {"seed": 0, "lr": float(lr), "bits_per_byte": loss} | shared
+            if "search" not in model:
+                for lr, loss in model["bracket"].items():
+                    yield {"seed": 0, "lr": float(lr), "bits_per_byte": loss} | shared
 
 # %% ../../../nbs/machine/retrain.ipynb #retrain-013
 def choose_run(
@@ -67,19 +68,23 @@ def choose_run(
     own = [run for run in runs if run["model"] == model]
     if not own:
         raise ValueError(f"the record has no finished run of {model} yet")
-    asked = [run for run in own if seed in (None, run["seed"]) and lr in (None, run["lr"])]
-    if not asked:
+    matching = [run for run in own if seed in (None, run["seed"]) and lr in (None, run["lr"])]
+    if not matching:
         listed = ", ".join(dict.fromkeys(f"seed {run['seed']} at {run['lr']:g}" for run in own))
         raise ValueError(f"the record has no such run of {model}; it has: {listed}")
-    if asked[0]["bits_per_byte"] is None:
+    chosen = matching[0]
+    if chosen["bits_per_byte"] is None:
         raise ValueError(
-            f"the run of {model} with seed {asked[0]['seed']} at {asked[0]['lr']:g} "
+            f"the run of {model} with seed {chosen['seed']} at {chosen['lr']:g} "
             "diverged; there is no model to make again"
         )
-    return asked[0]
+    return chosen
 
 # %% ../../../nbs/machine/retrain.ipynb #retrain-021
-def config_of(record: dict, data: str = "") -> OnePass:  # data: the text; "": the record's source
+def config_of(
+    record: dict,
+    data: str = "",  # the text; "": the record's source
+) -> OnePass:
     "Return the sizes and the text of a record's runs, as settings of the experiment."
     kept = {f.name for f in fields(OnePass)} - {"groups", "data"}
     settings = {name: value for name, value in record["settings"].items() if name in kept}
@@ -141,16 +146,21 @@ def recorded_losses(
     "Return the first losses of a recorded run, from record or archives; [] without them."
     if run.get("first_losses"):
         return run["first_losses"]
-    wanted = to_plain(vars(settings))
-    found = (job["first_losses"] for job in archived_jobs(record) if job["settings"] == wanted)
-    return next(found, [])
+    requested = to_plain(vars(settings))
+    for job in archived_jobs(record):
+        if job["settings"] == requested:
+            return job["first_losses"]
+    return []
 
 # %% ../../../nbs/machine/retrain.ipynb #retrain-035
 FIRST = 0.002  # bits per byte: how far the first loss may differ
 MEAN = 0.03  # bits per byte: how far the first losses may differ on average
 
 
-def compare_first(losses: list[float], recorded: list[float]) -> str:  # of the first steps, both
+def compare_first(
+    losses: list[float],  # of the first steps
+    recorded: list[float],  # of the same steps in the record
+) -> str:
     "Say in a sentence whether the first losses of a run are those of the record."
     gaps = [abs(a - b) for a, b in zip(losses, recorded)]
     same = gaps[0] <= FIRST and mean(gaps) <= MEAN  # not if a loss is NaN
@@ -184,37 +194,43 @@ def retrain(
     "Train a recorded run again, compare its first losses, and export it; ValueError or OSError."
     from longhorn_kit.lab.experiments.evaluation import export_model, export_target, hf_tokenizer
 
-    kept = load_record(Path(record), EXPERIMENT.name)
-    run = choose_run(kept, model, seed, lr)
+    contents = load_record(Path(record), EXPERIMENT.name)
+    run = choose_run(contents, model, seed, lr)
     out = export_target(out)
-    config = config_of(kept, data)
+    config = config_of(contents, data)
     if config.gpu and not torch.cuda.is_available():
         raise ValueError(f"the runs of {record} need a GPU, and this machine has none")
     source = text_of(config)
     texts = open_texts(**source)
-    same = same_text(kept, texts)
+    same = same_text(contents, texts)
     if not same and not other_text:
         raise ValueError(
             f"{source['source']} is not the text of the record, whose SHA-256 is "
-            f"{kept['results']['corpus']}; --other-text trains without a comparison"
+            f"{contents['results']['corpus']}; --other-text trains without a comparison"
         )
-    settings = settings_of(kept, run, config, texts)
-    check_plan(kept, config, settings.steps)
-    with one_thread(config.gpu):  # as the experiment's jobs
-        trained, found = train_run(settings, texts, source)
-    if found["diverged"] is not None:
+    settings = settings_of(contents, run, config, texts)
+    check_plan(contents, config, settings.steps)
+    trained, summary = _train(settings, texts, source, run)
+    recorded = recorded_losses(record, run, settings) if same else []
+    sentence = sentence_of(summary["first_losses"], recorded, same)
+    title = f"{model}, seed {run['seed']}, learning rate {run['lr']:g}"
+    result = Retrained(title, summary["bits_per_byte"], run["bits_per_byte"], sentence)
+    tokenizer = hf_tokenizer(texts.corpus.tokenizer)
+    facts = facts_of(Path(record), settings, result)
+    export_model(on_cpu(trained, settings.seed), tokenizer, out, facts)
+    return result
+
+
+def _train(settings, texts, source, run):
+    "Train a recorded run again; return the model and a summary, ValueError if it diverges."
+    with one_thread(settings.gpu):  # as the experiment's jobs
+        model, summary = train_run(settings, texts, source)
+    if summary["diverged"] is not None:
         raise ValueError(
-            f"the loss is not finite at step {found['diverged']}; the record's run "
+            f"the loss is not finite at step {summary['diverged']}; the record's run "
             f"ended at {run['bits_per_byte']:.4f} bits per byte"
         )
-    recorded = recorded_losses(record, run, settings) if same else []
-    sentence = sentence_of(found["first_losses"], recorded, same)
-    about = f"{model}, seed {run['seed']}, learning rate {run['lr']:g}"
-    result = Retrained(about, found["bits_per_byte"], run["bits_per_byte"], sentence)
-    words = hf_tokenizer(texts.corpus.tokenizer)
-    facts = facts_of(Path(record), settings, result)
-    export_model(on_cpu(trained, settings.seed), words, out, facts)
-    return result
+    return model, summary
 
 # %% ../../../nbs/machine/retrain.ipynb #retrain-043
 def on_cpu(model: SequenceLM, seed: int) -> SequenceLM:
@@ -224,7 +240,11 @@ def on_cpu(model: SequenceLM, seed: int) -> SequenceLM:
     return copied.eval()
 
 
-def sentence_of(losses: list, recorded: list, same: bool) -> str:  # same: is it the record's text?
+def sentence_of(
+    losses: list,  # of the first steps
+    recorded: list,  # of the same steps in the record; [] without them
+    same: bool,  # the text is the record's
+) -> str:
     "Say how the first losses compare with the record's, or why they are not compared."
     if not same:
         return "the text is not the record's, so its losses were not compared"

@@ -49,7 +49,12 @@ def cells(config: RewrittenConfig) -> Iterator[dict]:
             yield settings
 
 
-def split(cell: dict, lr: float, seeds: tuple, config: RewrittenConfig) -> list[dict]:
+def split(
+    cell: dict,  # from `cells`
+    lr: float,
+    seeds: tuple,
+    config: RewrittenConfig,
+) -> list[dict]:
     "Return the settings of the jobs that train a model at one learning rate, a few seeds per job."
     size = config.seeds_per_job
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
@@ -71,9 +76,9 @@ def try_rates(cell: dict, config: RewrittenConfig, results: Results) -> tuple[li
     tried = []
     grid = {}
     for lr in config.lrs:
-        asked = split(cell | {"test_pairs": ()}, lr, config.search_seeds, config)
-        rows = [results.get(settings) for settings in asked]
-        tried += asked
+        searched = split(cell | {"test_pairs": ()}, lr, config.search_seeds, config)
+        rows = [results.get(settings) for settings in searched]
+        tried += searched
         if rows and all(rows):
             grid[lr] = late_recall(rows)
     return tried, grid
@@ -118,31 +123,30 @@ def plan_hash(config: RewrittenConfig) -> str:
 
 def plan_of(config: RewrittenConfig) -> dict:
     "Return the hash of the settings, and the commit of the plan if they are those of this page."
-    found = plan_hash(config)
-    return {"hash": found, "commit": PLAN["commit"] if found == PLAN["hash"] else None}
+    digest = plan_hash(config)
+    return {"hash": digest, "commit": PLAN["commit"] if digest == PLAN["hash"] else None}
 
 # %% ../../../nbs/machine/rewritten.ipynb #rewritten-016
 def summarize(config: RewrittenConfig, results: Results) -> dict:
     "Collect recall by seed, rate and search of every design's models that have all their seeds."
-    designs = {
-        embed: {"embed": embed, "recall": {}, "test": {}, "lr": {}, "grid": {}}
-        for embed in config.embed
-    }
+    designs = {}
+    for embed in config.embed:
+        designs[embed] = {"embed": embed, "recall": {}, "test": {}, "lr": {}, "grid": {}}
     for cell in cells(config):
+        _, grid = try_rates(cell, config, results)
+        judged = final_jobs(cell, grid, config)
+        rows = [results.get(settings) for settings in judged]
+        if not rows or not all(rows):
+            continue
+        tests = {}  # number of pairs -> share per seed
+        for pairs in map(str, config.test_pairs):
+            tests[pairs] = [share for row in rows for share in row["test"][pairs]]
         design = designs[cell["embed"]]
-        grid = try_rates(cell, config, results)[1]
-        asked = final_jobs(cell, grid, config)
-        rows = [results.get(settings) for settings in asked]
-        if rows and all(rows):
-            tests = {
-                str(pairs): [share for row in rows for share in row["test"][str(pairs)]]
-                for pairs in config.test_pairs
-            }
-            model = cell["model"]
-            design["recall"][model] = tests[str(config.pairs)]
-            design["test"][model] = tests
-            design["lr"][model] = asked[0]["lr"]
-            design["grid"][model] = {f"{lr:g}": late for lr, late in grid.items()}
+        model = cell["model"]
+        design["recall"][model] = tests[str(config.pairs)]
+        design["test"][model] = tests
+        design["lr"][model] = judged[0]["lr"]
+        design["grid"][model] = {f"{lr:g}": late for lr, late in grid.items()}
     return {
         "designs": list(designs.values()),
         "search_seeds": config.search_seeds,

@@ -37,27 +37,30 @@ DEITS = {  # timm's deit_tiny, made as large as the Vim of the same row
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n07
 def make_model(
-    name: str, size: str, seed: int = 0, **options: object
-) -> nn.Module:  # name: in `MODELS`, `DEITS`
+    name: str,  # of `MODELS`
+    size: str,  # of `DEITS`
+    seed: int = 0,
+    **options: object,  # of timm's `create_model`
+) -> nn.Module:
     "Return a model with its first weights, which depend on the seed alone."
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if name != "deit":
             return timm.create_model(f"{name}_vim_{size}", **VIMS.get(size, {}) | options)
         model = timm.create_model("deit_tiny_patch16_224", **DEITS[size], **options)
-    model.pretrained_cfg = (
-        model.pretrained_cfg | default_cfgs[f"longhorn_vim_{size}"].default.to_dict()
-    )
+    defaults = default_cfgs[f"longhorn_vim_{size}"].default
+    model.pretrained_cfg = model.pretrained_cfg | defaults.to_dict()
     return model
 
 # %% ../../../nbs/machine/vision_speed.ipynb #37_vision-037
 def timed_step(
-    model: nn.Module, kind: str, images: Tensor
-) -> Callable:  # kind: "training" or "inference"
-    "Return a function that takes one optimizer step, or computes the scores of a batch, in bfloat16."
-    labels = torch.full(
-        (len(images), model.num_classes), 1 / model.num_classes, device=images.device
-    )
+    model: nn.Module,
+    kind: str,  # "training" or "inference"
+    images: Tensor,  # (B,3,H,W)
+) -> Callable:
+    "Return a function that takes an optimizer step, or computes a batch's scores, in bfloat16."
+    shape = len(images), model.num_classes
+    labels = torch.full(shape, 1 / model.num_classes, device=images.device)
 
     def loss_of(model, images):
         loss = F.cross_entropy(model(images).float(), labels)
@@ -68,12 +71,12 @@ def timed_step(
         with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
             return model(images)
 
-    groups = [{"params": list(model.train(kind == "training").parameters())}]
-    return (
-        make_step(model, loss_of, [images], 1e-6, groups, bf16=True)[0]
-        if kind == "training"
-        else scores
-    )
+    model.train(kind == "training")
+    if kind == "inference":
+        return scores
+    groups = [{"params": list(model.parameters())}]
+    step, *_ = make_step(model, loss_of, [images], 1e-6, groups, bf16=True)
+    return step
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n11
 def recorded(step: Callable) -> Callable | None:
@@ -87,56 +90,65 @@ def recorded(step: Callable) -> Callable | None:
     return graph and graph.replay
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n12
-def seconds_of(work: Callable, least: float) -> float:
+def seconds_of(
+    work: Callable,
+    least: float,  # seconds of all calls
+) -> float:
     "Return the time of one call on the GPU, from as many calls as fill `least` seconds."
     timer = Timer("work()", globals={"work": work})
-    return timer.timeit(math.ceil(least / timer.timeit(2).mean)).mean
+    calls = math.ceil(least / timer.timeit(2).mean)
+    return timer.timeit(calls).mean
 
 # %% ../../../nbs/machine/vision_speed.ipynb #37_vision-038
-def speed(name: str) -> dict:  # -> mode -> images per second, in three rounds
+def speed(name: str) -> dict:  # mode -> images per second, in three rounds
     "Measure a model on batches of 256 images of 224 × 224 pixels."
     images = torch.randn(256, 3, 224, 224, device="cuda")
-    found = {}
+    speeds = {}
     for kind in ("training", "inference"):
         step = timed_step(make_model(name, "tiny_patch16_224").cuda(), kind, images)
         for mode, work in (("CUDA graph", recorded(step)), ("eager", step)):
             if work:
-                found[f"{kind}, {mode}"] = [round(256 / seconds_of(work, 0.4), 1) for _ in range(3)]
-    return found
+                rounds = [round(256 / seconds_of(work, 0.4), 1) for _ in range(3)]
+                speeds[f"{kind}, {mode}"] = rounds
+    return speeds
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n15
 PLAIN = "deit, plain attention"  # stores every attention matrix
 
 
 def memory(
-    name: str,
-) -> dict:  # a model, or `PLAIN` -> kind -> side of the image -> (peak bytes, seconds per batch)
+    name: str,  # of `MODELS`, or `PLAIN`
+) -> dict:  # kind -> side of the image -> (peak bytes, seconds per batch)
     "Measure batches of 8 images of growing size."
     sides = (224, 512, 768, 1024, 1248)  # pixels
-    return {
-        kind: {str(side): peak(name, kind, side) for side in sides}
-        for kind in ("training", "inference")
-    }
+    peaks = {}
+    for kind in ("training", "inference"):
+        peaks[kind] = {str(side): peak(name, kind, side) for side in sides}
+    return peaks
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n17
-def peak(name: str, kind: str, pixels: int) -> tuple:
-    "Return the peak memory above model and input, and a batch's time; Nones if memory is too small."
+def peak(
+    name: str,  # of `MODELS`, or `PLAIN`
+    kind: str,  # "training" or "inference"
+    pixels: int,  # side of the image
+) -> tuple:  # bytes, seconds
+    "Return the peak memory above model and input, and a batch's time; Nones if out of memory."
     try:
-        model = make_model(
-            name.removesuffix(", plain attention"), "tiny_patch16_224", img_size=pixels
-        ).cuda()
-        for block in model.blocks if name == PLAIN else ():
-            block.attn.fused_attn = False
+        mixer = name.removesuffix(", plain attention")
+        model = make_model(mixer, "tiny_patch16_224", img_size=pixels).cuda()
+        if name == PLAIN:
+            for block in model.blocks:
+                block.attn.fused_attn = False
         step = timed_step(model, kind, torch.randn(8, 3, pixels, pixels, device="cuda"))
-        step(), step()
+        for _ in range(2):
+            step()
         model.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         most = torch.cuda.max_memory_allocated() - before
-        small = (
-            most < 0.3 * torch.cuda.get_device_properties(0).total_memory
-        )  # a graph takes as much again
-        return most, seconds_of(small and recorded(step) or step, 0.15)
+        total = torch.cuda.get_device_properties(0).total_memory
+        graph = recorded(step) if most < 0.3 * total else None  # a graph takes as much again
+        return most, seconds_of(graph or step, 0.15)
     except torch.cuda.OutOfMemoryError:
         return None, None

@@ -17,15 +17,19 @@ from .recipe import lr_at, parameter_groups, set_lr
 
 # %% ../../../nbs/machine/fit.ipynb #fit-006
 def fit_lr(
-    number, steps, warmup, lr, min_lr_ratio=0.1
-):  # number: of the step, from 0; others as in `lr_at`
+    number,  # of the step, from 0
+    steps,  # the others as in `lr_at`
+    warmup,
+    lr,
+    min_lr_ratio=0.1,
+):
     "Return the learning rate of a step; two steps have the highest rate."
     return lr_at(number + (number < warmup), steps, warmup, lr, min_lr_ratio)
 
 # %% ../../../nbs/machine/fit.ipynb #fit-009
 def capture(
-    step: Callable,
-) -> torch.cuda.CUDAGraph | None:  # step: uses the same tensors at every call
+    step: Callable,  # uses the same tensors at every call
+) -> torch.cuda.CUDAGraph | None:
     "Return a graph that records a step without running it; None, with a warning, if that fails."
     graph = torch.cuda.CUDAGraph()
     try:
@@ -36,13 +40,21 @@ def capture(
         return graph
     except RuntimeError as error:
         torch.cuda.synchronize()
-        warnings.warn(f"no CUDA graph: {str(error).splitlines()[0]}")
+        warnings.warn(f"no CUDA graph: {str(error).splitlines()[0]}", stacklevel=2)
+        return None
 
 # %% ../../../nbs/machine/fit.ipynb #fit-010b
 def make_step(
-    model, loss_fn, inputs, lr, groups, betas=(0.9, 0.999), clip=math.inf, bf16=False
-):  # as in `fit`
-    "Return the training step, a function without arguments that returns measures, and the optimizer."
+    model,  # arguments without a comment are those of `fit`
+    loss_fn,
+    inputs,  # tensors of a batch, which the step reads at every call
+    lr,
+    groups,
+    betas=(0.9, 0.999),
+    clip=math.inf,
+    bf16=False,
+):
+    "Return the training step, a function () -> measures, and the optimizer."
     device = next(model.parameters()).device
     weights = list(model.parameters())
     on_gpu = device.type == "cuda"
@@ -62,6 +74,38 @@ def make_step(
     return step, optimizer
 
 # %% ../../../nbs/machine/fit.ipynb #fit-011
+class Curve:
+    "Learning curve: measures, averaged over the steps since the last point."
+
+    def __init__(self, watch, first, first_steps, log_every):  # as in `fit`
+        self.watch = watch
+        self.first = first
+        self.first_steps = first_steps
+        self.log_every = log_every
+        self.at = [0]  # steps of the points, after a start at 0
+        self.points = []
+        self.total = None
+        self.last = None  # a graph writes it to the same memory at every replay
+
+    def add(self, measures):
+        "Add the measures of a step; a graph records this."
+        self.last = measures
+        if self.total is None:
+            self.total = torch.zeros_like(measures)
+        self.total += measures
+
+    def stops(self, number, steps):  # steps done; of all
+        "Keep the first measures, add a point if one is due, and ask `watch` whether to stop."
+        if self.first is not None and number <= self.first_steps:
+            self.first.append(self.last.clone())
+        if number % self.log_every and number < steps:
+            return False
+        self.points.append((self.total / (number - self.at[-1])).cpu())
+        self.at.append(number)
+        self.total.zero_()
+        return bool(self.watch and self.watch(self.points[-1]))
+
+# %% ../../../nbs/machine/fit.ipynb #fit-011-fit
 def fit(
     model: nn.Module,  # trained in place
     batches: Iterator[tuple],  # tuples of tensors, of fixed shapes, on the model's device
@@ -75,46 +119,36 @@ def fit(
     betas: tuple = (0.9, 0.999),
     clip: float = math.inf,  # largest norm of the gradient
     bf16: bool = False,  # matrix products in bfloat16
-    watch: Callable
-    | None = None,  # called with the measures of every point; True stops the training
+    # called with the measures of every point; True stops the training
+    watch: Callable | None = None,
     first: list | None = None,  # gets the measures of the first steps
     first_steps: int = 50,  # as many
     log_every: int = 50,  # steps per point of the curve
 ) -> tuple[list[int], Tensor]:  # steps (points,), measures (points, ...)
-    "Train a model, and return its learning curve: the measures, averaged over every `log_every` steps."
+    "Train a model, and return its learning curve: measures, averaged over every `log_every` steps."
     on_gpu = next(model.parameters()).device.type == "cuda"
-    inputs = []
-    total = []
-    graph = None
-    at = []
-    curve = []
     groups = groups or parameter_groups(model, weight_decay)
+    inputs = []
     take, optimizer = make_step(model, loss_fn, inputs, lr, groups, betas, clip, bf16)
-    last = []  # measures of the last step; a graph writes them to the same place every time
+    curve = Curve(watch, first, first_steps, log_every)
+    graph = None
 
     def step():
-        measures = take()
-        last[:] = [measures]
-        total[:] = total or [torch.zeros_like(measures)]
-        total[0] += measures
+        curve.add(take())
 
     with torch.cuda.stream(torch.cuda.Stream() if on_gpu else None):
         for number in range(steps):
             batch = next(batches)
             inputs[:] = inputs or [torch.empty_like(tensor) for tensor in batch]
-            for place, tensor in zip(inputs, batch):
-                place.copy_(tensor)
+            for buffer, tensor in zip(inputs, batch):
+                buffer.copy_(tensor)
             set_lr(optimizer, fit_lr(number, steps, warmup, lr, min_lr_ratio))
-            graph = (
-                capture(step) if on_gpu and number == 3 else graph
-            )  # None if an operation cannot be recorded
-            graph.replay() if graph else step()
-            if first is not None and number < first_steps:
-                first.append(last[0].clone())
-            if (number + 1) % log_every == 0 or number + 1 == steps:
-                at.append(number + 1)
-                curve.append((total[0] / (at[-1] - (at[-2] if len(at) > 1 else 0))).cpu())
-                total[0].zero_()
-                if watch and watch(curve[-1]):
-                    break
-    return at, torch.stack(curve)
+            if on_gpu and number == 3:
+                graph = capture(step)  # None if an operation cannot be recorded
+            if graph:
+                graph.replay()
+            else:
+                step()
+            if curve.stops(number + 1, steps):
+                break
+    return curve.at[1:], torch.stack(curve.points)

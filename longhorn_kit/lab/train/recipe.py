@@ -7,9 +7,7 @@ __all__ = ['Recipe', 'TrainConfig', 'evaluate', 'LossOnly']
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-003
 import math
-import random
 import sys
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..distributed import fork_rng
 from ...models.lm import document_bounds
 from ...records import check_ranges, plural
 
@@ -111,11 +110,11 @@ def check_recipe(recipe):
         "precision": ("no", "bf16"),
         **{name: get_args(Recipe.__annotations__[name]) for name in ("sharding", "track")},
     }
-    for name, known in choices.items():
-        if getattr(recipe, name) not in known:
-            raise ValueError(
-                f"{name} is {getattr(recipe, name)!r}; it must be {' or '.join(map(repr, known))}"
-            )
+    for name, allowed in choices.items():
+        value = getattr(recipe, name)
+        if value not in allowed:
+            expected = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name} is {value!r}; it must be {expected}")
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-009
 @dataclass(frozen=True)
@@ -134,8 +133,8 @@ class TrainConfig(Recipe):
         check_ranges(self, context=(1, LARGEST), loss_chunk=(0, LARGEST))
         if self.compile and self.reset_documents:
             raise ValueError(
-                "compile and reset_documents cannot be combined, since borders differ between batches; "
-                "leave one of them out"
+                "compile and reset_documents cannot be combined, since borders differ between "
+                "batches; leave one of them out"
             )
 
     def size(self, steps: int) -> int:
@@ -143,8 +142,12 @@ class TrainConfig(Recipe):
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-011
 def lr_at(
-    step, steps, warmup, lr, min_lr_ratio=0.1
-):  # step: from 1; lr: the highest; min_lr_ratio: last rate / lr
+    step,  # from 1
+    steps,  # of the run
+    warmup,  # steps until `lr` is reached
+    lr,  # the highest rate
+    min_lr_ratio=0.1,  # last rate, as a share of `lr`
+):
     "Return the learning rate of equation (1): linear warm-up, then half a cosine."
     if step < warmup:
         return lr * step / warmup
@@ -167,27 +170,27 @@ def set_lr(optimizer, lr):
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-015
 NO_DECAY = ("A_log", "D_skip", "conv", "bias", "norm")  # in names that never decay
-VECTORS = (
-    "mixer.mix",
-    "mixer.bonus",
-)  # ends of names of stacked vectors, which do not decay either
+VECTORS = ("mixer.mix", "mixer.bonus")  # stacked vectors, which do not decay: ends of their names
 
 
-def parameter_groups(model, weight_decay, rule="matrices"):  # rule: `decay` of `TrainConfig`
+def parameter_groups(
+    model,
+    weight_decay,  # of the tensors that decay
+    rule="matrices",  # `decay` of a recipe
+):
     "Return AdamW's groups, with and without decay, each with `params` and `names`."
     embedded = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    exempt = (
-        model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
-    )  # timm's models name parameters
+    # models of timm name parameters that never decay
+    exempt = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
 
     def decays(name, parameter):
-        special = (
-            id(parameter) in embedded
-            or name.endswith(VECTORS)
-            or getattr(parameter, "_no_weight_decay", False)
-        )
-        matrix = parameter.ndim == 2 and not special and not any(word in name for word in NO_DECAY)
-        return (parameter.ndim >= 2 if rule == "official" else matrix) and name not in exempt
+        if name in exempt:
+            return False
+        if rule == "official":
+            return parameter.ndim >= 2
+        by_name = name.endswith(VECTORS) or any(word in name for word in NO_DECAY)
+        marked = getattr(parameter, "_no_weight_decay", False)
+        return parameter.ndim == 2 and not (by_name or marked or id(parameter) in embedded)
 
     groups = [dict(params=[], names=[], weight_decay=value) for value in (weight_decay, 0.0)]
     for name, parameter in model.named_parameters():
@@ -198,36 +201,22 @@ def parameter_groups(model, weight_decay, rule="matrices"):  # rule: `decay` of 
     return [group for group in groups if group["params"]]
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-020
-def held_out_windows(tokens, context, batch_size):  # tokens (M,); context: T
+def held_out_windows(
+    tokens,  # (M,)
+    context,  # T
+    batch_size,  # B
+):
     "Yield (inputs, targets), each (≤B, ≤T) int64; every token except the first is a target once."
     end = len(tokens) - 1
     size = batch_size * context
-    full = end // context * context
-    for first in (*range(0, full, size), *[full] * (full < end)):
-        last = min(first + size, full if first < full else end)
+    full = end // context * context  # targets in windows of full length
+    borders = [*range(0, full, size), full]
+    if full < end:
+        borders.append(end)  # the last window is short
+    for first, last in zip(borders, borders[1:]):
         piece = torch.from_numpy(np.asarray(tokens[first : last + 1]).astype(np.int64))
-        yield tuple(ids.view(-1, min(context, last - first)) for ids in (piece[:-1], piece[1:]))
-
-# %% ../../../nbs/machine/recipe.ipynb #recipe-021
-@contextmanager
-def fork_rng(seed=0):
-    "Seed torch, and restore the generators of torch, numpy and Python afterwards."
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    before = np.random.get_state(), random.getstate()
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(seed)
-        try:
-            yield
-        finally:
-            np.random.set_state(before[0]), random.setstate(before[1])
-
-
-def seed_all(*numbers):
-    "Seed the generators of Python, numpy and torch from whole numbers."
-    seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
+        width = min(context, last - first)
+        yield piece[:-1].view(-1, width), piece[1:].view(-1, width)
 
 # %% ../../../nbs/machine/recipe.ipynb #recipe-022
 @torch.no_grad()
@@ -243,7 +232,8 @@ def evaluate(
         raise ValueError(
             f"the held-out part has {plural(len(tokens), 'token')}; it needs at least 2"
         )
-    rank, world = (accelerator.process_index, accelerator.num_processes) if accelerator else (0, 1)
+    rank = accelerator.process_index if accelerator else 0
+    world = accelerator.num_processes if accelerator else 1
     device = next(model.parameters()).device
     training = model.training
     batches = list(held_out_windows(tokens, context, batch_size))
@@ -251,10 +241,11 @@ def evaluate(
     model.eval()
     with fork_rng():
         for i in range(-(-len(batches) // world)):
-            mine = i * world + rank
-            inputs, targets = batches[min(mine, len(batches) - 1)]
+            number = i * world + rank
+            surplus = number >= len(batches)  # computed, so that no process waits, and not counted
+            inputs, targets = batches[-1 if surplus else number]
             loss = loss_of(model(inputs.to(device), targets.to(device)))
-            total += loss.double() * (targets.numel() if mine < len(batches) else 0)
+            total += loss.double() * (0 if surplus else targets.numel())
     model.train(training)
     total = accelerator.reduce(total, "sum") if accelerator else total
     return float(total) / (len(tokens) - 1)
@@ -269,19 +260,21 @@ class LossOnly(nn.Module):
     "Return only the model's loss."
 
     def __init__(
-        self, model: nn.Module, chunk: int = 0, end: int | None = None
-    ):  # `loss_chunk`; a document's end
+        self,
+        model: nn.Module,  # model(tokens, targets) -> loss, or a tuple that ends in it
+        chunk: int = 0,  # `loss_chunk` of a recipe
+        end: int | None = None,  # token that closes a document; None: no boundaries
+    ):
         super().__init__()
-        asked = (
-            f"loss_chunk is {chunk}"
-            if chunk
-            else "reset_documents is on"
-            if end is not None
-            else ""
-        )
-        if asked and not hasattr(model, "read_out"):
+        setting = ""
+        if chunk:
+            setting = f"loss_chunk is {chunk}"
+        elif end is not None:
+            setting = "reset_documents is on"
+        if setting and not hasattr(model, "read_out"):
             raise ValueError(
-                f"{asked}, which needs a language model; {type(model).__name__} is not one: leave it out"
+                f"{setting}, which needs a language model; {type(model).__name__} is not one: "
+                "leave it out"
             )
         self.model = model
         self.chunk = chunk
@@ -309,10 +302,10 @@ def blocks_of(model):
 def checkpoint_blocks(model):
     "Make every block recompute its activations in the backward pass."
     for block in blocks_of(model):
-        block.forward = partial(again, block)  # a copy of the model runs its own blocks
+        block.forward = partial(recomputed, block)  # a copy of the model runs its own blocks
 
 
-def again(block, *args, **options):
+def recomputed(block, *args, **options):
     "Run a block; in training, store only its inputs."
     forward = partial(type(block).forward, block)
     if not torch.is_grad_enabled():

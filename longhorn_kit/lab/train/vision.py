@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['FromEpochs', 'VISION_PRESETS', 'LARGEST_SIDE', 'VisionConfig', 'VisionPreset', 'vision_config', 'with_steps',
-           'Classifier', 'validate', 'weights_of', 'with_weights', 'make_model', 'run_parts', 'train_vision',
-           'eval_vision', 'read_model', 'check_sizes_of', 'check_classes']
+           'Classifier', 'validate', 'weights_of', 'with_weights', 'check_square', 'make_model', 'run_parts',
+           'train_vision', 'eval_vision', 'read_model', 'check_sizes_of', 'check_classes']
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-003
 import time
@@ -19,7 +19,6 @@ import torch
 import tyro
 from torch import Tensor, nn
 
-from ..claims.registry import suggest
 from longhorn_kit.lab.data.images import (
     LARGEST_CLASS,
     Augmented,
@@ -37,17 +36,19 @@ from .checkpoint import checkpoints
 from .loop import train
 from .recipe import LARGEST, LossOnly, Recipe
 from .trackers import check_tracker
-from ..use import model_folder
 from ...models.vision import timm
 from longhorn_kit.records import (
     FullPath,
+    as_recorded,
     atomic_folder,
     check_folder,
     check_ranges,
     check_same_settings,
+    model_folder,
     read_json,
     read_record,
     read_whole,
+    suggest,
 )
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-004
@@ -97,19 +98,16 @@ class VisionConfig(Recipe):
 
     def __post_init__(self):
         super().__post_init__()
-        object.__setattr__(
-            self,
-            "init_from",
-            self.init_from and FullPath(Path(self.init_from).expanduser().resolve()),
-        )
+        if self.init_from:
+            path = FullPath(Path(self.init_from).expanduser().resolve())
+            object.__setattr__(self, "init_from", path)
+        not_negative = ("img_size", "warmup_epochs", "mixup", "cutmix", "color_jitter")
         check_ranges(
             self,
             epochs=(1, LARGEST),
             repeats=(1, 1000),
             workers=(0, 1024),
-            **dict.fromkeys(
-                ("img_size", "warmup_epochs", "mixup", "cutmix", "color_jitter"), (0, LARGEST)
-            ),
+            **dict.fromkeys(not_negative, (0, LARGEST)),
             **dict.fromkeys(("smoothing", "drop_path", "erase", "flip"), (0, 1)),
             smallest_crop=(0.01, 1),
             crop_pct=(0.01, 1),
@@ -177,15 +175,14 @@ def vision_config(
     **overrides: Any,  # fields of `VisionConfig`, except steps, warmup and eval_every
 ) -> VisionConfig:
     "Return the settings of a run; ValueError for an unknown name."
-    settings = [
-        field.name
-        for field in fields(VisionConfig)
-        if field.name not in ("steps", "warmup", "eval_every")
-    ]
-    names = {"preset": list(VISION_PRESETS), "setting": settings}
-    for kind, name in [("preset", preset), *(("setting", name) for name in overrides)]:
-        if name not in names[kind]:
-            raise ValueError(f"unknown {kind} {name!r}{suggest(name, names[kind])}")
+    presets = list(VISION_PRESETS)
+    if preset not in presets:
+        raise ValueError(f"unknown preset {preset!r}{suggest(preset, presets)}")
+    from_epochs = ("steps", "warmup", "eval_every")
+    settings = [f.name for f in fields(VisionConfig) if f.name not in from_epochs]
+    for name in overrides:
+        if name not in settings:
+            raise ValueError(f"unknown setting {name!r}{suggest(name, settings)}")
     config = replace(VISION_PRESETS[preset].config, **overrides)
     if not timm.is_model(config.model):
         raise ValueError(
@@ -213,17 +210,16 @@ class Classifier(LossOnly):
 
     def __init__(self, model: nn.Module, config: VisionConfig, classes: int = 1000):
         super().__init__(model)
-        mixes = config.mixup or config.cutmix
-        self.mix = (
-            Mixup(config.mixup, config.cutmix, label_smoothing=0, num_classes=classes)
-            if mixes
-            else None
-        )
+        self.mix = None
+        if config.mixup or config.cutmix:
+            self.mix = Mixup(config.mixup, config.cutmix, label_smoothing=0, num_classes=classes)
         self.loss = nn.CrossEntropyLoss(label_smoothing=config.smoothing)
 
     def forward(
-        self, images: Tensor, labels: Tensor | None = None
-    ) -> Tensor:  # (b,C,H,W); (b,), -100: ignored
+        self,
+        images: Tensor,  # (b,C,H,W)
+        labels: Tensor | None = None,  # (b,); -100: ignored
+    ) -> Tensor:
         "Return the mean loss, or the scores (b,classes) without labels."
         if labels is None:
             return self.model(images)
@@ -238,69 +234,95 @@ class Classifier(LossOnly):
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-016
 @torch.no_grad()
-def validate(model: Classifier, images: Images, rows: int, workers: int, accelerator: Any) -> dict:
-    "Return top-1 and top-5 accuracy and the number of readable images, over all processes; rows: batch size."
+def validate(
+    model: Classifier,
+    images: Images,  # held out
+    rows: int,  # images per batch and process
+    workers: int,  # processes that load images
+    accelerator: Any,  # from `make_accelerator`
+) -> dict:
+    "Return top-1 and top-5 accuracy and the readable images, over all processes."
     device = next(model.parameters()).device
     training = model.training
-    size = rows * accelerator.num_processes
-    places = [
-        list(range(first + accelerator.process_index, first + size, accelerator.num_processes))
-        for first in range(0, len(images), size)
-    ]  # the same number of batches in every process
+    world = accelerator.num_processes
+    rank = accelerator.process_index
+    size = rows * world
+    # the same number of batches in every process
+    starts = range(0, len(images), size)
+    batches = [list(range(start + rank, start + size, world)) for start in starts]
     counts = torch.zeros(3, device=device)
     broken = []
     model.eval()
-    for batch, labels, odd, _ in make_loader(images, places, workers):
+    for batch, labels, unreadable, _ in make_loader(images, batches, workers):
         scores = model(batch.to(device))
         labels = labels.to(device)
         right = scores.topk(min(5, scores.shape[1])).indices == labels[:, None]
         counts += torch.stack([right[:, 0].sum(), right.sum(), (labels >= 0).sum()])
-        broken += odd
+        broken += unreadable
     model.train(training)
-    top1, top5, seen = accelerator.reduce(counts, "sum").tolist()
+    first, among_five, total = accelerator.reduce(counts, "sum").tolist()
     skipped = count_broken(images, broken)
-    if not seen:
+    if not total:
         raise ValueError("none of the held-out images can be read")
-    return {"top1": top1 / seen, "top5": top5 / seen, "val_images": int(seen), "skipped": skipped}
+    return {
+        "top1": first / total,
+        "top5": among_five / total,
+        "val_images": int(total),
+        "skipped": skipped,
+    }
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-018
-def weights_of(place: str | Path) -> Path:  # a run, the folder of a model, or a file
+def weights_of(source: str | Path) -> Path:  # a run, the folder of a model, or a file
     "Return the file of weights; ValueError if it is damaged, OSError if it is missing."
-    path = Path(place) if Path(place).is_file() else model_folder(place) / "model.safetensors"
+    path = Path(source)
+    if not path.is_file():
+        path = model_folder(source) / "model.safetensors"
     check_folder(path.parent, "train the model again or restore the folder")
     return path
 
 
 def with_weights(
-    name: str, path: Path, **options: Any
-) -> nn.Module:  # name, options: of a model in timm
+    name: str,  # of a model in timm
+    path: Path,  # of the weights
+    **options: Any,  # of `timm.create_model`
+) -> nn.Module:
     "Return a model with weights from a file, resized by timm; ValueError if they do not fit."
     model = timm.create_model(name, **options)
     head = model.pretrained_cfg["classifier"]
     head = head if isinstance(head, str) else head[0]
     try:
         state = load_state_dict(str(path))
-        if odd := [key for key in sorted(set(state) ^ set(model.state_dict())) if head not in key]:
-            raise ValueError(f"only one of them has {odd[0]}")
-        about = read_json(file) if (file := path.with_name("config.json")).exists() else {}
-        _, *size = about.get("pretrained_cfg", {}).get("input_size", (0,))
-        if (
-            "pos_embed" in state and len(set(size)) > 1
-        ):  # an equal number of positions in another shape would be misread
-            raise ValueError(
-                f"its positions are those of images with {size[0]}x{size[1]} pixels; expected a square"
-            )
-        known = dict(state_dict=dict(state), num_classes=len(state.get(f"{head}.weight", ())))
-        return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=known, **options)
+        differing = sorted(set(state) ^ set(model.state_dict()))
+        differing = [key for key in differing if head not in key]
+        if differing:
+            raise ValueError(f"only one of them has {differing[0]}")
+        check_square(state, path)
+        classes = len(state.get(f"{head}.weight", ()))
+        overlay = dict(state_dict=dict(state), num_classes=classes)
+        return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
     except Exception as error:  # of pickle, torch, safetensors or timm
         message = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         raise ValueError(f"{path} does not fit {name}: {message}") from None
 
+
+def check_square(state: dict, path: Path) -> None:  # weights, and their file
+    "Raise ValueError for positions of another shape: an equal number of them would be misread."
+    file = path.with_name("config.json")
+    record = read_json(file) if file.exists() else {}
+    _, *size = record.get("pretrained_cfg", {}).get("input_size", (0,))
+    if "pos_embed" in state and len(set(size)) > 1:
+        raise ValueError(
+            f"its positions are those of images with {size[0]}x{size[1]} pixels; expected a square"
+        )
+
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-019
 def make_model(
-    config: VisionConfig, classes: int, start: bool = True, weights: Path | None = None
+    config: VisionConfig,
+    classes: int,
+    start: bool = True,  # load `init_from`
+    weights: Path | None = None,  # load this file
 ) -> nn.Module:
-    "Return a model whose `pretrained_cfg` describes its images; start: load `init_from`; weights: load this file."
+    "Return a model whose `pretrained_cfg` describes its images."
     torch.manual_seed(config.seed)
     options = dict(num_classes=classes, drop_path_rate=config.drop_path)
     if config.img_size and getattr(get_pretrained_cfg(config.model), "fixed_input_size", False):
@@ -318,9 +340,8 @@ def make_model(
         raise ValueError(
             f"img_size is {size[-1]}; it must be a multiple of the patch, {patch[-1]} pixels"
         )
-    cfg = resolve_data_config(
-        {"input_size": (chans, *size), "crop_pct": config.crop_pct}, model=model
-    )
+    settings = {"input_size": (chans, *size), "crop_pct": config.crop_pct}
+    cfg = resolve_data_config(settings, model=model)
     plain = {name: value for name, value in model.pretrained_cfg.items() if name != "state_dict"}
     model.pretrained_cfg = plain | cfg | {"num_classes": classes}
     return model
@@ -343,8 +364,9 @@ def save_model(model: nn.Module, config: VisionConfig, classes: list, folder: Pa
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-024
 def facts_of(images: dict) -> dict:  # -> content of images.json
     "Return the facts by which the images of two runs are compared."
-    names = zlib.crc32(repr(list(images["classes"])).encode())
-    return {**images, "classes": f"{len(images['classes'])} with names of checksum {names:x}"}
+    classes = as_recorded(list(images["classes"]))
+    names = zlib.crc32(repr(classes).encode())
+    return {**images, "classes": f"{len(classes)} with names of checksum {names:x}"}
 
 
 def measure(batches: ImageBatches, val: Images, accelerator):
@@ -354,7 +376,7 @@ def measure(batches: ImageBatches, val: Images, accelerator):
     def metrics(model):
         began = time.perf_counter()
         result = validate(model, val, rows, batches.config.workers, accelerator)
-        result["skipped"] += count_broken(batches.images, batches.mine)
+        result["skipped"] += count_broken(batches.images, batches.broken)
         batches.started += time.perf_counter() - began  # the speed is that of training
         return {"epoch": batches.drawn // batches.images.each} | result | batches.speed()
 
@@ -362,8 +384,10 @@ def measure(batches: ImageBatches, val: Images, accelerator):
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-025
 def run_parts(
-    config: VisionConfig, out: Path, accelerator: Any
-) -> tuple:  # -> classifier, sampler, images, facts
+    config: VisionConfig,
+    out: Path,  # folder of the run
+    accelerator: Any,  # from `make_accelerator`
+) -> tuple:  # classifier, sampler, held-out images, facts
     "Return the arguments of `train`; ValueError or OSError if settings or images do not fit."
     if (out / "lm_config.json").exists():
         raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")
@@ -371,15 +395,12 @@ def run_parts(
     config = with_steps(config, len(train_reader))
     classes = list(train_reader.classes)
     images = {"train": len(train_reader), "val": len(reader), "classes": classes}
-    if accelerator.is_main_process and all(
-        (out / name).exists() for name in ("images.json", "config.json")
-    ):
-        check_same_settings(
-            out, facts_of(read_record(out / "images.json")), facts_of(images), images
-        )
-    check_memory(
-        0, 12 * config.batch_size * config.img_size**2, config, "img_size or batch_size"
-    )  # float32, RGB
+    started = all((out / name).exists() for name in ("images.json", "config.json"))
+    if accelerator.is_main_process and started:
+        before = facts_of(read_record(out / "images.json"))
+        check_same_settings(out, before, facts_of(images), images)
+    step_bytes = 12 * config.batch_size * config.img_size**2  # float32, RGB
+    check_memory(0, step_bytes, config, "img_size or batch_size")
     model = make_model(config, len(classes), start=not checkpoints(out))
     augment, plain, mode = transforms(config, model.pretrained_cfg)
     batches = ImageBatches(
@@ -439,14 +460,13 @@ def eval_vision(
             workers=workers,
         )
         files = (path.name, "config.json", "manifest.json")
-        about, model, config = read_whole(
+        record, model, config = read_whole(
             path.parent, files, lambda folder: read_model(folder / path.name, config)
         )
-        cfg = about["pretrained_cfg"]
+        cfg = record["pretrained_cfg"]
         reader = open_part(data, "val")
-        check_classes(
-            data, reader.classes, about.get("label_names") or range(about["num_classes"]), path
-        )
+        names = record.get("label_names") or range(record["num_classes"])
+        check_classes(data, reader.classes, names, path)
     cfg = model.pretrained_cfg | {name: cfg[name] for name in ("mean", "std", "interpolation")}
     images = Images(reader, *transforms(config, cfg)[1:])
     return validate(
@@ -455,52 +475,61 @@ def eval_vision(
 
 
 def read_model(
-    path: Path, config: VisionConfig
-) -> tuple:  # path: of the weights -> config.json, model, settings
+    path: Path,  # of the weights
+    config: VisionConfig,
+) -> tuple:  # content of config.json, model, settings
     "Return a model of train-vision; ValueError if its folder holds none."
     folder = path.parent
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder that train-vision wrote")
-    about = read_json(folder / "config.json")
-    if isinstance(about, dict) and "vocab_size" in about:
+    record = read_json(folder / "config.json")
+    if isinstance(record, dict) and "vocab_size" in record:
         raise ValueError(
             f"{folder} holds a language model; eval-vision needs a model of train-vision"
         )
-    check_sizes_of(about, folder / "config.json")
-    cfg = about["pretrained_cfg"]
+    check_sizes_of(record, folder / "config.json")
+    cfg = record["pretrained_cfg"]
     config = replace(
         config,
-        model=about["architecture"],
+        model=record["architecture"],
         img_size=config.img_size or cfg["input_size"][-1],
         crop_pct=cfg["crop_pct"],
     )
     check_folder(folder, "train the model again or restore the folder")
-    return about, make_model(config, about["num_classes"], weights=path), config
+    return record, make_model(config, record["num_classes"], weights=path), config
 
 
 LARGEST_SIDE = 1 << 13  # pixels
 
 
-def check_sizes_of(about: dict, path: Path) -> None:  # about: content of config.json
+def check_sizes_of(
+    record: dict,  # content of config.json
+    path: Path,  # of config.json
+) -> None:
     "Raise ValueError if a model's sizes cannot be meant, before anything of these sizes is built."
-    described = isinstance(about, dict) and isinstance(about.get("pretrained_cfg"), dict)
-    size = about["pretrained_cfg"].get("input_size") if described else None
+    described = isinstance(record, dict) and isinstance(record.get("pretrained_cfg"), dict)
+    size = record["pretrained_cfg"].get("input_size") if described else None
     is_size = isinstance(size, list) and len(size) == 3
-    numbers = [about.get("num_classes"), *size] if is_size else [None]
+    numbers = [record.get("num_classes"), *size] if is_size else [None]
     for number, most in zip(numbers, (LARGEST_CLASS + 1, *[LARGEST_SIDE] * 3)):
         if not isinstance(number, int) or not 0 < number <= most:
             raise ValueError(
-                f"{path} does not describe a model of train-vision: its sizes are missing or out of range"
+                f"{path} does not describe a model of train-vision: its sizes are missing or "
+                "out of range"
             )
 
 
 def check_classes(
-    data: str, classes: dict, names: Iterable[str], path: Path
-) -> None:  # names: the model's classes
+    data: str,  # source, as in `open_part`
+    classes: dict,  # of the data: name -> number
+    names: Iterable[str],  # the model's classes
+    path: Path,  # of the weights
+) -> None:
     "Raise ValueError if a class of the data has another number in the model."
-    known = {str(name): i for i, name in enumerate(names)}
-    if odd := [name for name, i in classes.items() if known.get(name) != i]:
-        raise ValueError(
-            f"class {odd[0]!r} of {data} is not number {classes[odd[0]]} of the {len(known)} classes of "
-            f"{path}; evaluate on images of the same classes"
-        )
+    numbers = {str(name): i for i, name in enumerate(names)}
+    for name, number in classes.items():
+        if numbers.get(name) != number:
+            raise ValueError(
+                f"class {name!r} of {data} is not number {number} of the {len(numbers)} classes "
+                f"of {path}; evaluate on images of the same classes"
+            )

@@ -24,8 +24,8 @@ from longhorn_kit.scan.triton.launch import (
     differentiable,
     in_eager,
     launch,
+    nothing_traces,
     resolved,
-    unwatched,
 )
 from longhorn_kit.scan.triton.portable import (
     INTERPRETED,
@@ -798,7 +798,7 @@ def triton_conv(
     "`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state or None)."
     tensors = x, weight, bias, initial_state
     direct = in_eager(*tensors, cu_seqlens)
-    if not direct and unwatched():
+    if not direct and nothing_traces():
         *tensors, cu_seqlens = resolved(*tensors, cu_seqlens)
     if twice:
         conv = _twice
@@ -907,7 +907,7 @@ def triton_conv_step(
     silu = activation is not None
     ops = torch.ops.longhorn_kit
     direct = in_eager(*tensors, slots)
-    if not direct and unwatched():
+    if not direct and nothing_traces():
         *tensors, slots = resolved(*tensors, slots)
     if not inplace:
         step = _fresh_step if direct else ops.short_conv_step.default
