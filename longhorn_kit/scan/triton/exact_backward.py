@@ -151,12 +151,12 @@ def _checkpoint_offsets(
 
 @gluon.jit
 def _own_channels(
-    d0, first, BD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RAGGED_D: gl.constexpr
+    d0, pd, BD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RAGGED_D: gl.constexpr
 ):
-    # Bits that mark the channels from `first` on, which the block before does not have, for `_and`.
+    # Bits that mark the channels from pd * BD on, which the block before does not have, for `_and`.
     if RAGGED_D:
-        left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= first).to(gl.int16)
-        right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= first).to(gl.int16)
+        left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)
+        right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)
         return left[None, :], right[:, None]
     else:
         return d0, d0
@@ -597,7 +597,7 @@ def _exact_bwd_kernel(
     oR = _checkpoint_offsets(d0, D, N, BD, NW, NARROW)
     iM = gl.arange(0, C, gl.SliceLayout(1, MMA))
     oM = iM[:, None] * (2 * N) + nS[None, :]
-    own = _own_channels(d0, pd * BD, BD, LEFT, gl.DotOperandLayout(1, MMA, 2), RAGGED_D)
+    own = _own_channels(d0, pd, BD, LEFT, gl.DotOperandLayout(1, MMA, 2), RAGGED_D)
     causal = _causal(MMA)
     rx, rb, rz, rg, rk, rq, rS, s_f = _rings(x, b, z, g, NS, N, BD, HAS_Z)
     tiles = _tiles(BD)
