@@ -1,17 +1,20 @@
-"""Compile the scan kernels ahead of time, without a GPU, exactly as their launchers would launch them.
+"""Compile the scan kernels ahead of time, without a GPU, exactly as their launchers would launch
+them.
 
-    python kernels/aot.py                            # table: kernel, target, registers, spills, shared memory
+    python kernels/aot.py  # table: kernel, target, registers, spills, shared memory
     python kernels/aot.py --target sm_90 --what portable --sass DIR
-    python kernels/aot.py --what fast --out kernels/results/sm_90.json     # the record that notebook 16_speed reads
-    python kernels/aot.py --triton 3.6.0 3.9.0       # the fast kernels with these releases; all: every release on the index
+    python kernels/aot.py --what fast --out kernels/results/sm_90.json  # what 16_speed reads
+    python kernels/aot.py --triton 3.6.0 3.9.0  # with these releases; all: every one
 
-The launchers run on meta tensors while every launch is recorded instead of made; each recorded launch is then compiled
-for the target (sm_80, sm_90, sm_100, gfx942). For a record (--out) the instructions of the main loop of the kernels in
-TURNS are counted too: a scheduler issues at most one warp instruction a cycle, whatever the instruction does. So are the
-wavefronts of its memory instructions, for all of which a multiprocessor's four schedulers share one pipe.
+The launchers run on meta tensors while every launch is recorded instead of made; each recorded
+launch is then compiled for the target (sm_80, sm_90, sm_100, gfx942). For a record (--out) the
+instructions of the main loop of the kernels in TURNS are counted too: a scheduler issues at most
+one warp instruction a cycle, whatever the instruction does. So are the wavefronts of its memory
+instructions, for all of which a multiprocessor's four schedulers share one pipe.
 
---triton downloads one release after the other (200 to 300 MB each) into a temporary folder, compiles with it in a separate
-process, and prints a line; the exit code is 1 if a kernel did not compile.
+--triton downloads one release after the other (200 to 300 MB each) into a temporary folder,
+compiles with it in a separate process, and prints a line; the exit code is 1 if a kernel did not
+compile.
 """
 
 import argparse
@@ -72,7 +75,8 @@ OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 
 def record(launcher, **also):
-    "Every (kernel, arguments) that `launcher()` would launch; `also` is added to the arguments by name."
+    """Every (kernel, arguments) that `launcher()` would launch; `also` is added to the arguments
+    by name."""
     launches = []
     run = JITFunction.run
 
@@ -88,7 +92,8 @@ def record(launcher, **also):
 
 
 def source(kernel, args, kwargs):
-    "The compiler's input for one recorded launch: types, compile-time values, and which arguments divide by 16."
+    """The compiler's input for one recorded launch: types, compile-time values, and which
+    arguments divide by 16."""
     values = dict(zip(kernel.arg_names, args)) | {
         n: v for n, v in kwargs.items() if n in kernel.arg_names
     }
@@ -165,10 +170,11 @@ def disassemble(built):
 
 
 def wavefronts(operation):
-    """The fewest passes of one warp instruction through the pipe of shared memory and first cache: 128 bytes each.
+    """The fewest passes of one warp instruction through the pipe of shared memory and first
+    cache: 128 bytes each.
 
-    Lanes that load the same address share it, and which ones do the code does not show: a load of 16 bytes a lane then
-    takes two, one of 8 or 4 bytes one."""
+    Lanes that load the same address share it, and which ones do the code does not show: a load
+    of 16 bytes a lane then takes two, one of 8 or 4 bytes one."""
     name, *parts = operation.split(".")
     words = next((int(part) // 32 for part in parts if part in ("64", "128")), 1)
     if name in ("LDSM", "STSM"):
@@ -177,7 +183,8 @@ def wavefronts(operation):
 
 
 def loop_count(launch, built):
-    """Instructions in the main loop, by kind, for one step of one warp's 32 channels; None for a kernel not in TURNS.
+    """Instructions in the main loop, by kind, for one step of one warp's 32 channels; None for a
+    kernel not in TURNS.
 
     A channel spread over two warps counts twice, as it is issued twice."""
     kernel, args, kwargs = launch
@@ -193,7 +200,8 @@ def loop_count(launch, built):
     inside = sorted(l for l in loops[1:] if begin <= l[0] and l[1] <= end)
     if len(inside) != len(turns):
         raise SystemExit(
-            f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says otherwise"
+            f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says "
+            "otherwise"
         )
     count = collections.Counter()
     for at, operation, _ in code:
@@ -215,8 +223,8 @@ def loop_count(launch, built):
 
 
 def roundings(built, loop=False):
-    """The PTX's sums, products and fused multiply-adds of floats, counted, of the whole kernel or of its main loop; those without
-    `.rn` the assembler may fuse, or not."""
+    """The PTX's sums, products and fused multiply-adds of floats, counted, of the whole kernel
+    or of its main loop; those without `.rn` the assembler may fuse, or not."""
     text = built.asm.get("ptx", "")
     if loop:
         labels = {m[1]: m.start() for m in re.finditer(r"^(\$\w+):", text, re.M)}
@@ -227,10 +235,11 @@ def roundings(built, loop=False):
 
 
 def unwaited(built):
-    """How many sums or changes of layout after the main loop may meet an asynchronous copy that no instruction waited for.
+    """How many sums or changes of layout after the main loop may meet an asynchronous copy that
+    no instruction waited for.
 
-    They use shared memory that the compiler takes from buffers it knows to be dead; that a copy is still filling them it
-    does not know."""
+    They use shared memory that the compiler takes from buffers it knows to be dead; that a copy
+    is still filling them it does not know."""
     lines = built.asm["ttgir"].splitlines()
     begin = max(
         (i for i, line in enumerate(lines) if re.match(r"    (%\S+ = )?scf\.for", line)), default=0
@@ -246,7 +255,8 @@ def unwaited(built):
 
 
 def nan(built):
-    "How many minima and maxima of floats (keep, drop) what is not a number; None for AMD, where that takes no separate instruction."
+    """How many minima and maxima of floats (keep, drop) what is not a number; None for AMD,
+    where that takes no separate instruction."""
     found = re.findall(r"\b(?:min|max)(\.NaN)?\.f32\b", built.asm.get("ptx", ""))
     return [found.count(".NaN"), found.count("")] if "ptx" in built.asm else None
 
@@ -315,7 +325,8 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
 
 def fast_launches(form, packed=None, backward=True, **shape):
-    "Return what a fast forward and backward launch; without the backward, one of states only (`read=False`) if the form has it."
+    """Return what a fast forward and backward launch; without the backward, one of states only
+    (`read=False`) if the form has it."""
     from longhorn_kit.scan.triton.selective import selective_plan
 
     name = "diagonal" if form in SELECTIVE else form
@@ -350,7 +361,8 @@ def fast_launches(form, packed=None, backward=True, **shape):
 
 
 def pointwise_launches():
-    "Return what the loss of 8192 positions launches, the norm of a stream of width 768, and keys of 16; with backwards."
+    """Return what the loss of 8192 positions launches, the norm of a stream of width 768, and
+    keys of 16; with backwards."""
     from longhorn_kit.scan.triton import pointwise
 
     def new(*s, like=torch.bfloat16):
@@ -443,7 +455,8 @@ def cases(what):
 
 
 def releases(asked):
-    'The releases of Triton to try: those asked for, or with "all" those that pip finds, the oldest first.'
+    """The releases of Triton to try: those asked for, or with "all" those that pip finds, the
+    oldest first."""
     if asked != ["all"]:
         return asked
     said = subprocess.run(
@@ -458,7 +471,8 @@ def releases(asked):
 
 
 def with_release(version, words):
-    "What this program reports with another Triton, a release or a folder that has one: (rows, why it stopped or None)."
+    """What this program reports with another Triton, a release or a folder that has one: (rows,
+    why it stopped or None)."""
     with tempfile.TemporaryDirectory() as folder:
         if pathlib.Path(version).is_dir():
             here = os.path.abspath(version)
@@ -502,7 +516,8 @@ def with_release(version, words):
 
 
 def try_releases(args):
-    "Compile with one release after the other; print a line each. Returns one dictionary per release."
+    """Compile with one release after the other; print a line each. Returns one dictionary per
+    release."""
     found = []
     print("triton     compiled  failed  spilling  most spilled, bytes")
     for version in releases(args.triton):
@@ -524,7 +539,8 @@ def try_releases(args):
             )
         )
         print(
-            f"{version:<10} {len(built):>8}  {len(failed):>6}  {len(spills):>8}  {max(spills, default=0):>6}",
+            f"{version:<10} {len(built):>8}  {len(failed):>6}  {len(spills):>8}  "
+            f"{max(spills, default=0):>6}",
             *failed[:3],
             sep="\n  ",
             flush=True,
@@ -595,7 +611,8 @@ def main():
                     json.dumps(row)
                     if args.json
                     else row.get("error")
-                    or f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} registers {row['registers']:>3}  "
+                    or f"{name:<20} {row['kernel']:<20} mode {row['mode']}  {target:<7} "
+                    f"registers {row['registers']:>3}  "
                     f"spilled {row['spill']:>4} B  shared {row['shared']:>6} B",
                     flush=True,
                 )
@@ -612,7 +629,8 @@ def write_record(path, rows):
         triton=triton.__version__,
         commit=commit_of_kit(),
         command=" ".join(["python kernels/aot.py", *sys.argv[1:]]),
-        unit="instructions_per_step: warp instructions of the main loop for one step of 32 channels",
+        unit="instructions_per_step: warp instructions of the main loop for one step of 32 "
+        "channels",
     )
     head = json.dumps(about, indent=1)
     lines = ",\n".join("  " + json.dumps(row) for row in rows)

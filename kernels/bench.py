@@ -1,21 +1,24 @@
 #!/usr/bin/env python
 """Time the scans, after checking that they are right.
 
-    python kernels/bench.py --device cpu                                   # a few minutes; results/cpu.json
+    python kernels/bench.py --device cpu  # a few minutes; results/cpu.json
     python kernels/bench.py --device cpu --shape 4,256,512 --form exact --state 64 --out FILE.json
-    python kernels/bench.py --device cuda                                  # some minutes, see --budget; results/<gpu>.json
+    python kernels/bench.py --device cuda  # some minutes, see --budget; results/<gpu>.json
     python kernels/bench.py --device cuda --sections main peers            # only these parts
-    python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact --dtype float16
-    python kernels/bench.py --device cuda --check                          # main rows: slower than the committed record?
+    python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact
+    python kernels/bench.py --device cuda --check  # main rows: slower than the committed record?
 
-Without --out only a run of everything writes its record; a run of a part prints its table.
-Every output and gradient is compared with the float64 reference first (but for the convolution of other packages); a wrong
-result has no time, and makes the exit code 1. On a CPU: forward plus backward of the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the
-kit's Triton kernels, and what else can be imported (bench_gpu.py, peers.py). `--device interpret` runs the GPU side in Triton's
-interpreter at tiny sizes: it shows that the workbench works, and its times mean nothing.
+Without --out only a run of everything writes its record; a run of a part prints its table. Every
+output and gradient is compared with the float64 reference first (but for the convolution of other
+packages); a wrong result has no time, and makes the exit code 1. On a CPU: forward plus backward of
+the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the kit's Triton
+kernels, and what else can be imported (bench_gpu.py, peers.py). `--device interpret` runs the GPU
+side in Triton's interpreter at tiny sizes: it shows that the workbench works, and its times mean
+nothing.
 
---check times the main rows and compares them with the record of this GPU. A time counts as slower if its lower quartile is more
-than 5 % above the record's upper one: the exit code is then 1. Times of another GPU are not compared: the exit code is 2.
+--check times the main rows and compares them with the record of this GPU. A time counts as slower
+if its lower quartile is more than 5 % above the record's upper one: the exit code is then 1. Times
+of another GPU are not compared: the exit code is 2.
 """
 
 import argparse
@@ -88,7 +91,8 @@ def parse(argv):
     parser.add_argument(
         "--out",
         type=pathlib.Path,
-        help="file to write (default, for a run of everything: kernels/results/cpu.json or <gpu>.json)",
+        help="file to write (default, for a run of everything: kernels/results/cpu.json or "
+        "<gpu>.json)",
     )
     cpu = parser.add_argument_group("on a CPU")
     cpu.add_argument("--threads", type=count, default=min(2, os.cpu_count() or 1))
@@ -147,7 +151,8 @@ def parse(argv):
     sections = set(args.sections) != set(SECTIONS)
     if cases and sections:
         parser.error(
-            "--sections chooses among the usual cases; --shape, --form, --state and --dtype make others"
+            "--sections chooses among the usual cases; --shape, --form, --state and --dtype "
+            "make others"
         )
     part = cases or sections
     args.whole = not part and args.device != "interpret"
@@ -172,7 +177,8 @@ def on_gpu(args):
 
     if args.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit(
-            "bench.py: no GPU here; --device interpret runs the same code without times that mean anything"
+            "bench.py: no GPU here; --device interpret runs the same code without times that "
+            "mean anything"
         )
     import bench_gpu
 
@@ -194,7 +200,8 @@ def on_gpu(args):
 
 
 def destination(args, name, wrong=(), left_out=()):
-    "The file to write, or None. What is wrong, a part of the cases, or one cut short never takes the place of a record."
+    """The file to write, or None. What is wrong, a part of the cases, or one cut short never
+    takes the place of a record."""
     path = args.out or (RESULTS / name if args.whole else None)
     return (
         path.with_suffix(".partial.json") if path and (wrong or left_out and not args.out) else path
@@ -239,7 +246,8 @@ def compare(record, path):
 def draw_record(
     record: dict,  # that `kernels/bench.py` wrote on a GPU
 ):
-    "The roofline at the first shape that was timed, and times against T, B and N, as far as there are any."
+    """The roofline at the first shape that was timed, and times against T, B and N, as far as
+    there are any."""
     import matplotlib.pyplot as plt
     from floors import OF_FORM, draw_against, draw_roofline, plain_rows
 

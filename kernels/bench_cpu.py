@@ -1,9 +1,11 @@
-"""The CPU side of bench.py: forward plus backward of the whole operation (rate, scan, skip, gate) for three candidates.
+"""The CPU side of bench.py: forward plus backward of the whole operation (rate, scan, skip, gate)
+for three candidates.
 
-The plain loop under autograd, mambapy's parallel scan (if installed; diagonal recurrence only), and the kit's chunked scan.
-Every candidate's output and gradients are compared with the float64 reference first. Candidates run in turn, round by round,
-on the same inputs; the ratio is the median over rounds of the ratio within a round. Extra memory is the growth of the peak
-resident size during one forward plus backward, in a fresh process.
+The plain loop under autograd, mambapy's parallel scan (if installed; diagonal recurrence only), and
+the kit's chunked scan. Every candidate's output and gradients are compared with the float64
+reference first. Candidates run in turn, round by round, on the same inputs; the ratio is the median
+over rounds of the ratio within a round. Extra memory is the growth of the peak resident size during
+one forward plus backward, in a fresh process.
 """
 
 import os
@@ -31,7 +33,8 @@ TARGETS = {
 
 
 def make_inputs(B, T, D, N, seed, dtype=torch.float32):
-    "The seven inputs, with gradients, and a gradient of the output; the same numbers for every dtype."
+    """The seven inputs, with gradients, and a gradient of the output; the same numbers for every
+    dtype."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((B, T, N), (B, T, N), (B, T, D), (B, T, D), (D,), (D,), (B, T, D))
     inputs = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
@@ -61,7 +64,8 @@ def loop(q, k, x, b, b_bias, D_skip, z, form):
 
 
 def mambapy(q, k, x, b, b_bias, D_skip, z, form):
-    "The diagonal recurrence through mambapy's parallel scan: gates and inputs (B,T,D,N), then its `pscan`."
+    """The diagonal recurrence through mambapy's parallel scan: gates and inputs (B,T,D,N), then
+    its `pscan`."""
     from mambapy.pscan import pscan
 
     eps = rate(k, b, b_bias)[..., None]
@@ -86,7 +90,8 @@ def run(candidate, form, inputs, dout):
 
 
 def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
-    "Return what is wrong: (name, relative error) against the float64 reference; empty if all is right."
+    """Return what is wrong: (name, relative error) against the float64 reference; empty if all
+    is right."""
     double, dout = make_inputs(B, T, D, N, seed, torch.float64)
     expected = run(lambda *a, form: reference_scan(*a, form=form)[0], form, double, dout)
     actual = run(candidate, form, *make_inputs(B, T, D, N, seed))

@@ -1,9 +1,10 @@
 """The GPU side of bench.py: which scans are timed, how they are checked, and what is written down.
 
-Every case is first compared with the float64 reference, output, last state and all gradients, at its own batch, width and
-state size and as many steps as fit (the plan of a kernel does not depend on more). Then the whole forward (with the states
-that it keeps) and the whole backward (with every reduction) are timed on random data by `triton.testing.do_bench`, as a CUDA
-graph each; the cases of EAGER also as calls of the public function with gradients, with the host's part of a call.
+Every case is first compared with the float64 reference, output, last state and all gradients, at
+its own batch, width and state size and as many steps as fit (the plan of a kernel does not depend
+on more). Then the whole forward (with the states that it keeps) and the whole backward (with every
+reduction) are timed on random data by `triton.testing.do_bench`, as a CUDA graph each; the cases of
+EAGER also as calls of the public function with gradients, with the host's part of a call.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ COUNTED = (
 ORACLE_BYTES = 24e9  # what autograd in float64 may hold
 ANCHORS = {
     "gpu": "NVIDIA H200",
-    "what": "the authors' CUDA extensions, bfloat16, N = 16, skip and gate, forward / backward in ms, medians of do_bench; "
+    "what": "the authors' CUDA extensions, bfloat16, N = 16, skip and gate, forward / backward "
+    "in ms, medians of do_bench; "
     "measured once on this GPU model before this workbench existed and not again by this run",
     "official_longhorn_cuda": dict(
         S1=(0.862, 2.70), S2=(0.936, 2.88), S3=(4.24, 13.97)
@@ -128,7 +130,8 @@ def shrunk(case):
 
 
 def checked_steps(case):
-    "The same case with as many steps as the oracle can hold, enough for the same plan, and the same remainder."
+    """The same case with as many steps as the oracle can hold, enough for the same plan, and the
+    same remainder."""
     per_step = case.B * case.D * case.N * 8 * 7
     room = ORACLE_BYTES if INTERPRETED else min(ORACLE_BYTES, torch.cuda.mem_get_info()[0] / 4)
     T = min(1088, max(320, int(room / per_step) // 64 * 64))
@@ -138,7 +141,8 @@ def checked_steps(case):
 
 
 def draw(case, seed):
-    "Arguments by the names of the operation, the gradients of output and last state, and bounds of packed sequences."
+    """Arguments by the names of the operation, the gradients of output and last state, and
+    bounds of packed sequences."""
     gen = torch.Generator(DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
@@ -279,7 +283,8 @@ class Wrong(Exception):
 
 
 class Checker:
-    "Errors of a case against float64; lengths that differ only beyond the checked steps share a check."
+    """Errors of a case against float64; lengths that differ only beyond the checked steps share
+    a check."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -322,7 +327,8 @@ def operator(name, values):
 
 
 def calls(case, seed):
-    "(forward, backward, kept bytes per element of x, kernels that run) of a case, as calls without arguments."
+    """(forward, backward, kept bytes per element of x, kernels that run) of a case, as calls
+    without arguments."""
     a, dout, dlast, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     spacing = triton_op._spacing(case.checkpoint, case.N)
@@ -365,7 +371,8 @@ def launched():
 
 
 def check_path(case, kernels, names):
-    "Raise Wrong if other kernels ran than the case is about; `kernels`: what the operation chose, `names`: what was launched."
+    """Raise Wrong if other kernels ran than the case is about; `kernels`: what the operation
+    chose, `names`: what was launched."""
     portable = {n for n in names if n.startswith("_scan_")}
     if (
         case.path == "fast"
@@ -388,7 +395,8 @@ def stopwatch(run):
 
 
 def on_gpu(run):
-    "Milliseconds on the GPU: lower quartile, median and upper quartile; least, median and most of three runs where one takes long."
+    """Milliseconds on the GPU: lower quartile, median and upper quartile; least, median and most
+    of three runs where one takes long."""
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -462,7 +470,8 @@ def measured(name, run):
 
 
 def eager(case, seed, kernels):
-    "Of calls of the public function with gradients: milliseconds on the GPU, launches by the host included, and the host's part."
+    """Of calls of the public function with gradients: milliseconds on the GPU, launches by the
+    host included, and the host's part."""
     a, dout, _, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     row = {}
@@ -483,8 +492,9 @@ def eager(case, seed, kernels):
 
 
 def slower(new, old, margin=MARGIN):
-    """What is slower than in an earlier record, a sentence for each: its lower quartile is above the earlier upper one by more
-    than the margin. A record of medians alone has no quartiles."""
+    """What is slower than in an earlier record, a sentence for each: its lower quartile is above
+    the earlier upper one by more than the margin. A record of medians alone has no
+    quartiles."""
 
     def rows(record):
         return {
@@ -502,13 +512,15 @@ def slower(new, old, margin=MARGIN):
                 (low, _), (_, high) = (r.get(f"{what}_quartiles", [r[ms]] * 2) for r in (row, was))
                 if low > high * (1 + margin):
                     found.append(
-                        f"{shape}, {form}, {kernels} kernels: {what.replace('_', ' call, ')} {row[ms]:.3f} ms, was {was[ms]:.3f}"
+                        f"{shape}, {form}, {kernels} kernels: {what.replace('_', ' call, ')} "
+                        f"{row[ms]:.3f} ms, was {was[ms]:.3f}"
                     )
     return found
 
 
 def warm(case):
-    "Compile what a case needs, in a separate process: the compiled kernels stay in Triton's cache on disk."
+    """Compile what a case needs, in a separate process: the compiled kernels stay in Triton's
+    cache on disk."""
     with (
         contextlib.suppress(Exception),
         path(case.path),
@@ -572,7 +584,8 @@ def peer_errors(peer, shape, seed):
 
 
 def peer_rows(peer, args):
-    "Rows of a peer at S1, attention also at other lengths: no time for a wrong output, no backward time for a wrong gradient."
+    """Rows of a peer at S1, attention also at other lengths: no time for a wrong output, no
+    backward time for a wrong gradient."""
     B, T, D = SHAPES["S1"] if not INTERPRETED else (2, 32, 16)
     small = (2, 272, D) if not INTERPRETED else (2, 16, D)
     errors = peer_errors(peer, small, args.seed)
@@ -652,7 +665,8 @@ def report(row, anchors):
     elif row["kind"] == "decode":
         over = ", ".join(f"{n} {row[n + '_us']:.1f}" for n in ("conv", "scan", "both"))
         print(
-            f"B={row['B']} D={row['D']:<8}{'decode, ' + row['rule']:<34}{over} us, {row['both_over_bytes']:.2f} x bytes",
+            f"B={row['B']} D={row['D']:<8}{'decode, ' + row['rule']:<34}{over} us, "
+            f"{row['both_over_bytes']:.2f} x bytes",
             flush=True,
         )
         return
@@ -752,7 +766,8 @@ def main(args, environment):
         rates = measure_rates(milliseconds, DEVICE, small=INTERPRETED)
     gpu = environment["gpu"]
     print(
-        "columns: the kernels as a CUDA graph, forward and backward, ms | eager calls with gradients, ms (host)"
+        "columns: the kernels as a CUDA graph, forward and backward, ms | eager calls with "
+        "gradients, ms (host)"
     )
     print(f"{gpu}: " + ", ".join(f"{n} {r / 1e12:.3g} T/s" for n, r in rates.items()), flush=True)
     anchors = ANCHORS if gpu == ANCHORS["gpu"] else {}
@@ -790,9 +805,12 @@ def main(args, environment):
         **environment,
         seed=args.seed,
         seconds=round(time.monotonic() - start),
-        measure="median of triton.testing.do_bench, warm-up 10 ms, repeat 60 ms (of three runs above 0.1 s); whole forward with "
-        "kept states, whole backward, the kit's as a CUDA graph each: without the host's time to launch; eager: calls of the "
-        "public function with gradients; host: the host's part of such a call; quartiles: lower and upper, over repeats",
+        measure="median of triton.testing.do_bench, warm-up 10 ms, repeat 60 ms (of three runs "
+        "above 0.1 s); whole forward with "
+        "kept states, whole backward, the kit's as a CUDA graph each: without the host's time "
+        "to launch; eager: calls of the "
+        "public function with gradients; host: the host's part of such a call; quartiles: lower "
+        "and upper, over repeats",
         rates=rates,
         worst_error={n: shown(e) for n, e in errors.items()},
         left_out=left_out,

@@ -1,13 +1,15 @@
-"""Times of the short convolution and of decode steps on one GPU, after a check of every output and gradient.
+"""Times of the short convolution and of decode steps on one GPU, after a check of every output and
+gradient.
 
-    python kernels/decode_times.py --out kernels/results/h200_decode.json      # under a minute on an H200
-    python kernels/decode_times.py --sweep                                     # block sizes of the convolution, one by one
-    TRITON_INTERPRET=1 python kernels/decode_times.py --check                  # the checks alone, at tiny sizes, on a CPU
+    python kernels/decode_times.py --out kernels/results/h200_decode.json  # a minute
+    python kernels/decode_times.py --sweep  # block sizes of the convolution, one by one
+    TRITON_INTERPRET=1 python kernels/decode_times.py --check  # only the checks, tiny sizes, CPU
 
-Convolution: bfloat16, width 4, with SiLU; whole forward, whole backward with the sum over programs; median of
-triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a separate state, so that no state is left in a cache
-from its last step; time of a replay divided by 24. Bytes are those that must move: every input read once, every output
-written once. The bandwidth beside them is that of a copy, measured in the same run.
+Convolution: bfloat16, width 4, with SiLU; whole forward, whole backward with the sum over programs;
+median of triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a separate state, so
+that no state is left in a cache from its last step; time of a replay divided by 24. Bytes are those
+that must move: every input read once, every output written once. The bandwidth beside them is that
+of a copy, measured in the same run.
 """
 
 import argparse
@@ -67,7 +69,8 @@ def conv_inputs(B, T, D, dtype, gen=None):
 
 
 def check_conv(dtype, shape=None):
-    "Largest error of y and of every gradient against a sum written out in float64; SystemExit if it is too large."
+    """Largest error of y and of every gradient against a sum written out in float64; SystemExit
+    if it is too large."""
     B, T, D = shape or ((2, 301, 136) if DEVICE == "cuda" else (1, 9, 5))
     x, w, c, dy = conv_inputs(B, T, D, dtype)
     past = torch.randn(B, D, WIDTH - 1, device=DEVICE).to(dtype)
@@ -128,7 +131,8 @@ def step(rule, a, A, rest, state, **options):
 
 
 def check_decode(rule, dtype):
-    "Largest error of output and state after three steps in place, against the float64 loop; SystemExit if it is too large."
+    """Largest error of output and state after three steps in place, against the float64 loop;
+    SystemExit if it is too large."""
     B, D, N = (3, 300, STATE) if DEVICE == "cuda" else (2, 5, 3)
     state = torch.randn(B, D, N, device=DEVICE)
     truth = state.double()
@@ -163,7 +167,8 @@ def checks():
 
 
 def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
-    "(name, launches) of the convolution in both directions and of the decode steps; `record` is kernels/aot.py's."
+    """(name, launches) of the convolution in both directions and of the decode steps; `record`
+    is kernels/aot.py's."""
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward, conv_step
     from longhorn_kit.scan.triton.step import launch_step
 
@@ -216,7 +221,8 @@ def copy_bandwidth():
 
 
 def conv_candidates(x, w, c, dy):
-    "name -> (forward, backward), each a function without arguments; what cannot be imported is left out."
+    """name -> (forward, backward), each a function without arguments; what cannot be imported is
+    left out."""
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
 
     def with_autograd(run):
@@ -264,7 +270,8 @@ def conv_candidates(x, w, c, dy):
 
 
 def time_conv(name, shape, bandwidth):
-    "Rows of one shape: forward and backward milliseconds, and the time that the bytes alone would take."
+    """Rows of one shape: forward and backward milliseconds, and the time that the bytes alone
+    would take."""
     B, T, D = shape
     torch.manual_seed(0)
     x, w, c, dy = conv_inputs(B, T, D, torch.bfloat16)
@@ -318,7 +325,8 @@ def graphed(run):
 
 
 def time_decode(rule, sizes, bandwidth):
-    "One row: microseconds per layer of the scan step (float32 and bfloat16 states), the convolution step and both, and by PyTorch."
+    """One row: microseconds per layer of the scan step (float32 and bfloat16 states), the
+    convolution step and both, and by PyTorch."""
     from longhorn_kit.scan.short_conv import causal_conv1d_step
 
     B, D, N = sizes
@@ -391,7 +399,8 @@ def sweep(bandwidth):
         ):
             t = bench(lambda: conv_forward(x, w, c, None, None, True, False, plan))
             print(
-                f"{name} forward  {plan}  {t:.4f} ms  {t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes",
+                f"{name} forward  {plan}  {t:.4f} ms  "
+                f"{t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes",
                 flush=True,
             )
         for plan in (
@@ -409,7 +418,8 @@ def sweep(bandwidth):
                 )
                 floor = 2 * (2 + gradients) * B * T * D / bandwidth * 1e3
                 print(
-                    f"{name} backward {plan} of {gradients} gradients  {t:.4f} ms  {t / floor:.2f} x bytes",
+                    f"{name} backward {plan} of {gradients} gradients  {t:.4f} ms  "
+                    f"{t / floor:.2f} x bytes",
                     flush=True,
                 )
 

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Measure what a machine does to a training step beside its kernels: the host's time for one operation, and collectives
-between GPUs. The page nbs/machine/planner.ipynb reads the record.
+"""Measure what a machine does to a training step beside its kernels: the host's time for one
+operation, and collectives between GPUs. The page nbs/machine/planner.ipynb reads the record.
 
-    python kernels/machine_rates.py                      # all GPUs there are: 1, 2, 4, ... of them; about a minute
+    python kernels/machine_rates.py  # all GPUs there are: 1, 2, 4, ... of them; about a minute
     python kernels/machine_rates.py --gpus 1             # no collectives
-    python kernels/machine_rates.py --device cpu         # rehearsal with gloo at toy sizes; its times mean nothing
+    python kernels/machine_rates.py --device cpu  # rehearsal with gloo; times mean nothing
 
-Writes kernels/results/machine_<gpu>.json, whole or not at all. Collectives are checked against the sum they should give. A
-number of GPUs that was measured before and is not measured now stays in the record when the GPU, torch and CUDA are the same.
+Writes kernels/results/machine_<gpu>.json, whole or not at all. Collectives are checked against the
+sum they should give. A number of GPUs that was measured before and is not measured now stays in the
+record when the GPU, torch and CUDA are the same.
 """
 
 import argparse
@@ -181,7 +182,8 @@ def parse(argv):
 
 
 def merged(record, path):
-    "The record, with what an older one has beside it: collectives of other numbers of GPUs, values from elsewhere."
+    """The record, with what an older one has beside it: collectives of other numbers of GPUs,
+    values from elsewhere."""
     if path.exists():
         old = json.loads(path.read_text())
         now = {row["gpus"] for row in record["collectives"]}

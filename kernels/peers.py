@@ -1,7 +1,8 @@
-"""Other ways to run a recurrence of this kind, timed beside the kit's kernels where they can be imported.
+"""Other ways to run a recurrence of this kind, timed beside the kit's kernels where they can be
+imported.
 
-A peer is a function of separate tensors and a float64 oracle of the same function. What is checked is what is timed: the
-backward is timed only if every gradient agrees with the oracle's.
+A peer is a function of separate tensors and a float64 oracle of the same function. What is checked
+is what is timed: the backward is timed only if every gradient agrees with the oracle's.
 """
 
 import math
@@ -31,7 +32,8 @@ class Peer:
 
 
 def matrix_loop(q, k, v, beta=None, log_decay=None):
-    "One step after the other: q, k (B,T,H,N), v (B,T,H,D), beta (B,T,H,D or 1), log_decay (B,T,H,N or 1)."
+    """One step after the other: q, k (B,T,H,N), v (B,T,H,D), beta (B,T,H,D or 1), log_decay
+    (B,T,H,N or 1)."""
     S = v.new_zeros(*v.shape[:1], *v.shape[2:], k.shape[-1])
     reads = []
     for t in range(v.shape[1]):
@@ -47,7 +49,8 @@ def matrix_loop(q, k, v, beta=None, log_decay=None):
 
 
 def delta_leaves(wide):
-    "Keys as long as in a Longhorn layer, and rates small enough for them, one a channel or one for all."
+    """Keys as long as in a Longhorn layer, and rates small enough for them, one a channel or one
+    for all."""
 
     def leaves(new, B, T, D, N):
         k = new(B, T, 1, N) / 2

@@ -1,4 +1,5 @@
-"""Measure what this GPU can do: bytes moved, fp32 operations, special functions and bfloat16 products per second.
+"""Measure what this GPU can do: bytes moved, fp32 operations, special functions and bfloat16
+products per second.
 
 The floors of `floors.py` divide work by these. Plain Triton, so the interpreter runs them too.
 """
@@ -16,7 +17,8 @@ def _copy_kernel(to_ptr, from_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _operations_kernel(out_ptr, steps, BLOCK: tl.constexpr):
-    # Independent chains of fused multiply-adds; every lane carries several, so that no chain waits for itself.
+    # Independent chains of fused multiply-adds; every lane carries several, so that no chain waits
+    # for itself.
     i = tl.arange(0, BLOCK)
     v = i.to(tl.float32)
     for turn in range(steps):
@@ -36,7 +38,8 @@ def _specials_kernel(out_ptr, steps, BLOCK: tl.constexpr):
 
 
 def measure_rates(milliseconds, device, small=False):
-    "Rates a second: `bytes` (read plus written), `operations`, `specials`, `products` (multiply-adds of a matrix product)."
+    """Rates a second: `bytes` (read plus written), `operations`, `specials`, `products`
+    (multiply-adds of a matrix product)."""
     programs, block, steps, size, side = (
         (2, 64, 1, 1 << 12, 16) if small else (132 * 64, 1024, 64, 1 << 29, 8192)
     )

@@ -93,7 +93,8 @@ def linked(notebook):
 
 
 def gpu_table(record, compiled=None):
-    """One line for each kernel: notebook, module, where it runs, times at the three shapes, share of the nearest floor at S1.
+    """One line for each kernel: notebook, module, where it runs, times at the three shapes,
+    share of the nearest floor at S1.
 
     Eager calls have columns from the first record that has them on."""
     main = {
@@ -112,7 +113,8 @@ def gpu_table(record, compiled=None):
         "share of the floor, S1",
     ]
     lines = [
-        f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, triton {record['triton']}, "
+        f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, "
+        f"triton {record['triton']}, "
         f"commit {record['commit']}).",
         "",
         f"| {' | '.join(columns)} |",
@@ -133,7 +135,8 @@ def gpu_table(record, compiled=None):
     for peer, name, notebook, module in TORCH:
         if peer in peers:
             lines.append(
-                f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | {times(peers[peer], 1)}{empty}"
+                f"| {name}, PyTorch | {linked(notebook)} | `{module}` | any device | "
+                f"{times(peers[peer], 1)}{empty}"
             )
     convolution = {
         r["shape"]: r for r in record["rows"] if r.get("kind") == "conv" and r["who"] == "kit"
@@ -143,7 +146,8 @@ def gpu_table(record, compiled=None):
             f"{100 / convolution['S1'][f'{w}_over_bytes']:.0f} %" for w in ("forward", "backward")
         )
         lines.append(
-            f"| short convolution and SiLU | {linked('triton_conv')} | `triton_conv` | any GPU, interpreter | "
+            f"| short convolution and SiLU | {linked('triton_conv')} | `triton_conv` | any GPU, "
+            "interpreter | "
             + " | ".join(times(convolution[s]) for s in ("S1", "S2", "S3"))
             + " | " * (1 + 2 * called)
             + f"{share} bytes |"
@@ -153,7 +157,8 @@ def gpu_table(record, compiled=None):
         rules = list(dict.fromkeys(r["rule"] for r in steps))
         lines += [
             "",
-            f"Decoding ({linked('21_triton_step')}): the convolution's step and the scan's, one layer in a CUDA graph, "
+            f"Decoding ({linked('21_triton_step')}): the convolution's step and the scan's, one "
+            "layer in a CUDA graph, "
             "microseconds and, in brackets, how many times the bytes' floor.",
             "",
             "| B, D, N | " + " | ".join(rules) + " |",
@@ -172,7 +177,8 @@ def gpu_table(record, compiled=None):
 def cpu_table(record):
     "One line for each form and shape: time and memory against the loop and against mambapy."
     lines = [
-        "| form | (B, T, D), N | time against the loop | against mambapy | extra memory against the loop | against mambapy |",
+        "| form | (B, T, D), N | time against the loop | against mambapy | extra memory against "
+        "the loop | against mambapy |",
         "|---|---|---|---|---|---|",
     ]
     for row in record["results"]:
@@ -203,8 +209,10 @@ def cpu_table(record):
     ]
     lines += [
         "",
-        f"{e['rounds']} rounds, {e['threads']} threads, torch {e['torch']}, commit {str(e['commit'])[:7]}; other programs "
-        f"used up to {busy:.1f} cores meanwhile. The aim is 0.20 of the loop's time and 0.25 of mambapy's, and half of their memory; "
+        f"{e['rounds']} rounds, {e['threads']} threads, torch {e['torch']}, commit "
+        f"{str(e['commit'])[:7]}; other programs "
+        f"used up to {busy:.1f} cores meanwhile. The aim is 0.20 of the loop's time and 0.25 of "
+        "mambapy's, and half of their memory; "
         + ("missed by " + ", ".join(missed) + "." if missed else "reached everywhere."),
     ]
     return lines

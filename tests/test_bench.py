@@ -1,4 +1,5 @@
-"""The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs without a GPU."""
+"""The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs
+without a GPU."""
 
 import dataclasses
 import importlib
@@ -57,12 +58,12 @@ def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(bench_cpu, "memory", lambda *a: 1.0)
     file = tmp_path / "cpu.json"
     assert bench.main([*SMALL, "--form", "diagonal", "--out", str(file)]) == 0
-    found = json.loads(file.read_text())
+    results = json.loads(file.read_text())
     assert (
-        found["environment"]["torch"] == torch.__version__
-        and "--rounds 2" in found["environment"]["command"]
+        results["environment"]["torch"] == torch.__version__
+        and "--rounds 2" in results["environment"]["command"]
     )
-    assert found["results"][0]["candidates"]["chunked"]["ratio"] > 0
+    assert results["results"][0]["candidates"]["chunked"]["ratio"] > 0
     assert "parity with float64 checked" in capsys.readouterr().out
 
 
@@ -91,8 +92,8 @@ def test_only_a_run_of_everything_takes_the_place_of_a_record(monkeypatch, capsy
 
 
 def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
-    def where(*words, **found):
-        return bench.destination(bench.parse(["--device", "cuda", *words]), "gpu.json", **found)
+    def where(*words, **results):
+        return bench.destination(bench.parse(["--device", "cuda", *words]), "gpu.json", **results)
 
     assert where() == bench.RESULTS / "gpu.json"
     for part in (
@@ -105,8 +106,8 @@ def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
         assert where(*part) is None and where(*part, "--out", "mine.json") == pathlib.Path(
             "mine.json"
         )
-    for found in (dict(wrong=["S1"]), dict(left_out=["S1: out of time"])):
-        assert where(**found) == bench.RESULTS / "gpu.partial.json"
+    for results in (dict(wrong=["S1"]), dict(left_out=["S1: out of time"])):
+        assert where(**results) == bench.RESULTS / "gpu.partial.json"
     assert where("--out", "mine.json", left_out=["S1"]) == pathlib.Path("mine.json")
     assert bench.destination(bench.parse(["--device", "interpret"]), "interpreter.json") is None
 
@@ -140,14 +141,14 @@ def test_without_a_gpu_the_gpu_side_says_so():
 def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(form, tmp_path):
     file = tmp_path / "gpu.json"
     assert bench.main([*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]) == 0
-    found = json.loads(file.read_text())
+    results = json.loads(file.read_text())
     assert (
-        found["commit"] == "abc"
-        and found["triton"]
-        and found["seed"] == 0
-        and "--device interpret" in found["command"]
+        results["commit"] == "abc"
+        and results["triton"]
+        and results["seed"] == 0
+        and "--device interpret" in results["command"]
     )
-    (row,) = found["rows"]
+    (row,) = results["rows"]
     assert row["form"] == form and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
     for way in ("forward", "backward"):
         for what in (way, f"eager_{way}"):
@@ -155,7 +156,7 @@ def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(f
             ms = row[f"{what}_ms"]
             assert 0 < low <= ms <= high
         assert row[f"host_{way}_us"] > 0
-    assert found["worst_error"] == {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
+    assert results["worst_error"] == {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
 
 
 def main_row(**other):
@@ -174,7 +175,7 @@ def main_row(**other):
 
 
 @pytest.mark.parametrize(
-    "new, found",
+    "new, results",
     [
         (dict(forward_ms=1.3, forward_quartiles=[1.15, 1.5]), 0),  # 1.1 and 5 % are 1.155
         (dict(forward_ms=1.3, forward_quartiles=[1.16, 1.5]), 1),
@@ -185,9 +186,9 @@ def main_row(**other):
         (dict(section="T", forward_ms=9.0, forward_quartiles=[9.0, 9.0]), 0),
     ],
 )
-def test_slower_is_beyond_the_quartiles_and_the_margin(new, found):
+def test_slower_is_beyond_the_quartiles_and_the_margin(new, results):
     said = gpu.slower(dict(rows=[main_row(**new)]), dict(rows=[main_row()]))
-    assert len(said) == found and all(
+    assert len(said) == results and all(
         line.startswith("S1, exact, exact kernels: ") for line in said
     )
 
@@ -331,10 +332,10 @@ def test_a_record_is_drawn(tmp_path):
 
 @without_gpu
 def test_every_case_is_in_a_section_and_peers_match_their_oracles():
-    found = list(gpu.cases())
-    assert {c.section for c in found} | {"peers", "decode"} == set(bench.SECTIONS) and len(
-        set(found)
-    ) == len(found)
+    results = list(gpu.cases())
+    assert {c.section for c in results} | {"peers", "decode"} == set(bench.SECTIONS) and len(
+        set(results)
+    ) == len(results)
     for peer in gpu.PEERS:
         if peer.package == "torch":
             errors = gpu.peer_errors(peer, (2, 9, 4), seed=0)
@@ -346,12 +347,12 @@ def test_the_delta_rule_oracle_is_the_exact_recurrence():
     a, *_ = gpu.draw(gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False), 0)
     a = {n: None if t is None else t.double() for n, t in a.items()}
     rate = 1 / (1 + a["k"].square().sum(-1, keepdim=True) + torch.exp(-a["b"] - a["b_bias"]))
-    found = (
+    results = (
         peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), rate[:, :, None])[:, :, 0]
         + a["D_skip"] * a["x"]
     )
     torch.testing.assert_close(
-        found, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0]
+        results, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0]
     )
 
 

@@ -1,4 +1,5 @@
-"""The fast kernels' own source on a CPU: outputs and gradients against float64, and what the interpreter of Gluon finds."""
+"""The fast kernels' own source on a CPU: outputs and gradients against float64, and what the
+interpreter of Gluon finds."""
 
 from functools import partial
 
@@ -22,42 +23,25 @@ FP32 = torch.float32
 ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
-def collect(
-    p,
-    q,
-    k,
-    x,
-    b,
-    z,
-    bias,
-    skip,
-    A,
-    dx,
-    db,
-    dz,
-    dtok,
-    dbias,
-    dskip,
-    dA,
-    dinitial,
-    scalar,
-    drate=None,
-):
+def collect(p, q, k, x, b, z, bias, skip, A, written, scalar):
     "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
-    dk, dq, *dA_t = dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N].unbind(2)
-    if drate is not None:
-        dk = 2 * (dk - k.float() * drate.sum(0).view(*k.shape[:2], 1))
-    dA = None if A is None else dA_t[0] if dA_t else dA.sum(0)[..., : p.N]
+    by_token = written.dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N]
+    dk, dq, *dA_by_token = by_token.unbind(2)
+    if written.drate is not None:
+        dk = 2 * (dk - k.float() * written.drate.sum(0).view(*k.shape[:2], 1))
+    dA = None
+    if A is not None:
+        dA = dA_by_token[0] if dA_by_token else written.dA.sum(0)[..., : p.N]
     return (
         dq,
         dk,
-        dx,
-        db.sum(-1, keepdim=True) if scalar else db,
-        dbias.sum(0),
-        dskip.sum(0),
-        dz,
+        written.dx,
+        written.db.sum(-1, keepdim=True) if scalar else written.db,
+        written.dbias.sum(0),
+        written.dskip.sum(0),
+        written.dz,
         dA,
-        dinitial,
+        written.dinitial[..., : p.N],
     )
 
 
@@ -87,7 +71,7 @@ def test_sums_over_programs(form):
         skip=new(D),
         A=dict(s6=new(D, N), s6_time_varying=new(B, T, N)).get(form),
     )
-    parts = dict(
+    written = triton_portable_backward.KernelGradients(
         dx=new(B, T, D),
         db=new(B, T, D),
         dz=None,
@@ -95,17 +79,16 @@ def test_sums_over_programs(form):
         dbias=new(slots, D),
         dskip=new(slots, D),
         dA=new(slots, D, p.NP) if form == "s6" else None,
-        dinitial=None,
+        dinitial=new(B, D, p.NP),
+        drate=new(11, B * T) if form == "diagonal" else None,
     )
     assert p.NP > N
-    options = dict(scalar=False, drate=new(11, B * T) if form == "diagonal" else None)
-    got, want = (
-        sums(p, *a.values(), *parts.values(), **options)
-        for sums in (triton_portable_backward._collect, collect)
-    )
-    assert got[4].dtype == torch.float64 and all(t is None or t.is_contiguous() for t in got)
+    result = triton_portable_backward._collect(p, *a.values(), written, scalar=False)
+    expected = collect(p, *a.values(), written, scalar=False)
+    assert result[4].dtype == torch.float64
+    assert all(t is None or t.is_contiguous() for t in result)
     torch.testing.assert_close(
-        [t.float() for t in got if t is not None], [t for t in want if t is not None]
+        [t.float() for t in result if t is not None], [t for t in expected if t is not None]
     )
 
 
@@ -165,7 +148,8 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
 
 # lengths around the 8, 16 and 32 steps of the diagonal form's halves, chunks and segments
 LENGTHS = [0, 0, 1, 8, 16, 25, 40, 56, 73, 97, 128, 160, 193]
-# every form, every width of the state, segments, packed sequences, widths that are no multiple of a block
+# every form, every width of the state, segments, packed sequences, widths that are no multiple of a
+# block
 COVERING = [
     ("exact", dict(B=1, T=37, D=40, N=16)),
     ("exact", dict(B=1, T=37, D=40, N=64)),
@@ -213,7 +197,8 @@ REST += [
     for form in ("s6", "s6_time_varying", "decoupled")
     for N in (5, 40)
 ]
-# widths that are no multiple of a block: what two blocks have in common counts once, wherever it starts in its vector of copies
+# widths that are no multiple of a block: what two blocks have in common counts once, wherever it
+# starts in its vector of copies
 REST += [
     ("exact", dict(B=2, T=33, N=16, few=False) | case)
     for case in (
@@ -255,13 +240,13 @@ def named(form, case):
     ],
 )
 def test_fast_kernels_are_right(form, case):
-    found = errors(form, **case)
+    results = errors(form, **case)
     rounded = (
         {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()
     )  # stored in bfloat16
     bad = {
         name: e
-        for name, e in found.items()
+        for name, e in results.items()
         if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)
     }
     assert not bad
@@ -281,7 +266,8 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
 def exact_gradients(
     D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False
 ):
-    "Of exact sequences of such lengths, packed or each alone; of D channels only some are given to the kernels."
+    """Of exact sequences of such lengths, packed or each alone; of D channels only some are
+    given to the kernels."""
     gen = torch.Generator().manual_seed(0)
 
     def new(*s, like=BF16):
@@ -460,7 +446,8 @@ def test_afterwards_kernels_are_compiled_again():
 @pytest.mark.parametrize("N", (16, slow_case(64)))
 @pytest.mark.parametrize("form", ("exact", "diagonal", slow_case("decoupled")))
 def test_later_steps_change_no_output(form, N):
-    "Within a chunk and before it, with a gate; the state alone has the bits that it has beside an output."
+    """Within a chunk and before it, with a gate; the state alone has the bits that it has beside
+    an output."""
     a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]
     make, forward, _ = kernels(form)
 

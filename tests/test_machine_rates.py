@@ -1,4 +1,5 @@
-"""What a machine does to a training step beside its kernels is measured, and a record keeps what was not measured again."""
+"""What a machine does to a training step beside its kernels is measured, and a record keeps what
+was not measured again."""
 
 import json
 import runpy

@@ -1,4 +1,5 @@
-"""The counts behind the floors agree with real tensors, with the compiled kernels, and with each other."""
+"""The counts behind the floors agree with real tensors, with the compiled kernels, and with each
+other."""
 
 import json
 import pathlib
@@ -55,17 +56,17 @@ def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
 
 def test_the_diagonal_count_is_that_of_its_compiled_kernel():
     rows = json.loads((RESULTS / "sm_90.json").read_text())["rows"]
-    found = {
+    results = {
         r["kernel"]: r["instructions_per_step"]
         for r in rows
         if r["case"] == "fast diagonal" and r["instructions_per_step"]
     }
     for kernel, way in (("_diagonal_fwd_kernel", "forward"), ("_diagonal_bwd_kernel", "backward")):
         counted = (
-            found[kernel]["fp32"] + found[kernel]["other"]
+            results[kernel]["fp32"] + results[kernel]["other"]
         )  # conversions are not fp32 instructions
         assert 0.8 < scan_operations("diagonal", 16, way) / counted < 1.25
-    assert scan_specials("diagonal", 16) == found["_diagonal_fwd_kernel"]["special"]
+    assert scan_specials("diagonal", 16) == results["_diagonal_fwd_kernel"]["special"]
 
 
 def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part():
@@ -85,7 +86,8 @@ def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part()
 
 
 def test_floors_of_the_code_add_up_over_kernels():
-    "A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four schedulers."
+    """A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four
+    schedulers."""
     cycle = (
         1e3 * 32 / RATES["operations"]
     )  # milliseconds of one scheduler's slot, all schedulers together

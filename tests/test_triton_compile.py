@@ -1,4 +1,5 @@
-"""Every scan kernel compiles ahead of time, without a GPU, within bounds of registers, spills and shared memory."""
+"""Every scan kernel compiles ahead of time, without a GPU, within bounds of registers, spills and
+shared memory."""
 
 import importlib.util
 import json
@@ -34,8 +35,9 @@ PORTABLE = {
     "_sum_kernel",
     "_rows_kernel",
 }
-# (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA target and a little room. There are
-# 255 registers: where a kernel takes all of them, its bound is the stack.
+# (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA
+# target and a little room. There are 255 registers: where a kernel takes all of them, its bound is
+# the stack.
 BOUNDS = {
     "_diagonal_fwd_kernel": {
         16: (255, 40, 15),
@@ -93,7 +95,8 @@ AMD = {
 
 @pytest.fixture(scope="module")
 def without_interpreter():
-    "Return a function that runs Python with the kernels compiled, also where the tests interpret them: (output, errors)."
+    """Return a function that runs Python with the kernels compiled, also where the tests
+    interpret them: (output, errors)."""
     python = WarmPython(os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"), ROOT)
 
     def run(*command):
@@ -107,7 +110,8 @@ def without_interpreter():
 
 @pytest.fixture(scope="module")
 def compiled(without_interpreter):
-    "Return a function that gives what kernels/aot.py reports, one dictionary per kernel and target."
+    """Return a function that gives what kernels/aot.py reports, one dictionary per kernel and
+    target."""
 
     def report(what, targets, only=""):
         output, _ = without_interpreter(
@@ -144,7 +148,8 @@ ALL_FORMS = "diagonal|exact|decoupled|s6|s6_time_varying"
 
 @pytest.mark.parametrize("targets, forms", [(["sm_90"], "exact"), slow_case(NVIDIA, ALL_FORMS)])
 def test_fast_kernels_compile_and_keep_what_is_no_number(compiled, targets, forms):
-    "The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a factor; softplus adds two terms, and one keeps it."
+    """The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a
+    factor; softplus adds two terms, and one keeps it."""
     rows = compiled("fast", targets, only=f"^fast ({forms})$")
     assert_bounded(rows)
     for target in targets:
@@ -264,7 +269,8 @@ sys.meta_path.insert(0, Moved())
 
 @pytest.mark.slow
 def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
-    "At sizes with far more than 2^31 elements, and as many blocks times rows, from each kernel's own plan and code."
+    """At sizes with far more than 2^31 elements, and as many blocks times rows, from each
+    kernel's own plan and code."""
     rows = [json.loads(line) for line in without_interpreter("tests/int_ranges.py")[0].splitlines()]
     assert {row["kernel"] for row in rows} >= FAST | PORTABLE | {
         "_diagonal_carry_kernel",
@@ -299,7 +305,8 @@ def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
 
 
 def test_another_function_of_a_rule_is_another_kernel(without_interpreter, tmp_path):
-    "Triton's cache on disk must not give the kernel that was compiled from an earlier text of a function."
+    """Triton's cache on disk must not give the kernel that was compiled from an earlier text of
+    a function."""
     out, _ = without_interpreter(
         "-c",
         f"""
@@ -497,8 +504,9 @@ for case in itertools.product(FORMS, ({dtypes}), ({widths}), (True, False)):
 def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(
     without_interpreter, case, forms, kernels, results
 ):
-    """The same operations, each rounded separately in the PTX. Where lengths may be ragged, the exact backward has its
-    loop's body once more, for the last chunk. kernels: part of their names."""
+    """The same operations, each rounded separately in the PTX. Where lengths may be ragged, the
+    exact backward has its loop's body once more, for the last chunk. kernels: part of
+    their names."""
     said, _ = without_interpreter(
         "-c",
         ALONE_AND_PACKED
@@ -599,7 +607,8 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
 
 
 def test_inputs_begin_where_copies_can():
-    "A contiguous tensor may start anywhere: a packed batch without its first tokens, a view into a flat buffer."
+    """A contiguous tensor may start anywhere: a packed batch without its first tokens, a view
+    into a flat buffer."""
     from longhorn_kit.scan.triton.gluon import _aligned, _keys
 
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]

@@ -1,6 +1,8 @@
-"""The Triton scans inside PyTorch: compilers, export, autocast, activation checkpointing, graphs, sharding, and what is kept for the backward.
+"""The Triton scans inside PyTorch: compilers, export, autocast, activation checkpointing, graphs,
+sharding, and what is kept for the backward.
 
-The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable and fast kernels)."""
+The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable
+and fast kernels)."""
 
 import contextlib
 from functools import cache
@@ -51,7 +53,8 @@ NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 
 @pytest.fixture
 def path(request, monkeypatch):
-    "The kernels that run: on a CPU the portable ones, on a GPU the fast ones, where not both are asked for."
+    """The kernels that run: on a CPU the portable ones, on a GPU the fast ones, where not both
+    are asked for."""
     chosen = getattr(request, "param", "fast" if GPU else "portable")
     monkeypatch.setattr(triton_op, "FAST", chosen == "fast")
     torch._dynamo.reset()
@@ -99,13 +102,15 @@ def assert_same(got, want):
     ],
 )
 def test_the_operation_is_well_formed(form, options, path):
-    "PyTorch's own test: schema, registration of the gradients, fake tensors against real ones, tracing with dynamic shapes."
+    """PyTorch's own test: schema, registration of the gradients, fake tensors against real ones,
+    tracing with dynamic shapes."""
     B, T, D, N = SIZES
     a, *_ = arguments(form, (1, T, D, N), **options)
     bounds = torch.tensor([0, 1, T], dtype=torch.int32, device=DEVICE) if options else None
     spacing = 16 if options else 0
     args = (*(a[n] for n in NAMES), a["A"], a["initial_state"], bounds, form, spacing, True, "")
-    # In a packed batch some slots for kept states stay unwritten; the last of the four checks would compare them.
+    # In a packed batch some slots for kept states stay unwritten; the last of the four checks would
+    # compare them.
     checks = (
         "test_schema",
         "test_autograd_registration",
@@ -198,7 +203,8 @@ def test_columns_of_conjugated_numbers_have_right_signs():
 
 
 def small_kernels():
-    "Calls of the other kernels, of a dictionary of tensors; each returns its outputs and what it wrote in place."
+    """Calls of the other kernels, of a dictionary of tensors; each returns its outputs and what
+    it wrote in place."""
     one = dict(backend="triton")
 
     def step(t):
@@ -309,7 +315,8 @@ def bounds_of(ends, T):
 
 
 def one_by_one(a, form, dout, dfinal, bounds):
-    "Output, last states and gradients of packed sequences, each run alone; zeros in rows of no sequence."
+    """Output, last states and gradients of packed sequences, each run alone; zeros in rows of no
+    sequence."""
     out = torch.zeros_like(a["x"])
     grads = {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}
     finals = []
@@ -457,7 +464,8 @@ def test_exports(form, learning, path):
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
-    "Under autocast the projections are bfloat16 and so are the scan's inputs; the skip weight stays float32."
+    """Under autocast the projections are bfloat16 and so are the scan's inputs; the skip weight
+    stays float32."""
     layer, u = layer_and_input(form)
     whole = layer(u)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):

@@ -1,4 +1,5 @@
-"""The fast kernels (Gluon, NVIDIA) against a float64 loop and against the portable ones. All of it needs a GPU."""
+"""The fast kernels (Gluon, NVIDIA) against a float64 loop and against the portable ones. All of it
+needs a GPU."""
 
 import warnings
 
@@ -95,7 +96,8 @@ def test_exact_at_ragged_ends(N):
 
 @pytest.mark.parametrize("D, N", ((2040, 16), (2046, 16), (2047, 16), (2040, 128)))
 def test_exact_in_wide_blocks_of_ragged_widths(D, N):
-    "So many channels that a block has 32; the last starts early. Lengths of whole chunks and not, and run to run."
+    """So many channels that a block has 32; the last starts early. Lengths of whole chunks and
+    not, and run to run."""
     for T in (64, 67):
         assert_close(errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
     a, dout, dfinal = inputs(5, 67, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
@@ -136,11 +138,12 @@ def test_parity_with_more_states(form, N):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_accuracy_within_is_that_of_float32(form):
-    "bfloat16 keys and queries, everything else float32: what the products of split halves lose is below 1e-4."
+    """bfloat16 keys and queries, everything else float32: what the products of split halves lose
+    is below 1e-4."""
     a, dout, dfinal = inputs(2, 200, 64, 16, form)
     a["q"], a["k"] = a["q"].bfloat16(), a["k"].bfloat16()
-    found = off(kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form))
-    assert_close({n: e for n, e in found.items() if n not in "qk"}, FP32, factor=5)
+    results = off(kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form))
+    assert_close({n: e for n, e in results.items() if n not in "qk"}, FP32, factor=5)
 
 
 @pytest.mark.parametrize("D", (2048, 2044))
@@ -299,13 +302,15 @@ def test_offsets_beyond_two_to_the_31(form):
 
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_backward_offsets_beyond_two_to_the_31(form):
-    "2.15 billion elements: x, b, out and gradients 4 GiB each; states 16, parts of the keys' gradients 8."
+    """2.15 billion elements: x, b, out and gradients 4 GiB each; states 16, parts of the keys'
+    gradients 8."""
     assert_ends_agree(1, 2**20 + 2048, 2048, 16, gib=48, near=64, margin=1024, form=form)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_strides_beyond_two_to_the_31(form):
-    "Parts of one wide tensor whose second row of the batch lies 2^31 elements after the first: 4 GiB, of which little is used."
+    """Parts of one wide tensor whose second row of the batch lies 2^31 elements after the first:
+    4 GiB, of which little is used."""
     B = 2
     T = 600
     D = 64
@@ -318,14 +323,15 @@ def test_batch_strides_beyond_two_to_the_31(form):
     parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), (a["x"], a["b"], a["z"], dout))]
     assert all(part.stride() == (far, 4 * D, 1) for part in parts)
     got = kernels({**a, **dict(zip("xbz", parts))}, parts[3], dfinal, form)
-    found = off(got, want)
-    assert max(found.values()) < 1e-3, found
+    results = off(got, want)
+    assert max(results.values()) < 1e-3, results
 
 
 @pytest.mark.parametrize("D", (64, 2044, 33))
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_that_begin_anywhere(form, D):
-    "Contiguous, but not from a multiple of 16 bytes on: a packed batch without its first token, a view into a flat buffer."
+    """Contiguous, but not from a multiple of 16 bytes on: a packed batch without its first
+    token, a view into a flat buffer."""
     a, dout, dfinal = inputs(1, 50, D, 16, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
 

@@ -72,7 +72,8 @@ def test_a_wrong_target_and_a_wrong_logit_show():
 
 
 def test_the_padding_of_the_logits_is_finite(monkeypatch):
-    "Products on AMX multiply the padding of a row by zero, and 0 x NaN is NaN: memory that held NaN before gave NaN gradients."
+    """Products on AMX multiply the padding of a row by zero, and 0 x NaN is NaN: memory that
+    held NaN before gave NaN gradients."""
     write = memory.cross_entropy_
     empty = torch.Tensor.new_empty
     paddings = []
@@ -394,7 +395,8 @@ def test_gpu_training_with_the_kernels_is_training_without_them(
     )
     whole = torch.stack([b.norm() for b in expected]).norm()
 
-    # in the gradient of a single number nearly everything cancels: it is compared with the whole gradient
+    # in the gradient of a single number nearly everything cancels: it is compared with the whole
+    # gradient
     def error(a, b):
         return far(a, b) if b.numel() > 1 else ((a.double() - b).norm() / whole).item()
 

@@ -1,4 +1,5 @@
-"""The portable Triton kernels against a float64 loop: a small part in the interpreter on a CPU, all of it on a GPU."""
+"""The portable Triton kernels against a float64 loop: a small part in the interpreter on a CPU, all
+of it on a GPU."""
 
 from itertools import product
 
@@ -169,8 +170,8 @@ def test_wrong_arguments_are_named(change, message):
         (selective_scan if "A" in a else longhorn_scan)(**a, backend="triton")
 
 
-# ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes seconds: float16 at one shape, all
-# shapes in bfloat16, and float32 where parts are left out.
+# ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes
+# seconds: float16 at one shape, all shapes in bfloat16, and float32 where parts are left out.
 FULL = (2, 67, 40, 16)
 SHAPES = [
     (1, 300, 129, 16),
@@ -254,7 +255,8 @@ def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
 
 @pytest.mark.cuda
 def test_gpu_offsets_beyond_two_to_the_31():
-    "2.25 billion elements: x, out and their gradients 4.2 GiB each; logits' gradients and checkpoints in float32, 2 to 4 times that."
+    """2.25 billion elements: x, out and their gradients 4.2 GiB each; logits' gradients and
+    checkpoints in float32, 2 to 4 times that."""
     assert_ends_agree(
         1, 1_100_000, 2048, 4, gib=50, near=64, margin=512, scalar=True, checkpoint="small"
     )

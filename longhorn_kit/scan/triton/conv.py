@@ -43,7 +43,8 @@ from .portable_backward import _as, _sums_of_rows
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-010
 @triton.jit
 def _conv_slot(slot, cu_ptr, seq_ptr, T, L, SLOTS, PACKED: tl.constexpr):
-    # L steps of a sequence: (sequence, batch row, first token, row of the output, length, first step).
+    # L steps of a sequence: (sequence, batch row, first token, row of the output, length, first
+    # step).
     if PACKED:
         seq = tl.load(seq_ptr + slot).to(tl.int64)
         start = tl.load(cu_ptr + seq).to(tl.int64)
@@ -92,29 +93,29 @@ def _filter(window, w, bias, W: tl.constexpr):
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-012
 @triton.jit(do_not_specialize=["T", "SLOTS"])
 def _conv_fwd_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    h0_ptr,
-    y_ptr,
-    hT_ptr,
-    cu_ptr,
-    seq_ptr,
-    T,
-    SLOTS,
-    D,
-    ND,
-    sx_b,
-    sx_t,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    L: tl.constexpr,
-    U: tl.constexpr,
-    BD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    FINAL: tl.constexpr,
-    PACKED: tl.constexpr,
+    x_ptr,  # (B,T,D) inputs
+    w_ptr,  # (D,W) filters
+    bias_ptr,  # (D,)
+    h0_ptr,  # (n,D,W-1) inputs before the first
+    y_ptr,  # (B,T,D) outputs
+    hT_ptr,  # (n,D,W-1) last inputs
+    cu_ptr,  # (n+1,) first row of every packed sequence, and the end
+    seq_ptr,  # (slots,) sequence of a slot, if packed
+    T,  # steps per sequence, unless packed
+    SLOTS,  # slots per sequence, unless packed
+    D,  # channels
+    ND,  # blocks of channels
+    sx_b,  # stride of x between sequences
+    sx_t,  # stride of x between steps
+    W: tl.constexpr,  # taps
+    SILU: tl.constexpr,  # apply SiLU
+    L: tl.constexpr,  # steps per run
+    U: tl.constexpr,  # loads in flight
+    BD: tl.constexpr,  # channels per program
+    HAS_BIAS: tl.constexpr,  # bias is given
+    HAS_H0: tl.constexpr,  # h0 is given
+    FINAL: tl.constexpr,  # write the last inputs
+    PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
     # BD channels over L steps: U loads at a time, then U steps of the sliding window.
     pid = tl.program_id(0)
@@ -189,38 +190,38 @@ def _final_share(dhT_ptr, t, length, d, m, W: tl.constexpr):
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-016
 @triton.jit(do_not_specialize=["T", "SLOTS"])
 def _conv_bwd_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    h0_ptr,
-    g_ptr,
-    also_ptr,
-    dhT_ptr,
-    dx_ptr,
-    dw_ptr,
-    dbias_ptr,
-    cu_ptr,
-    seq_ptr,
-    T,
-    SLOTS,
-    D,
-    ND,
-    sx_b,
-    sx_t,
-    sg_b,
-    sg_t,
-    sa_b,
-    sa_t,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    U: tl.constexpr,
-    BD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_H0: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    PACKED: tl.constexpr,
+    x_ptr,  # (B,T,D) inputs
+    w_ptr,  # (D,W) filters
+    bias_ptr,  # (D,)
+    h0_ptr,  # (n,D,W-1) inputs before the first
+    g_ptr,  # (B,T,D) gradient of y
+    also_ptr,  # (B,T,D) another gradient of y, or None
+    dhT_ptr,  # (n,D,W-1) gradient of the last inputs
+    dx_ptr,  # (B,T,D) gradient of x
+    dw_ptr,  # (slots,W,D) gradient of the filters, a part per slot
+    dbias_ptr,  # (slots,D) gradient of bias, a part per slot
+    cu_ptr,  # (n+1,) first row of every packed sequence, and the end
+    seq_ptr,  # (slots,) sequence of a slot, if packed
+    T,  # steps per sequence, unless packed
+    SLOTS,  # slots per sequence, unless packed
+    D,  # channels
+    ND,  # blocks of channels
+    sx_b,  # stride of x between sequences
+    sx_t,  # stride of x between steps
+    sg_b,  # stride of g between sequences
+    sg_t,  # stride of g between steps
+    sa_b,  # stride of also between sequences
+    sa_t,  # stride of also between steps
+    W: tl.constexpr,  # taps
+    SILU: tl.constexpr,  # apply SiLU
+    R: tl.constexpr,  # runs per program
+    L: tl.constexpr,  # steps per run
+    U: tl.constexpr,  # loads in flight
+    BD: tl.constexpr,  # channels per program
+    HAS_BIAS: tl.constexpr,  # bias is given
+    HAS_H0: tl.constexpr,  # h0 is given
+    HAS_DHT: tl.constexpr,  # dhT is given
+    PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
     # BD channels over R runs of L steps side by side; windows slide over inputs and gradients.
     pid = tl.program_id(0)
@@ -319,27 +320,27 @@ def _conv_bwd_kernel(
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-018
 @triton.jit
 def _conv_bwd_state_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    h0_ptr,
-    g_ptr,
-    dhT_ptr,
-    dh0_ptr,
-    cu_ptr,
-    T,
-    D,
-    ND,
-    sx_b,
-    sx_t,
-    sg_b,
-    sg_t,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_DHT: tl.constexpr,
-    PACKED: tl.constexpr,
+    x_ptr,  # (B,T,D) inputs
+    w_ptr,  # (D,W) filters
+    bias_ptr,  # (D,)
+    h0_ptr,  # (n,D,W-1) inputs before the first
+    g_ptr,  # (B,T,D) gradient of y
+    dhT_ptr,  # (n,D,W-1) gradient of the last inputs
+    dh0_ptr,  # (n,D,W-1) gradient of the initial state
+    cu_ptr,  # (n+1,) first row of every packed sequence, and the end
+    T,  # steps per sequence, unless packed
+    D,  # channels
+    ND,  # blocks of channels
+    sx_b,  # stride of x between sequences
+    sx_t,  # stride of x between steps
+    sg_b,  # stride of g between sequences
+    sg_t,  # stride of g between steps
+    W: tl.constexpr,  # taps
+    SILU: tl.constexpr,  # apply SiLU
+    BD: tl.constexpr,  # channels per program
+    HAS_BIAS: tl.constexpr,  # bias is given
+    HAS_DHT: tl.constexpr,  # dhT is given
+    PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
     # Gradient of the initial state: the first W - 1 steps of every sequence saw it.
     pid = tl.program_id(0)
@@ -382,24 +383,24 @@ def _conv_bwd_state_kernel(
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-020
 @triton.jit
 def _conv_step_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    past_ptr,
-    y_ptr,
-    after_ptr,
-    slot_ptr,
-    SLOTS,
-    sx,
-    s_past,
-    s_after,
-    D: tl.constexpr,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BD: tl.constexpr,
-    R: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    PDL: tl.constexpr,
+    x_ptr,  # (B,T,D) inputs
+    w_ptr,  # (D,W) filters
+    bias_ptr,  # (D,)
+    past_ptr,  # (B,D,W-1) or (pool,D,W-1) inputs before
+    y_ptr,  # (B,T,D) outputs
+    after_ptr,  # the same after the step; may be past itself
+    slot_ptr,  # (B,) slot in the pool, or None
+    SLOTS,  # slots in the pool
+    sx,  # stride of x between sequences
+    s_past,  # stride of past between sequences
+    s_after,  # stride of after between sequences
+    D: tl.constexpr,  # channels
+    W: tl.constexpr,  # taps
+    SILU: tl.constexpr,  # apply SiLU
+    BD: tl.constexpr,  # channels per program
+    R: tl.constexpr,  # sequences per program
+    HAS_BIAS: tl.constexpr,  # bias is given
+    PDL: tl.constexpr,  # start while the kernel before ends
 ):
     # One step of BD channels of R sequences; `after` may be `past` itself.
     if PDL:  # the next kernel may start now; this one waits for the kernel before it
@@ -410,7 +411,7 @@ def _conv_step_kernel(
     d = (tl.program_id(0) % ND) * BD + tl.arange(0, BD)
     md = d < D
     windows = ()
-    places = ()
+    targets = ()
     masks = ()
     for r in tl.static_range(R):
         slot = first + r
@@ -423,7 +424,7 @@ def _conv_step_kernel(
             windows = windows + (tl.load(past_ptr + at + p, mask=m, other=0.0).to(tl.float32),)
         x = tl.load(x_ptr + (first + r) * sx + d, mask=md, other=0.0)
         windows = windows + (x.to(tl.float32),)
-        places = places + (slot * s_after + d * (W - 1),)
+        targets = targets + (slot * s_after + d * (W - 1),)
         masks = masks + (m,)
     w = _taps(w_ptr, d, md, W)
     bias = tl.zeros([BD], tl.float32)
@@ -439,7 +440,7 @@ def _conv_step_kernel(
         tl.store(y_ptr + (first + r) * D + d, y.to(y_ptr.dtype.element_ty), mask=md)
         for p in tl.static_range(W - 1):
             tl.store(
-                after_ptr + places[r] + p,
+                after_ptr + targets[r] + p,
                 window[p + 1].to(after_ptr.dtype.element_ty),
                 mask=masks[r],
             )
@@ -447,90 +448,104 @@ def _conv_step_kernel(
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-020c
 @cache
 def overlapped(device: torch.device) -> dict:
-    "Return the options of a launch that may start while the kernel before it ends, if the GPU knows how."
-    known = (
-        device.type == "cuda"
-        and not torch.version.hip
-        and torch.cuda.get_device_capability(device)[0] >= 9
-    )
-    return dict(PDL=True, launch_pdl=True) if known else dict(PDL=False)
+    "Return options for a launch that starts before its predecessor ends, where a GPU can."
+    if device.type != "cuda" or torch.version.hip:
+        return dict(PDL=False)
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return dict(PDL=False)
+    return dict(PDL=True, launch_pdl=True)
 
 
-def updated(state: Tensor, run: Callable) -> Any:  # (rows,D,n); gets the state
-    "Return `run(state)`, which writes into the state; on a copy if a row is not contiguous or cannot be stored."
+def updated(
+    state: Tensor,  # (rows,D,n)
+    run: Callable,  # gets the state and writes into it
+) -> Any:
+    """Return `run(state)`.
+
+    It runs on a copy if a row of the state is not contiguous or a kernel cannot store its dtype."""
     check_apart(state)
-    packed = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
-    whole = (
-        state
-        if packed and not (INTERPRETED and state.dtype == torch.bfloat16)
-        else state.float().contiguous()
-    )
-    result = run(whole)
-    return result if whole is state else (result, state.copy_(whole))[0]
+    rows_contiguous = state.is_contiguous() or state.stride()[1:] == (state.shape[2], 1)
+    storable = not (INTERPRETED and state.dtype == torch.bfloat16)
+    if rows_contiguous and storable:
+        return run(state)
+    copy = state.float().contiguous()
+    result = run(copy)
+    state.copy_(copy)
+    return result
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-022
 @dataclass(frozen=True)
 class ConvPlan:
-    "Sizes of a launch: L steps of BD channels, U loads in flight, R runs of L steps per program of the backward."
+    "Sizes of a launch."
 
-    L: int = 64
-    U: int = 8
-    BD: int = 128
-    R: int = 1
-    warps: int = 1
+    L: int = 64  # steps per run
+    U: int = 8  # loads in flight
+    BD: int = 128  # channels per program
+    R: int = 1  # runs per program of the backward
+    warps: int = 1  # per program
+
+
+def _run_length(B, T, blocks, longest, programs):
+    # Steps per run: fewer than `longest` until there are `programs` programs.
+    L = longest
+    while L > 16 and B * _cdiv(T, L) * blocks < programs:
+        L //= 2
+    return L
 
 
 @lru_cache(4096)
 def conv_plan(
-    B: int,
-    T: int,
-    D: int,
-    direction: str = "forward",
-    gradients: int = 1,  # or "backward"; gradients of the output there
+    B: int,  # batch
+    T: int,  # steps
+    D: int,  # channels
+    direction: str = "forward",  # or "backward"
+    gradients: int = 1,  # of the output, in the backward
 ) -> ConvPlan:
     "Choose block sizes. No bit of outputs and gradients of inputs depends on them."
-    forward = direction == "forward"
-    BD = min(128 if forward else 256, max(32, triton.next_power_of_2(D)))
-    L, enough = (32, 8192) if forward else (64, 1024)
-    while L > 16 and B * _cdiv(T, L) * _cdiv(D, BD) < enough:
-        L //= 2
-    if (
-        not forward and gradients == 2 and L == 64
-    ):  # many programs: with one run each they need fewer warps
-        return ConvPlan(128, 4, BD, 1, max(1, BD // 128))
-    return ConvPlan(L, 16, BD) if forward else ConvPlan(L, 8 // gradients, BD, 2, max(1, BD // 64))
+    at_least_a_warp = max(32, triton.next_power_of_2(D))
+    if direction == "forward":
+        BD = min(128, at_least_a_warp)
+        L = _run_length(B, T, _cdiv(D, BD), longest=32, programs=8192)
+        return ConvPlan(L, 16, BD)
+    BD = min(256, at_least_a_warp)
+    L = _run_length(B, T, _cdiv(D, BD), longest=64, programs=1024)
+    if gradients == 2 and L == 64:  # many programs: with one run each they need fewer warps
+        return ConvPlan(128, 4, BD, R=1, warps=max(1, BD // 128))
+    return ConvPlan(L, 8 // gradients, BD, R=2, warps=max(1, BD // 64))
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-025
 def _slots(steps, x, cu_seqlens):
-    # Sequences, slots of a sequence (unless packed), all slots, and the sequence of each (if packed).
+    # Sequences, slots per sequence (unless packed), all slots, and the sequence of each (if
+    # packed).
     B, T, _ = x.shape
-    each = max(1, _cdiv(T, steps))
+    per_sequence = max(1, _cdiv(T, steps))
     if cu_seqlens is None:
-        return B, each, B * each, None
+        return B, per_sequence, B * per_sequence, None
     n = len(cu_seqlens) - 1
     first = (cu_seqlens[:-1].long() - cu_seqlens[0]) // steps + torch.arange(n, device=x.device)
     slots = torch.arange(T // steps + n, device=x.device)
-    return n, each, len(slots), (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
+    owner = (torch.searchsorted(first, slots, right=True) - 1).clamp_(min=0)
+    return n, per_sequence, len(slots), owner
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-026
 @on_its_device
 def conv_forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,  # (B,T,D), (D,W), (D,)
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,  # (n,D,W-1), (n+1,)
-    silu: bool,
-    final: bool,
-    plan: ConvPlan | None = None,
+    x: Tensor,  # (B,T,D) inputs
+    weight: Tensor,  # (D,W) filters
+    bias: Tensor | None,  # (D,)
+    initial_state: Tensor | None,  # (n,D,W-1) inputs before the first, of n sequences
+    cu_seqlens: Tensor | None,  # (n+1,) their first rows and the end, if packed
+    silu: bool,  # apply SiLU
+    final: bool,  # return the final state
+    plan: ConvPlan | None = None,  # None: by shape
 ):
-    "Run the forward: y (B,T,D) and the final state (n,D,W-1), empty unless `final`, both in x.dtype."
+    "Return y (B,T,D) and the final state (n,D,W-1), empty unless `final`, both in x.dtype."
     x = _last_contiguous(x)
     weight, bias, initial_state = _contiguous(weight, bias, initial_state)
     B, T, D = x.shape
     W = weight.shape[1]
     p = plan or conv_plan(B, T, D)
-    n, each, slots, owner = _slots(p.L, x, cu_seqlens)
+    n, per_sequence, slots, owner = _slots(p.L, x, cu_seqlens)
     new = partial(_empty(x), dtype=_stored(x.dtype))
     y = new(B, T, D)
     last = new(n if final else 0, D, W - 1)
@@ -539,20 +554,11 @@ def conv_forward(
         launch(
             _conv_fwd_kernel,
             slots * blocks,
-            x,
-            weight,
-            bias,
-            initial_state,
-            y,
-            last,
-            cu_seqlens,
-            owner,
-            T,
-            each,
-            D,
-            blocks,
-            x.stride(0),
-            x.stride(1),
+            *(x, weight, bias, initial_state),
+            *(y, last),
+            *(cu_seqlens, owner),
+            *(T, per_sequence, D, blocks),
+            *x.stride()[:2],
             W=W,
             SILU=silu,
             L=p.L,
@@ -567,17 +573,70 @@ def conv_forward(
     return _as(y, x), _as(last, x)
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-027
+def _launch_backward(
+    inputs,  # (x, filters, bias, initial state, dy, also, gradient of the final state)
+    written,  # memory for (dx, parts of dw, parts of dbias)
+    cu_seqlens,  # (n+1,) or None
+    owner,  # (slots,) sequence of a slot, if packed
+    per_sequence,  # slots per sequence, unless packed
+    plan,
+    options,
+):
+    # The main pass: write the gradients of x, and parts of those of the filters and the bias.
+    x, w, bias, initial, dy, also, dfinal = inputs
+    B, T, D = x.shape
+    blocks = _cdiv(D, plan.BD)
+    slots = len(written[1])
+    if slots * blocks:
+        launch(
+            _conv_bwd_kernel,
+            slots * blocks,
+            *inputs,
+            *written,
+            *(cu_seqlens, owner),
+            *(T, per_sequence, D, blocks),
+            *x.stride()[:2],
+            *dy.stride()[:2],
+            *((0, 0) if also is None else also.stride()[:2]),
+            R=plan.R,
+            L=plan.L,
+            U=plan.U,
+            **_has(h0=initial if w.shape[1] > 1 else None),
+            **options,
+        )
+
+
+def _initial_gradient(x, w, bias, initial, dy, dfinal, cu_seqlens, options):
+    # The gradient of the initial state.
+    B, T, D = x.shape
+    dinitial = _empty(x)(*initial.shape, dtype=_stored(initial.dtype))
+    blocks = _cdiv(D, options["BD"])
+    if dinitial.numel():
+        launch(
+            _conv_bwd_state_kernel,
+            len(initial) * blocks,
+            *(x, w, bias, initial, dy, dfinal),
+            dinitial,
+            cu_seqlens,
+            *(T, D, blocks),
+            *x.stride()[:2],
+            *dy.stride()[:2],
+            **options,
+        )
+    return _as(dinitial, initial)
+
+
 @on_its_device
 def conv_backward(
-    dy: Tensor,
-    dfinal: Tensor | None,  # (B,T,D), (n,D,W-1)
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    plan: ConvPlan | None = None,
+    dy: Tensor,  # (B,T,D) gradient of y
+    dfinal: Tensor | None,  # (n,D,W-1) gradient of the final state
+    x: Tensor,  # (B,T,D) inputs
+    weight: Tensor,  # (D,W) filters
+    bias: Tensor | None,  # (D,)
+    initial_state: Tensor | None,  # (n,D,W-1)
+    cu_seqlens: Tensor | None,  # (n+1,) first rows of n packed sequences and the end
+    silu: bool,  # the forward applied SiLU
+    plan: ConvPlan | None = None,  # None: by shape
     also: Tensor | None = None,  # (B,T,D) a second gradient of y, to be added
 ):
     "Return dx, dweight, dbias, dinitial; None if the input was None. No atomics: the bits repeat."
@@ -589,88 +648,41 @@ def conv_backward(
     B, T, D = x.shape
     W = weight.shape[1]
     p = plan or conv_plan(B, T, D, "backward", 1 if also is None else 2)
-    n, each, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
-    blocks = _cdiv(D, p.BD)
-    packed = cu_seqlens is not None
+    n, per_sequence, slots, owner = _slots(p.R * p.L, x, cu_seqlens)
     new = _empty(x)
     dx = new(*x.shape, dtype=_stored(x.dtype))
     dw = new(slots, W, D)
     dbias = new(slots, D)
-    dinitial = None if initial is None else new(*initial.shape, dtype=_stored(initial.dtype))
-    strides = *x.stride()[:2], *dy.stride()[:2]
-    flags = dict(
+    options = dict(
         W=W,
         SILU=silu,
         BD=p.BD,
-        PACKED=packed,
+        PACKED=cu_seqlens is not None,
         num_warps=p.warps,
         enable_fp_fusion=False,
         **_has(bias=c, dht=dfinal if W > 1 else None),
     )
-    if slots * blocks:
-        launch(
-            _conv_bwd_kernel,
-            slots * blocks,
-            x,
-            w,
-            c,
-            initial,
-            dy,
-            also,
-            dfinal,
-            dx,
-            dw,
-            dbias,
-            cu_seqlens,
-            owner,
-            T,
-            each,
-            D,
-            blocks,
-            *strides,
-            *((0, 0) if also is None else also.stride()[:2]),
-            R=p.R,
-            L=p.L,
-            U=p.U,
-            **_has(h0=initial if W > 1 else None),
-            **flags,
-        )
-    if dinitial is not None and dinitial.numel():
-        launch(
-            _conv_bwd_state_kernel,
-            n * blocks,
-            x,
-            w,
-            c,
-            initial,
-            dy,
-            dfinal,
-            dinitial,
-            cu_seqlens,
-            T,
-            D,
-            blocks,
-            *strides,
-            **flags,
-        )
-    return (
-        _as(dx, x),
-        *_sums_of_rows(dw, weight, dbias, bias),
-        None if dinitial is None else _as(dinitial, initial),
-    )
+    inputs = (x, w, c, initial, dy, also, dfinal)
+    _launch_backward(inputs, (dx, dw, dbias), cu_seqlens, owner, per_sequence, p, options)
+    dinitial = None
+    if initial is not None:
+        dinitial = _initial_gradient(x, w, c, initial, dy, dfinal, cu_seqlens, options)
+    return _as(dx, x), *_sums_of_rows(dw, weight, dbias, bias), dinitial
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-032
 def _run(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    final: bool,
-    checked: bool = True,
+    x: Tensor,  # (B,T,D) inputs
+    weight: Tensor,  # (D,W) filters
+    bias: Tensor | None,  # (D,)
+    initial_state: Tensor | None,  # (n,D,W-1)
+    cu_seqlens: Tensor | None,  # (n+1,) bounds of packed sequences
+    silu: bool,  # apply SiLU
+    final: bool,  # return the final state
+    checked: bool = True,  # the bounds are valid
 ) -> tuple[Tensor, Tensor]:
-    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
+    # y and the final state.
+    if not checked:
+        cu_seqlens = in_range(cu_seqlens, x.shape[1])
     y, last = conv_forward(x, weight, bias, initial_state, cu_seqlens, silu, final)
     if not checked:
         clear_outside(cu_seqlens, y)
@@ -682,7 +694,9 @@ _short_conv = custom_op("longhorn_kit::short_conv", mutates_args=())(_run)
 
 @_short_conv.register_fake
 def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
-    n = 0 if not final else x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    n = 0
+    if final:
+        n = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
     def new(*s):
         return torch.empty(s, device=x.device, dtype=x.dtype)
@@ -693,7 +707,9 @@ def _(x, weight, bias, initial_state, cu_seqlens, silu, final, checked=True):
 def _run_backward(
     dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=None, checked=True
 ):
-    cu_seqlens = cu_seqlens if checked else in_range(cu_seqlens, x.shape[1])
+    # The gradients of `_run`, None where the input is.
+    if not checked:
+        cu_seqlens = in_range(cu_seqlens, x.shape[1])
     grads = conv_backward(dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also=also)
     if not checked:
         clear_outside(cu_seqlens, grads[0])
@@ -702,16 +718,16 @@ def _run_backward(
 
 @custom_op("longhorn_kit::short_conv_backward", mutates_args=())
 def _short_conv_backward(
-    dy: Tensor,
-    dfinal: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,
-    silu: bool,
-    also: Tensor | None = None,
-    checked: bool = True,
+    dy: Tensor,  # (B,T,D) gradient of y
+    dfinal: Tensor | None,  # (n,D,W-1) gradient of the final state
+    x: Tensor,  # (B,T,D) inputs
+    weight: Tensor,  # (D,W) filters
+    bias: Tensor | None,  # (D,)
+    initial_state: Tensor | None,  # (n,D,W-1)
+    cu_seqlens: Tensor | None,  # (n+1,) bounds of packed sequences
+    silu: bool,  # the forward applied SiLU
+    also: Tensor | None = None,  # (B,T,D) a second gradient of y
+    checked: bool = True,  # the bounds are valid
 ) -> list[Tensor]:
     grads = _run_backward(
         dy, dfinal, x, weight, bias, initial_state, cu_seqlens, silu, also, checked
@@ -735,13 +751,14 @@ def _setup(ctx, inputs, output):
 
 def _gradients(ctx, dy, dfinal, also=None):
     x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
-    dy, also = (also, None) if dy is None else (dy, also)
-    dy = torch.zeros_like(x) if dy is None else dy
+    if dy is None:
+        dy = torch.zeros_like(x) if also is None else also
+        also = None
     dfinal = dfinal if ctx.final else None
-    straight = in_eager(dy, dfinal, also) and not torch.is_grad_enabled()
-    backward = (
-        _run_backward if straight else torch.ops.longhorn_kit.short_conv_backward.default
-    )  # see `triton_conv`
+    if in_eager(dy, dfinal, also) and not torch.is_grad_enabled():
+        backward = _run_backward
+    else:
+        backward = torch.ops.longhorn_kit.short_conv_backward.default  # see `triton_conv`
     grads = backward(
         dy, dfinal, x, weight, bias, initial_state, cu_seqlens, ctx.silu, also, ctx.checked
     )
@@ -758,21 +775,27 @@ once_only(
 
 
 def _run_twice(*inputs):  # with y as two tensors over the same memory
-    y, last = (_run if in_eager(*inputs[:5]) else torch.ops.longhorn_kit.short_conv.default)(
-        *inputs
-    )
+    run = _run if in_eager(*inputs[:5]) else torch.ops.longhorn_kit.short_conv.default
+    y, last = run(*inputs)
     return y, last, y.view_as(y)
 
 
-_once, _twice = (differentiable(run, _setup, _gradients) for run in (_run, _run_twice))
+_once = differentiable(_run, _setup, _gradients)
+_twice = differentiable(_run_twice, _setup, _gradients)
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-035
 def triton_conv(
-    x, weight, bias, initial_state, cu_seqlens, activation, final, twice=False, checked=True
+    x,  # (B,T,D) inputs
+    weight,  # (D,W) filters
+    bias,  # (D,) or None
+    initial_state,  # (n,D,W-1) or None
+    cu_seqlens,  # (n+1,) bounds of packed sequences, or None
+    activation,  # "silu" or None
+    final,  # return the final state
+    twice=False,  # return y as two tensors over the same memory
+    checked=True,  # the bounds are valid; False: move them into range, clear rows of no sequence
 ):
-    """`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state (n,D,W-1) or None).
-
-    Without `checked` the bounds may be wrong: they are moved into range, and rows of no sequence are zero."""
+    "`causal_conv1d` on checked arguments: (y (B,T,D) or a pair of it, final state or None)."
     tensors = x, weight, bias, initial_state
     direct = in_eager(*tensors, cu_seqlens)
     if not direct and nothing_traces():
@@ -781,48 +804,47 @@ def triton_conv(
         conv = _twice
     elif not direct:  # by name: if a notebook and the package define it, the last one is valid
         conv = torch.ops.longhorn_kit.short_conv.default
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        conv = _once
     else:
-        conv = (
-            _once
-            if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-            else _run
-        )
-    y, last, *again = conv(*tensors, cu_seqlens, activation is not None, final, checked)
-    return (y, *again) if twice else y, last if final else None
+        conv = _run
+    y, last, *second = conv(*tensors, cu_seqlens, activation is not None, final, checked)
+    return (y, *second) if twice else y, last if final else None
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-036
 @lru_cache(4096)
 def conv_step_plan(B: int, D: int) -> tuple:  # sequences, channels
-    "Return the channels and the sequences per program of a step, and its warps: one channel per lane."
+    "Return channels, sequences and warps per program of a step: one channel per lane."
     BD = min(128, max(32, triton.next_power_of_2(D)))
-    return BD, 2 if B % 2 == 0 and B * _cdiv(D, BD) >= 512 else 1, BD // 32
+    many = B * _cdiv(D, BD) >= 512
+    return BD, 2 if many and B % 2 == 0 else 1, BD // 32
 
 
 @on_its_device
-def conv_step(x_t, past, after, weight, bias, silu, slots=None, plan=None):
-    "Launch one step from `past` to `after`, (B,D,W-1) or a pool, maybe the same tensor, rows contiguous: y (B,D)."
-    x_t, (weight, bias, slots), (B, D) = (
-        _last_contiguous(x_t),
-        _contiguous(weight, bias, slots),
-        x_t.shape,
-    )
+def conv_step(
+    x_t,  # (B,D) inputs
+    past,  # (B,D,W-1) or a pool of them, rows contiguous
+    after,  # memory for the next ones, maybe `past` itself
+    weight,  # (D,W) filters
+    bias,  # (D,) or None
+    silu,  # apply SiLU
+    slots=None,  # (B,) slots of the pool
+    plan=None,  # from `conv_step_plan`
+):
+    "Launch one step from `past` to `after`; return y (B,D)."
+    x_t = _last_contiguous(x_t)
+    weight, bias, slots = _contiguous(weight, bias, slots)
+    B, D = x_t.shape
     BD, rows, warps = plan or conv_step_plan(B, D)
     y = torch.empty(B, D, device=x_t.device, dtype=_stored(x_t.dtype))
     if B * D:
         launch(
             _conv_step_kernel,
             B // rows * _cdiv(D, BD),
-            x_t,
-            weight,
-            bias,
-            past,
-            y,
-            after,
-            slots,
-            len(past),
-            x_t.stride(0),
-            past.stride(0),
-            after.stride(0),
+            *(x_t, weight, bias, past),
+            *(y, after),
+            *(slots, len(past)),
+            *(x_t.stride(0), past.stride(0), after.stride(0)),
             D=D,
             W=weight.shape[1],
             SILU=silu,
@@ -853,12 +875,12 @@ def _(x_t, state, weight, bias, silu):
 
 
 def _step_in_place(
-    x_t: Tensor,
-    state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    slots: Tensor | None = None,
+    x_t: Tensor,  # (B,D) inputs
+    state: Tensor,  # (B,D,W-1) or a pool (slots,D,W-1); gets the next window
+    weight: Tensor,  # (D,W) filters
+    bias: Tensor | None,  # (D,)
+    silu: bool,  # apply SiLU
+    slots: Tensor | None = None,  # (B,) slots of the pool
 ) -> Tensor:
     return updated(state, lambda S: conv_step(x_t, S, S, weight, bias, silu, slots))
 
@@ -871,7 +893,15 @@ def _(x_t, state, weight, bias, silu, slots=None):
     return torch.empty(x_t.shape, device=x_t.device, dtype=x_t.dtype)
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-038
-def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
+def triton_conv_step(
+    x_t,  # (B,D) inputs
+    state,  # (B,D,W-1) or a pool
+    weight,  # (D,W) filters
+    bias,  # (D,) or None
+    activation,  # "silu" or None
+    inplace,  # write the next window into the state
+    slots=None,  # (B,) slots of the pool
+):
     "`causal_conv1d_step` on checked arguments: (y (B,D), state after it)."
     tensors = (x_t, state, weight, bias)
     silu = activation is not None
@@ -880,8 +910,10 @@ def triton_conv_step(x_t, state, weight, bias, activation, inplace, slots=None):
     if not direct and nothing_traces():
         *tensors, slots = resolved(*tensors, slots)
     if not inplace:
-        return (_fresh_step if direct else ops.short_conv_step.default)(*tensors, silu)
-    y = (_step_in_place if direct else ops.short_conv_step_.default)(*tensors, silu, slots)
+        step = _fresh_step if direct else ops.short_conv_step.default
+        return step(*tensors, silu)
+    step = _step_in_place if direct else ops.short_conv_step_.default
+    y = step(*tensors, silu, slots)
     if tensors[1] is not state:  # a copy with the right signs
         state.copy_(tensors[1])
     return y, changed(state) if direct else state

@@ -17,15 +17,7 @@ from longhorn_kit.scan.triton.diagonal_forward import (
     _diagonal_carry_kernel,
     _diagonal_fwd_kernel,
 )
-from longhorn_kit.scan.triton.gluon import (
-    _masked,
-    _one_stride,
-    _ready,
-    _steps,
-    _unpadded,
-    _vector,
-    _wide_rate,
-)
+from .gluon import _masked, _one_stride, _ready, _steps, _vector, _wide_rate
 from .launch import launch
 from longhorn_kit.scan.triton.portable import (
     PortablePlan,
@@ -33,9 +25,10 @@ from longhorn_kit.scan.triton.portable import (
     _empty,
     _has,
     _segment_owner,
+    _unpadded,
     on_its_device,
 )
-from .portable_backward import _collect, _wide_gradients
+from .portable_backward import KernelGradients, _collect, _wide_gradients
 
 # %% ../../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-063
 def _filled(programs, wave):
@@ -44,7 +37,7 @@ def _filled(programs, wave):
 
 
 def _segment_steps(B, T, D, NP, direction):
-    # Steps of a segment, 0 for none. For one sequence they must not depend on its length: see `diagonal_plan`.
+    # Steps of a segment, 0 for none. For one sequence they must not depend on its length.
     D = 32 * _cdiv(D, 32)  # a ragged width is cut like the next multiple
     if direction == "forward":
         few = B * D <= 4096
@@ -61,114 +54,138 @@ def _segment_steps(B, T, D, NP, direction):
 KEPT = 16  # steps between the states kept for the backward: a chunk of either kernel
 
 
+def _wide_programs(B, T, D, NP):
+    # Whether programs of the forward take 128 channels; the result does not change.
+    if NP != 16 or T < 1024 or B * D < 65536:
+        return False
+    wave = 264  # two at a time on each of an H200's 132 multiprocessors
+    return _filled(B * _cdiv(D, 128), wave) >= 0.85
+
+
 def diagonal_plan(
-    B: int,
-    T: int,
-    D: int,
-    N: int,
-    packed: int | None = None,
-    direction: str = "forward",  # number of packed sequences, if any; or "backward"
+    B: int,  # batch
+    T: int,  # steps
+    D: int,  # channels
+    N: int,  # states per channel
+    packed: int | None = None,  # number of packed sequences, if any
+    direction: str = "forward",  # or "backward"
     segment: int | None = None,  # steps in a segment; 0: no segments; None: by shape
     wide: bool | None = None,  # whether programs of the forward take 128 channels; None: by shape
 ) -> PortablePlan:
-    "Return segments and sizes of the diagonal kernels; T of one sequence has no effect, so packing changes no bit."
+    """Return segments and sizes of the diagonal kernels.
+
+    T of one sequence has no effect, so packing changes no bit."""
     NP = max(16, triton.next_power_of_2(N))
     if segment is None:
         segment = _segment_steps(B, T, D, NP, direction)
+    if wide is None:
+        wide = _wide_programs(B, T, D, NP)
     BD = 32
     warps = NP // 16
     if direction == "forward":
-        if (
-            wide is None
-        ):  # two at a time for each of an H200's 132 multiprocessors; the result does not change
-            wide = (
-                NP == 16
-                and T >= 1024
-                and B * D >= 65536
-                and _filled(B * _cdiv(D, 128), 264) >= 0.85
-            )
-        BD, warps = (
-            (64, NP // 16) if segment else (64, 4) if NP == 128 else (128 if wide else 32, 2)
-        )
+        if segment:
+            BD = 64
+        elif NP == 128:
+            BD = 64
+            warps = 4
+        else:
+            BD = 128 if wide else 32
+            warps = 2
     LS = segment or (_cdiv(T, KEPT) + 1) * KEPT
     per_sequence = max(1, _cdiv(T, LS))
-    alone = packed is None
+    if packed is None:
+        n_seq = B
+        slots = B * per_sequence
+        chunks = B * _cdiv(T, KEPT)
+        segmented = segment > 0 and per_sequence > 1
+    else:
+        n_seq = packed
+        slots = T // LS + packed
+        chunks = T // KEPT + packed
+        segmented = segment > 0
     return PortablePlan(
-        DIAGONAL_RULE,
-        2,
-        NP,
-        BD,
-        warps,
-        8,
-        True,
-        B if alone else packed,
-        T,
-        D,
-        N,
-        B * T,
-        LS,
-        per_sequence,
-        B * per_sequence if alone else T // LS + packed,
-        B * _cdiv(T, KEPT) if alone else T // KEPT + packed,
-        segment > 0 and (not alone or per_sequence > 1),
-        KEPT,
+        rule=DIAGONAL_RULE,
+        width=2,
+        NP=NP,
+        BD=BD,
+        warps=warps,
+        C=8,
+        in_registers=True,
+        n_seq=n_seq,
+        T=T,
+        D=D,
+        N=N,
+        rows=B * T,
+        LS=LS,
+        per_sequence=per_sequence,
+        slots=slots,
+        chunks=chunks,
+        segmented=segmented,
+        kept=KEPT,
     )
 
 # %% ../../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-069
-def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, reverse):
+def _compiled_for(p, vec, cu_seqlens, steps, channels, warps, *wide):
+    # The options that the kernels share: chunks of `steps` steps, blocks of `channels` channels.
+    packed = cu_seqlens is not None
+    return dict(
+        RULE=p.rule,
+        VEC=vec,
+        N=p.NP,
+        NW=warps,
+        PACKED=packed,
+        RAGGED_T=_masked(p, steps, packed),
+        RAGGED_D=p.D % channels != 0,
+        ONE_STRIDE=_one_stride(p.D, *wide),
+        num_warps=warps,
+        enable_fp_fusion=False,
+    )
+
+
+def _own_and_carry(
+    p,  # plan
+    b,  # (B,T,D) logits of the rates
+    drive,  # (B,T,D) x, or in reverse the gradient of the output
+    z,  # (B,T,D) gates of that gradient, or None
+    k,  # (B,T,N) keys
+    q,  # (B,T,N) keys, or in reverse queries
+    A,  # rates, if the rule has them
+    bias,  # (D,) or None
+    edge,  # (n,D,N) initial states, or in reverse the gradient of the final ones; or None
+    cu_seqlens,  # (n+1,) or None
+    owner,  # (slots,) sequence of a slot, if packed
+    reverse,
+):
     # The states that enter every segment (slots,N,D): each segment alone first, then the carries.
     blocks = _cdiv(p.D, 32)
-    carry, decay = (_empty(b)(p.slots, p.NP, p.D) for _ in range(2))
-    packed = cu_seqlens is not None
-    segment = (p.T, p.LS, p.per_sequence)
+    carry = _empty(b)(p.slots, p.NP, p.D)
+    decay = _empty(b)(p.slots, p.NP, p.D)
+    segments = (p.T, p.LS, p.per_sequence)
     vec = _vector(p.D)
     launch(
         _diagonal_adjoint_kernel,
         p.slots * blocks,
-        b,
-        b if z is None else z,
-        drive,
-        k,
-        q,
-        A,
-        bias,
-        cu_seqlens,
-        owner,
-        carry,
-        decay,
-        *segment,
-        blocks,
-        p.D // vec,
+        *(b, b if z is None else z, drive, k, q, A, bias, cu_seqlens, owner),
+        *(carry, decay),
+        *segments,
+        *(blocks, p.D // vec),
         *_steps(vec, b, z, drive),
-        RULE=p.rule,
-        VEC=vec,
-        N=p.NP,
         BD=32,
-        NW=p.NP // 16,
         REVERSE=reverse,
         **_has(bias=bias, z=z),
-        PACKED=packed,
-        RAGGED_T=_masked(p, 8, packed),
-        RAGGED_D=p.D % 32 != 0,
-        ONE_STRIDE=_one_stride(p.D, b, z, drive),
-        num_warps=p.NP // 16,
-        enable_fp_fusion=False,
+        **_compiled_for(p, vec, cu_seqlens, 8, 32, p.NP // 16, b, z, drive),
     )
     blocks = _cdiv(p.NP * p.D, 128)
     launch(
         _diagonal_carry_kernel,
         p.n_seq * blocks,
-        carry,
-        decay,
-        edge,
-        cu_seqlens,
-        *segment,
-        p.D,
-        blocks,
+        *(carry, decay, edge, cu_seqlens),
+        *segments,
+        *(p.D, blocks),
         N=p.NP,
         **_has(edge=edge),
         REVERSE=reverse,
-        PACKED=packed,
+        PACKED=cu_seqlens is not None,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -177,23 +194,22 @@ def _own_and_carry(p, b, drive, z, k, q, A, bias, edge, cu_seqlens, owner, rever
 # %% ../../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-070
 @on_its_device
 def diagonal_forward(
-    plan: PortablePlan,
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    b: Tensor,  # (B,T,N) twice, (B,T,D), (B,T,D) or (B,T,1)
-    bias: Tensor | None,
-    skip: Tensor | None,
-    z: Tensor | None,  # (D,) twice, (B,T,D)
-    initial_state: Tensor | None,
-    cu_seqlens: Tensor | None,  # (n,D,N), (n+1,)
+    plan: PortablePlan,  # from `diagonal_plan` or `selective_plan`
+    q: Tensor,  # (B,T,N) queries
+    k: Tensor,  # (B,T,N) keys
+    x: Tensor,  # (B,T,D) inputs
+    b: Tensor,  # (B,T,D) or (B,T,1) logits of the rates
+    bias: Tensor | None,  # (D,) added to the logits
+    skip: Tensor | None,  # (D,) weight of x in the output
+    z: Tensor | None,  # (B,T,D) gates before their SiLU
+    initial_state: Tensor | None,  # (n,D,N) of n sequences
+    cu_seqlens: Tensor | None,  # (n+1,) their first rows and the end, if packed
     save: bool = True,  # write the checkpoints that the backward needs
     A: Tensor | None = None,  # (D,N) or (B,T,N), for a rule with rates
 ):
-    "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks, padded N, D) in fp32, by the rule of the plan."
+    "Return out (B,T,D), and in fp32 final state (n,D,N) and checkpoints (chunks, padded N, D)."
     p = plan
     new = _empty(x)
-    packed = cu_seqlens is not None
     vec, (x, b, z), (q, k, A, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip)
     )
@@ -201,158 +217,83 @@ def diagonal_forward(
     final = new(p.n_seq, p.D, p.NP)
     ckpt = new(p.chunks if save else 0, p.NP, p.D)
     owner = _segment_owner(p, cu_seqlens)
-    carry = (
-        _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False)
-        if p.segmented
-        else None
-    )
-    one_stride = _one_stride(p.D, x, b, z)
-    p = (
-        p if one_stride or p.BD < 128 else replace(p, BD=32)
-    )  # separate strides need registers; 128 channels leave none
+    carry = None
+    if p.segmented:
+        carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False)
+    if p.BD == 128 and not _one_stride(p.D, x, b, z):
+        p = replace(p, BD=32)  # separate strides need registers; 128 channels leave none
     launch(
         _diagonal_fwd_kernel,
         p.slots * p.blocks,
-        x,
-        b,
-        x if z is None else z,
-        k,
-        q,
-        A,
-        bias,
-        skip,
-        h0,
-        cu_seqlens,
-        owner,
-        out,
-        ckpt,
-        final,
-        carry,
-        p.T,
-        p.LS,
-        p.per_sequence,
-        p.blocks,
-        p.D // vec,
+        *(x, b, x if z is None else z, k, q, A, bias, skip, h0, cu_seqlens, owner),
+        *(out, ckpt, final, carry),
+        *(p.T, p.LS, p.per_sequence, p.blocks, p.D // vec),
         *_steps(vec, x, b, z),
-        RULE=p.rule,
-        VEC=vec,
-        N=p.NP,
         BD=p.BD,
-        NW=p.warps,
         SEGMENTED=p.segmented,
         SAVE=save,
         **_has(bias=bias, skip=skip, z=z, h0=h0),
-        PACKED=packed,
-        RAGGED_T=_masked(p, KEPT, packed),
-        RAGGED_D=p.D % p.BD != 0,
-        ONE_STRIDE=one_stride,
-        num_warps=p.warps,
-        enable_fp_fusion=False,
+        **_compiled_for(p, vec, cu_seqlens, KEPT, p.BD, p.warps, x, b, z),
     )
     return out, _unpadded(final, p.N), ckpt
 
 # %% ../../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-074
+def _diagonal_gradients(p, x, b, z, scalar):
+    # Memory for what the kernel writes.
+    new = _empty(x)
+    dx, db, dz = _wide_gradients(x, b, z, scalar)
+    return KernelGradients(
+        dx=dx,
+        db=db,
+        dz=dz,
+        dtok=new(p.blocks, p.rows, p.width * p.NP),
+        dbias=new(p.slots, p.D),
+        dskip=new(p.slots, p.D),
+        dinitial=new(p.n_seq, p.D, p.NP),
+        dA=new(p.slots, p.D, p.NP) if p.rule.fixed else None,
+        drate=new(p.blocks, p.rows) if p.rule.normed else None,
+    )
+
+
 @on_its_device
 def diagonal_backward(
-    plan: PortablePlan,
-    dout: Tensor,
-    dfinal: Tensor | None,
-    ckpt: Tensor,
-    q: Tensor,
-    k: Tensor,
-    x: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    skip: Tensor | None,
-    z: Tensor | None,
-    cu_seqlens: Tensor | None,
-    A: Tensor | None = None,
+    plan: PortablePlan,  # from `diagonal_plan` or `selective_plan`, direction "backward"
+    dout: Tensor,  # (B,T,D) gradient of the output
+    dfinal: Tensor | None,  # (n,D,N) gradient of the final states
+    ckpt: Tensor,  # the forward's checkpoints
+    q: Tensor,  # (B,T,N) queries
+    k: Tensor,  # (B,T,N) keys
+    x: Tensor,  # (B,T,D) inputs
+    b: Tensor,  # (B,T,D) or (B,T,1) logits of the rates
+    bias: Tensor | None,  # (D,) added to the logits
+    skip: Tensor | None,  # (D,) weight of x in the output
+    z: Tensor | None,  # (B,T,D) gates before their SiLU
+    cu_seqlens: Tensor | None,  # (n+1,) first rows of n packed sequences and the end
+    A: Tensor | None = None,  # (D,N) or (B,T,N), for a rule with rates
 ):
     "Return the gradients (dq, dk, dx, db, dbias, dskip, dz, dA, dinitial) of `diagonal_forward`."
     p = plan
-    new = _empty(x)
-    packed = cu_seqlens is not None
     scalar = b.shape[-1] != x.shape[-1]
     vec, (xa, ba, za, ga), (qa, ka, Aa, edge), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip)
     )
-    dx, db, dz = _wide_gradients(x, b, z, scalar)
-    dtok = new(p.blocks, p.rows, p.width * p.NP)
-    drate = new(p.blocks, p.rows) if p.rule.normed else None
-    dbias = new(p.slots, p.D)
-    dskip = new(p.slots, p.D)
-    dA = new(p.slots, p.D, p.NP) if p.rule.fixed else None
-    dinitial = new(p.n_seq, p.D, p.NP)
     owner = _segment_owner(p, cu_seqlens)
-    carry = (
-        _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True)
-        if p.segmented
-        else None
-    )
+    carry = None
+    if p.segmented:
+        carry = _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True)
+    gates = xa if z is None else za
+    written = _diagonal_gradients(p, x, b, z, scalar)
+    dz = written.dx if z is None else written.dz
     launch(
         _diagonal_bwd_kernel,
         p.slots * p.blocks,
-        xa,
-        ba,
-        xa if z is None else za,
-        ga,
-        ka,
-        qa,
-        Aa,
-        bias,
-        skip,
-        edge,
-        cu_seqlens,
-        owner,
-        ckpt,
-        carry,
-        dx,
-        db,
-        dx if z is None else dz,
-        dtok,
-        drate,
-        dbias,
-        dskip,
-        dA,
-        dinitial,
-        p.T,
-        p.LS,
-        p.per_sequence,
-        p.blocks,
-        p.D // vec,
-        p.rows,
+        *(xa, ba, gates, ga, ka, qa, Aa, bias, skip, edge, cu_seqlens, owner, ckpt, carry),
+        *(written.dx, written.db, dz, written.dtok, written.drate),
+        *(written.dbias, written.dskip, written.dA, written.dinitial),
+        *(p.T, p.LS, p.per_sequence, p.blocks, p.D // vec, p.rows),
         *_steps(vec, xa, ba, za, ga),
-        RULE=p.rule,
-        VEC=vec,
-        N=p.NP,
-        NW=p.warps,
         SEGMENTED=p.segmented,
         **_has(bias=bias, skip=skip, z=z, dht=edge),
-        PACKED=packed,
-        RAGGED_T=_masked(p, KEPT, packed),
-        RAGGED_D=p.D % 32 != 0,
-        ONE_STRIDE=_one_stride(p.D, xa, ba, za, ga),
-        num_warps=p.warps,
-        enable_fp_fusion=False,
+        **_compiled_for(p, vec, cu_seqlens, KEPT, 32, p.warps, xa, ba, za, ga),
     )
-    return _collect(
-        p,
-        q,
-        k,
-        x,
-        b,
-        z,
-        bias,
-        skip,
-        A,
-        dx,
-        db,
-        dz,
-        dtok,
-        dbias,
-        dskip,
-        dA,
-        _unpadded(dinitial, p.N),
-        scalar,
-        drate,
-    )
+    return _collect(p, q, k, x, b, z, bias, skip, A, written, scalar)

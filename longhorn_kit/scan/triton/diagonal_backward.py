@@ -32,7 +32,7 @@ from longhorn_kit.scan.triton.gluon import (
     _load,
     _mask,
     _reciprocal,
-    _rows_apart,
+    _row_strides,
     _slot,
     _store,
 )
@@ -40,7 +40,7 @@ from longhorn_kit.scan.triton.gluon import (
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
 @gluon.jit
 def _meet(a, b, LANES: gl.constexpr):
-    # Sum a and b (2,...) over their first dimension, which is one bit of the lane number. Row 0: a, row 1: b.
+    # Sum a and b (2,...) over their first dimension, one bit of the lane number. Row 0: a, 1: b.
     # Two lanes meet: each gives away the part that the other adds up. `LANES` is their distance.
     return gl.inline_asm_elementwise(
         "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid;"
@@ -57,14 +57,13 @@ def _meet(a, b, LANES: gl.constexpr):
 
 @gluon.jit
 def _over_n(v):
-    # Four steps' tiles (4 NW, D), one row per lane along n, to (4 steps, NW, D): the warps remain to be added.
+    # Four steps' tiles (4 NW, D), one row per lane along n, to (4 steps, NW, D), a part per warp.
     NW: gl.constexpr = v[0].shape[0] // 4
     D: gl.constexpr = v[0].shape[1]
     tiles = ()
     for i in gl.static_range(4):
-        tiles = tiles + (
-            gl.permute(gl.reshape(v[i], [NW, 2, 2, D]), (2, 1, 0, 3)),
-        )  # (lower, upper lane bit, NW, D)
+        by_bits = gl.reshape(v[i], [NW, 2, 2, D])
+        tiles = tiles + (gl.permute(by_bits, (2, 1, 0, 3)),)  # (lower, upper lane bit, NW, D)
     first = gl.permute(_meet(tiles[0], tiles[1], "8"), (1, 0, 2, 3))
     second = gl.permute(_meet(tiles[2], tiles[3], "8"), (1, 0, 2, 3))
     return gl.reshape(_meet(first, second, "16"), [4, NW, D])
@@ -86,11 +85,11 @@ def _over_d(v):
 
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-051
 @gluon.jit
-def _store_steps(ptr, apart, t, left, RAGGED_T: gl.constexpr):
-    # Store the rows of t whose steps exist.
+def _store_steps(ptr, stride, t, left, RAGGED_T: gl.constexpr):
+    # Store the rows of t whose steps exist, `stride` elements from row to row.
     row = gl.arange(0, t.shape[0], gl.SliceLayout(1, t.type.layout))[:, None]
     column = gl.arange(0, t.shape[1], gl.SliceLayout(0, t.type.layout))[None, :]
-    _store(ptr, row * apart + column, t, row < left, RAGGED_T)
+    _store(ptr, row * stride + column, t, row < left, RAGGED_T)
 
 
 @gluon.jit
@@ -144,28 +143,29 @@ def _over_channels(a, b):
 
 @gluon.jit
 def _four_steps(
-    S,
-    after,
-    G,
-    A,
-    dA,
-    t0,
-    py,
-    pq,
-    sw,
-    sx,
-    sh,
-    sd,
-    sk,
-    sq,
-    sa,
-    HAS_Z: gl.constexpr,
-    VEC: gl.constexpr,
-    RULE: gl.constexpr,
+    S,  # (N,BD) state before the steps
+    after,  # (N,BD) state after them
+    G,  # (N,BD) adjoint after them
+    A,  # rates of the states, per channel
+    dA,  # their gradient
+    t0,  # first of the steps
+    py,  # parts of the output
+    pq,  # parts of the gradient of q
+    sw,  # rates of a chunk, by step
+    sx,  # inputs, by step
+    sh,  # inputs times RULE.x_scale, by step
+    sd,  # gradients of the output, by step
+    sk,  # keys, by step
+    sq,  # queries, by step
+    sa,  # rates of the states, by step
+    HAS_Z: gl.constexpr,  # there are gates: y is needed again
+    VEC: gl.constexpr,  # elements per copy
+    RULE: gl.constexpr,  # the functions of the recurrence
 ):
-    # Three steps from state S, states kept in registers, then four back from the state `after` with (2) to (4). A lane
-    # sums its elements, then lanes meet. Parts of y come on the way back, where queries are loaded anyway. With few
-    # registers, y is stored first: after a store the compiler reloads rows that it would otherwise keep.
+    # Three steps from state S, states kept in registers, then four back from the state `after` with
+    # (2) to (4). A lane sums its elements, then lanes meet. Parts of y come on the way back, where
+    # queries are loaded anyway. With few registers, y is stored first: after a store the compiler
+    # reloads rows that it would otherwise keep.
     FIRST: gl.constexpr = HAS_Z and (py.shape[1] > 4 or VEC == 1)
     OVER_N: gl.constexpr = gl.SliceLayout(1, S.type.layout)
     OVER_D: gl.constexpr = gl.SliceLayout(0, S.type.layout)
@@ -217,72 +217,71 @@ DIAGONAL_RULE = Rule(
     four_steps=_four_steps,
     fall=_fall,
     normed=True,
-    beside=0.5,
+    x_scale=0.5,
     bias_by=-LOG2E.value,
 )
 
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-058
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_bwd_kernel(
-    x,
-    b,
-    z,
-    g,
-    k,
-    q,
-    A,
-    bias,
-    skip,
-    dhT,
-    cu,
-    owner,
-    ckpt,
-    carry,
-    dx,
-    db,
-    dz,
-    dtok,
-    drate,
-    dbias,
-    dskip,
-    dA,
-    dh0,
-    T,
-    LS,
-    SLOTS,
-    ND,
-    DV,
-    rows,
-    sx_bv,
-    sx_v,
-    sb_bv,
-    sb_v,
-    sz_bv,
-    sz_v,
-    sg_bv,
-    sg_v,
-    RULE: gl.constexpr,
-    VEC: gl.constexpr,
-    N: gl.constexpr,
-    NW: gl.constexpr,
-    SEGMENTED: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-    HAS_SKIP: gl.constexpr,
-    HAS_Z: gl.constexpr,
-    HAS_DHT: gl.constexpr,
-    PACKED: gl.constexpr,
-    RAGGED_T: gl.constexpr,
-    RAGGED_D: gl.constexpr,
-    ONE_STRIDE: gl.constexpr,
+    x,  # (B,T,D) inputs
+    b,  # (B,T,D) logits of the rates
+    z,  # (B,T,D) gates before their SiLU
+    g,  # (B,T,D) gradient of the output
+    k,  # (B,T,N) keys
+    q,  # (B,T,N) queries
+    A,  # (D,N) or (B,T,N) rates of the states, if the rule has them
+    bias,  # (D,) added to the logits
+    skip,  # (D,) weight of x in the output
+    dhT,  # (n,D,N) gradient of the final states
+    cu,  # (n+1,) first row of every packed sequence, and the end
+    owner,  # (slots,) sequence of a slot, if packed
+    ckpt,  # (chunks,N,D) the state before every chunk
+    carry,  # (slots,N,D) states that enter the segments
+    dx,  # (B,T,D) gradient of x
+    db,  # (B,T,D) gradient of b
+    dz,  # (B,T,D) gradient of z
+    dtok,  # (ND,rows,WIDTH N) gradients of keys and queries, a part per block
+    drate,  # (ND,rows) gradients through |k|^2, a part per block
+    dbias,  # (slots,D) gradient of bias, a part per slot
+    dskip,  # (slots,D) gradient of skip, a part per slot
+    dA,  # (slots,D,N) gradient of A, a part per slot
+    dh0,  # (n,D,N) gradient of the initial states
+    T,  # steps per sequence, unless packed
+    LS,  # steps per segment
+    SLOTS,  # segments per sequence, unless packed
+    ND,  # blocks of channels
+    DV,  # D / VEC
+    rows,  # rows of all sequences, B * T
+    sx_bv,  # stride of x between sequences, / VEC
+    sx_v,  # stride of x between steps, / VEC
+    sb_bv,  # stride of b between sequences, / VEC
+    sb_v,  # stride of b between steps, / VEC
+    sz_bv,  # stride of z between sequences, / VEC
+    sz_v,  # stride of z between steps, / VEC
+    sg_bv,  # stride of g between sequences, / VEC
+    sg_v,  # stride of g between steps, / VEC
+    RULE: gl.constexpr,  # the functions of the recurrence
+    VEC: gl.constexpr,  # elements per copy
+    N: gl.constexpr,  # states per channel, padded to a power of two
+    NW: gl.constexpr,  # warps per program
+    SEGMENTED: gl.constexpr,  # start from carry
+    HAS_BIAS: gl.constexpr,  # bias is given
+    HAS_SKIP: gl.constexpr,  # skip is given
+    HAS_Z: gl.constexpr,  # z is given
+    HAS_DHT: gl.constexpr,  # dhT is given
+    PACKED: gl.constexpr,  # sequences differ in length, B = 1
+    RAGGED_T: gl.constexpr,  # the last chunk may lack rows
+    RAGGED_D: gl.constexpr,  # the last block may lack channels
+    ONE_STRIDE: gl.constexpr,  # x, b, z and g are contiguous
 ):
-    # One program: 32 channels of one segment, 16 states per warp. A chunk of 16 steps runs forward from a checkpoint to
-    # its last four steps, then back by fours that start from the states kept on the way.
+    # One program: 32 channels of one segment, 16 states per warp. A chunk of 16 steps runs forward
+    # from a checkpoint to its last four steps, then back by fours from the states kept on the way.
     C: gl.constexpr = 16
     BD: gl.constexpr = 32
     WIDTH: gl.constexpr = 3 if RULE.timed else 2
-    TIMES: gl.constexpr = (
-        1.0 if RULE.beside is None else 1.0 / RULE.beside
-    )  # turns the kept multiple of x into x
+    # turns the kept multiple of x into x
+    TIMES: gl.constexpr = 1.0 if RULE.x_scale is None else 1.0 / RULE.x_scale
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
     TD: gl.constexpr = 4 if NW < 4 else 8 // NW  # channels of a lane in a tile
     TILE: gl.constexpr = gl.BlockedLayout([1, TD], [TD, 32 // TD], [NW, 1], [1, 0])
@@ -295,9 +294,8 @@ def _diagonal_bwd_kernel(
         else gl.BlockedLayout([1, NW // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0])
     )
     HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
-    SUMS: gl.constexpr = gl.BlockedLayout(
-        [1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0]
-    )  # keys, with a tile's rows
+    # keys, with a tile's rows
+    SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0])
     OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
     OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
     rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -309,7 +307,7 @@ def _diagonal_bwd_kernel(
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, C, PACKED)
     left = gl.minimum(lo + LS, length) - lo
     D = DV * VEC
-    sx, sb, sz, sg = _rows_apart(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
+    sx, sb, sz, sg = _row_strides(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
     d2 = pd * BD + gl.arange(0, BD, OVER_D)
     n2 = gl.arange(0, N, OVER_N)
     nd = n2[:, None] * D + d2[None, :]
@@ -339,13 +337,12 @@ def _diagonal_bwd_kernel(
     cq = gl.allocate_shared_memory(q.dtype.element_ty, [C, N], rows2)
     if RULE.timed:
         ca = gl.allocate_shared_memory(A.dtype.element_ty, [C, N], rows2)
-    kept = gl.allocate_shared_memory(
-        gl.float32, [C // 4 - 1, N, BD], rows2
-    )  # the state before every half but the last
+    # the state before every four steps but the last
+    kept = gl.allocate_shared_memory(gl.float32, [C // 4 - 1, N, BD], rows2)
     sw = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sh = sx_
-    if RULE.beside is not None:
+    if RULE.x_scale is not None:
         sh = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sd = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
     sm = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
@@ -363,7 +360,8 @@ def _diagonal_bwd_kernel(
     pe = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
     py = px
     if HAS_Z:
-        py = pe  # with many states memory is scarce, and these parts are read before the others are written
+        # with many states memory is scarce, and these parts are read before the others are written
+        py = pe
         if NW < 8:
             py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
     pq = gl.allocate_shared_memory(gl.float32, [4, N], rows2)
@@ -444,8 +442,8 @@ def _diagonal_bwd_kernel(
             sd.store(gf)
         xf = _float(cx.load(TILE))
         sx_.store(RULE.enters(xf, w))
-        if RULE.beside is not None:
-            sh.store(RULE.beside * xf)
+        if RULE.x_scale is not None:
+            sh.store(RULE.x_scale * xf)
         sk.store(_float(kc))
         sq.store(_float(cq.load(SUMS)))
         if RULE.timed:
@@ -532,9 +530,8 @@ def _diagonal_bwd_kernel(
             abi += dv
             ads = gl.fma(dy, xh, ads)
             if RULE.normed:
-                share = gl.convert_layout(
-                    gl.sum(_adjacent(fall, w4, OD), 1), gl.SliceLayout(1, HALF)
-                )
+                share = gl.sum(_adjacent(fall, w4, OD), 1)
+                share = gl.convert_layout(share, gl.SliceLayout(1, HALF))
                 _store(drate + c.to(gl.int64) * C + t0, tR, share, tR < left - c * C - t0, RAGGED_T)
             t64 = c.to(gl.int64) * (C * WIDTH * N) + t0 * WIDTH * N
             for part in gl.static_range(WIDTH):  # dk, dq and dA of a token

@@ -30,7 +30,7 @@ def _block(v):
 
 
 class Pointer:
-    "A memory and a block of places in it."
+    "A memory and a block of positions in it."
 
     def __init__(self, memory, at):
         self.memory = memory
@@ -46,7 +46,8 @@ class Pointer:
         return cls(t.as_strided((size,), (1,), 0), _block(t.storage_offset()))
 
 # %% ../../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n10
-def _places(shape, layout):  # of all elements: in order, or by a SharedLinearLayout
+def _positions(shape, layout):
+    # Positions of all elements in shared memory: in order, or by a SharedLinearLayout.
     in_order = torch.arange(math.prod(shape)).view(*shape)
     vectors = getattr(layout, "offset_bases", None)
     if vectors is None:
@@ -55,43 +56,44 @@ def _places(shape, layout):  # of all elements: in order, or by a SharedLinearLa
     tile = shape[-len(vectors[0]) :]
     for vector in vectors:
         element = torch.cat((element, element ^ torch.tensor(vector)))
-    place = torch.full(tile, -1)
-    place[tuple(element.T)] = torch.arange(len(element))
-    if len(element) != place.numel() or (place < 0).any():
+    position = torch.full(tile, -1)
+    position[tuple(element.T)] = torch.arange(len(element))
+    if len(element) != position.numel() or (position < 0).any():
         raise ValueError(
-            f"gluon_on_cpu: layout {vectors} does not give every element of {list(tile)} a separate place"
+            f"gluon_on_cpu: layout {vectors} does not give every element "
+            f"of {list(tile)} a separate place"
         )
-    return in_order // place.numel() * place.numel() + place
+    first = in_order // position.numel() * position.numel()  # of the element's tile
+    return first + position
 
 
 class Shared:
-    "A buffer in shared memory, or a part of it: a memory and the place of every element."
+    "A buffer in shared memory, or a part of it: a memory and the position of every element."
 
-    def __init__(self, memory, places):
+    def __init__(self, memory, positions):
         self.memory = memory
-        self.places = places
-        self.shape = places.shape
+        self.positions = positions
+        self.shape = positions.shape
 
     def load(self, layout):
-        return _block(self.memory[self.places])
+        return _block(self.memory[self.positions])
 
     def store(self, values):
-        self.memory[self.places] = values.to(self.memory.dtype).as_subclass(torch.Tensor)
+        self.memory[self.positions] = values.to(self.memory.dtype).as_subclass(torch.Tensor)
 
     def index(self, i):
-        return Shared(self.memory, self.places[int(i)])
+        return Shared(self.memory, self.positions[int(i)])
 
     def slice(self, start, length, dim):
-        return Shared(self.memory, self.places.narrow(dim, int(start), length))
+        return Shared(self.memory, self.positions.narrow(dim, int(start), length))
 
     def permute(self, dims):
-        return Shared(self.memory, self.places.permute(dims))
+        return Shared(self.memory, self.positions.permute(dims))
 
-    def _reinterpret(self, dtype, shape, layout):  # the same bytes, another type or other places
-        first = int(self.places.min())
-        return Shared(
-            self.memory[first : first + self.places.numel()].view(dtype), _places(shape, layout)
-        )
+    def _reinterpret(self, dtype, shape, layout):  # the same bytes, another type or order
+        first = int(self.positions.min())
+        memory = self.memory[first : first + self.positions.numel()].view(dtype)
+        return Shared(memory, _positions(shape, layout))
 
 # %% ../../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n13
 class Interpreter:
@@ -104,7 +106,9 @@ class Interpreter:
     bfloat16 = torch.bfloat16
     float16 = torch.float16
     static_range = range
-    exp2, where, broadcast = map(staticmethod, (torch.exp2, torch.where, torch.broadcast_tensors))
+    exp2 = staticmethod(torch.exp2)
+    where = staticmethod(torch.where)
+    broadcast = staticmethod(torch.broadcast_tensors)
 
     def __init__(self, program):
         self.program = program
@@ -132,14 +136,16 @@ class Interpreter:
         return self.full(shape, 0, dtype, layout)
 
     def minimum(self, a, b, propagate_nan=None):  # drops NaN, as the hardware does
-        return (torch.fmin if propagate_nan is None else torch.minimum)(_block(a), _block(b))
+        smaller = torch.fmin if propagate_nan is None else torch.minimum
+        return smaller(_block(a), _block(b))
 
     def maximum(self, a, b, propagate_nan=None):
-        return (torch.fmax if propagate_nan is None else torch.maximum)(_block(a), _block(b))
+        larger = torch.fmax if propagate_nan is None else torch.maximum
+        return larger(_block(a), _block(b))
 
     def fma(self, a, b, c):  # rounded once
-        a, b = (torch.as_tensor(v, dtype=torch.float64) for v in (a, b))
-        return _block((a * b + c).float())
+        product = torch.as_tensor(a, dtype=torch.float64) * torch.as_tensor(b, dtype=torch.float64)
+        return _block((product + c).float())
 
     def sum(self, v, axis):
         return v.sum(axis)
@@ -163,9 +169,8 @@ class Interpreter:
         return total + a.float() @ b.float()
 
     def allocate_shared_memory(self, dtype, shape, layout, value=None):
-        shared = Shared(
-            torch.full((math.prod(shape),), float("nan"), dtype=dtype), _places(shape, layout)
-        )
+        memory = torch.full((math.prod(shape),), float("nan"), dtype=dtype)
+        shared = Shared(memory, _positions(shape, layout))
         if value is not None:
             shared.store(value)
         return shared
@@ -185,30 +190,31 @@ class Interpreter:
             return 1 / v
         if "ex2" in asm:
             return torch.exp2(v)
-        return (v * v - args[1].float() if "minus" in asm else v * v).bfloat16()
+        square = v * v
+        if "minus" in asm:
+            square = square - args[1].float()
+        return square.bfloat16()
 
-    def _places(self, p, mask):
+    def _accessed(self, p, mask):
+        # Which elements of a block the mask lets through, and their positions in memory.
         at, inside = torch.broadcast_tensors(p.at, _block(True if mask is None else mask))
-        places = at[inside].as_subclass(torch.Tensor)
-        if ((places < 0) | (places >= len(p.memory))).any():
+        positions = at[inside].as_subclass(torch.Tensor)
+        if ((positions < 0) | (positions >= len(p.memory))).any():
             raise IndexError(
                 f"gluon_on_cpu: program {self.program} accesses memory outside a tensor"
             )
-        return inside, places
+        return inside, positions
 
     def load(self, p, mask=None, other=0.0):
-        inside, places = self._places(p, mask)
+        inside, positions = self._accessed(p, mask)
         values = torch.full(inside.shape, other, dtype=p.memory.dtype)
-        values[inside] = p.memory[places]
+        values[inside] = p.memory[positions]
         return _block(values)
 
     def store(self, p, value, mask=None):
-        inside, places = self._places(p, mask)
-        p.memory[places] = (
-            torch.broadcast_to(value, inside.shape)[inside]
-            .to(p.memory.dtype)
-            .as_subclass(torch.Tensor)
-        )
+        inside, positions = self._accessed(p, mask)
+        values = torch.broadcast_to(value, inside.shape)[inside].to(p.memory.dtype)
+        p.memory[positions] = values.as_subclass(torch.Tensor)
 
     def async_copy_global_to_shared(self, shared, p, mask=None):
         self.copies.append((shared, self.load(p, mask)))
@@ -224,16 +230,27 @@ class Interpreter:
                 shared.store(values)
 
 # %% ../../../nbs/machine/gluon_cpu.ipynb #gluon_cpu-n15
-def _known(v, gl):  # at compile time: functions and constants
+def _constant(v, gl):
+    # A function or a constant of the kernel's module, for Python.
     if isinstance(v, GluonJITFunction):
         return lambda *args: _in_python(v, gl)(*args)
     if isinstance(v, tuple) and hasattr(v, "_fields"):
-        return v._make(_known(part, gl) for part in v)
+        return v._make(_constant(part, gl) for part in v)
     return v.value if isinstance(v, triton.language.constexpr) else v
 
 
+def _argument(v, gl, is_constexpr):
+    # An argument of a launch as the kernel gets it.
+    if is_constexpr or v is None:
+        return _constant(v, gl)
+    if isinstance(v, torch.Tensor):
+        return Pointer.to_first(v)
+    return _block(v)
+
+
 def _in_python(kernel, gl):
-    names = {name: _known(v, gl) for name, v in kernel.fn.__globals__.items()}
+    # The kernel as a Python function, with `gl` for Gluon's language.
+    names = {name: _constant(v, gl) for name, v in kernel.fn.__globals__.items()}
     names |= dict(
         gl=gl,
         async_copy=gl,
@@ -245,26 +262,19 @@ def _in_python(kernel, gl):
 
 
 def _run(kernel, *args, grid, warmup=False, **kwargs):
-    given = dict(zip(kernel.arg_names, args)) | {
-        n: v for n, v in kwargs.items() if n in kernel.arg_names
-    }
-    constant = {p.name for p in kernel.params if p.is_constexpr}
+    by_position = dict(zip(kernel.arg_names, args))
+    by_name = {n: v for n, v in kwargs.items() if n in kernel.arg_names}
+    given = by_position | by_name
+    constexprs = {p.name for p in kernel.params if p.is_constexpr}
     for program in range(grid[0]):
         gl = Interpreter(program)
-        call = {
-            n: _known(v, gl)
-            if n in constant or v is None
-            else Pointer.to_first(v)
-            if isinstance(v, torch.Tensor)
-            else _block(v)
-            for n, v in given.items()
-        }
+        call = {n: _argument(v, gl, n in constexprs) for n, v in given.items()}
         _in_python(kernel, gl)(**call)
 
 
 @contextmanager
 def gluon_on_cpu() -> Iterator[None]:
-    "Context manager that runs Gluon kernels on a CPU, slowly: one program at a time, without layouts."
+    "Run Gluon kernels on a CPU in this context: one program at a time, without layouts."
     GluonJITFunction.run = _run
     try:
         yield
