@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import mixer_page
-from longhorn_kit.models import LMConfig
-from longhorn_kit.models.mixer import MIXERS
+from longhorn_kit.models import MIXERS, LMConfig
 
 ROOT = Path(__file__).parents[1]
 BROKEN = """
+from longhorn_kit.models.building import register_mixer
 from longhorn_kit.models.efla import EFLA
-from longhorn_kit.models.mixer import register_mixer
 
 @register_mixer("efla_ahead") # sees the future
 class Ahead(EFLA):
