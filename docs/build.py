@@ -132,7 +132,7 @@ def markdown_cell(name: str, source: str) -> dict:
 
 
 def local_links(source: str, path: Path) -> str:
-    "Links to files of the repository lead to it or name the file."
+    "Links to files of the repository lead to it or name the file; fenced code stays as it is."
 
     def replace(match):
         text = match[1]
@@ -149,7 +149,8 @@ def local_links(source: str, path: Path) -> str:
             return text if text == name else f"{text} (`{name}`)"
         return f"[{text}]({REPOSITORY}/{kind}/{COMMIT}/{name}{anchor})"
 
-    return LINK.sub(replace, source)
+    parts = re.split(r"(^```.*?^```$)", source, flags=re.M | re.S)  # every second part is code
+    return "".join(part if n % 2 else LINK.sub(replace, part) for n, part in enumerate(parts))
 
 
 def with_elements(output: dict) -> dict:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+import mixer_page
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
 FLOORS = [
@@ -37,24 +39,16 @@ ONE_PLACE = {  # mechanism -> pattern
 
 
 def guide_examples():
-    "Return the modules that CONTRIBUTING.md shows, as nbdev would export them: name -> source."
+    "Return the modules that guides show, as nbdev would export them: name -> source."
     guide = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    examples = {}
-    for heading, name in (
-        ("Add a mixer", "models/decay"),
-        ("Add an experiment with its claim", "lab/experiments/parity"),
-    ):
-        section = guide.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-        blocks = re.findall(r"```python\n(.*?)```", section, re.S)
-        source = "\n".join(textwrap.dedent(block) for block in blocks)
-        tree = ast.parse(source)
-        public = [
-            node.name
-            for node in tree.body
-            if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name[0] != "_"
-        ]
-        examples[name] = f"__all__ = {public}\n{source}"
-    return examples
+    section = guide.partition("\n## Add an experiment with its claim\n")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.S)
+    source = "\n".join(textwrap.dedent(block) for block in blocks)
+    return {
+        "models/efla": mixer_page.module(),
+        "models/decay": mixer_page.as_exported(mixer_page.plain_mixer()),
+        "lab/experiments/parity": mixer_page.as_exported(source),
+    }
 
 
 @cache

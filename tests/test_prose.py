@@ -392,31 +392,3 @@ def test_a_wrong_number_is_found(monkeypatch):
     )
     assert right in prose
     assert [written for written, _ in unsourced(page)] == ["0.913 ms"]
-
-
-def test_the_mixer_of_the_contributing_guide_works():
-    import textwrap
-
-    import torch
-
-    from longhorn_kit.models.mixer import MIXERS
-
-    code = re.search(
-        r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.S
-    )[1]
-    try:
-        exec(
-            "from typing import NamedTuple\nimport torch\nfrom torch import nn\n"
-            "from longhorn_kit.models.mixer import Mixer, register_mixer\n" + textwrap.dedent(code),
-            {},
-        )
-        layer = MIXERS["decay"](6)
-        x = torch.randn(2, 5, 6)
-    finally:
-        MIXERS.pop("decay", None)
-    parts = []
-    cache = layer.empty_cache(2)
-    for x_t in x.unbind(1):
-        y_t, cache = layer.step(x_t, cache)
-        parts.append(y_t)
-    torch.testing.assert_close(torch.stack(parts, 1), layer(x))

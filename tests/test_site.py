@@ -227,6 +227,8 @@ def test_links_out_of_a_notebook_lead_to_the_repository_or_name_the_file_or_are_
             build.local_links("[bench](../kernels/bench.py)", build.NOTEBOOKS / "index.ipynb")
             == shown
         )
+    code = "```diff\n+[gone](nowhere/99.ipynb)\n```"
+    assert build.local_links(code, build.NOTEBOOKS / "index.ipynb") == code
 
 
 @pytest.mark.parametrize("published", [slow_case(False), True])
