@@ -296,7 +296,7 @@ def draw_programs(
     program: Callable,  # (program's numbers, step if there are steps) -> (loads, stores): name -> slices
     show: tuple,  # numbers of the program that is marked
     layout: list,  # rows of names; "grid" is the grid, ">" an arrow, "" an empty place
-    carry: tuple = (),  # names of the arrays that a loop carries, or that stay in registers
+    carry: tuple = (),  # names of the arrays that a loop carries, or that it keeps in registers
     steps: int | None = None,  # steps of the loop
     step: int | None = None,  # the step that is drawn bright
     box: tuple = (1.5, 1),  # (width, height) of a program in the grid, in cells
@@ -369,7 +369,7 @@ def draw_programs(
     if STORED in [colour for colour, _ in now.values()]:
         keys.append((STORED, "stored"))
     if carry:
-        keys.append((CARRIED, "carried" if steps else "in registers"))
+        keys.append((CARRIED, "carried" if steps else "kept"))
     ends = [(shapes[name], block) for name, (_, block) in now.items()]
     if any(block[1] > shape[0] or block[3] > shape[1] for shape, block in ends):
         keys.append((None, "masked off"))
