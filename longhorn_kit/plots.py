@@ -296,7 +296,7 @@ def draw_programs(
     program: Callable,  # (program's numbers, step if there are steps) -> (loads, stores): name -> slices
     show: tuple,  # numbers of the program that is marked
     layout: list,  # rows of names; "grid" is the grid, ">" an arrow, "" an empty place
-    carry: tuple = (),  # names of the arrays that a loop carries, or that it keeps in registers
+    carry: tuple = (),  # names of the arrays that a loop carries, or that stay in registers
     steps: int | None = None,  # steps of the loop
     step: int | None = None,  # the step that is drawn bright
     box: tuple = (1.5, 1),  # (width, height) of a program in the grid, in cells

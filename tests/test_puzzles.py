@@ -202,6 +202,25 @@ def test_kernels_of_a_solution_are_short(number):
     assert count - signatures <= (LAST_LINES if number in LAST else LINES)
 
 
+@pytest.mark.slow
+def test_every_picture_fits_on_its_paper():
+    matplotlib = pytest.importorskip("matplotlib")
+    space = dict(page()[0])
+    pictures = 0
+    for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if "draw_programs(" not in source:
+            continue
+        exec(source, space)
+        axes = matplotlib.pyplot.gca()
+        width = axes.get_xlim()[1]
+        boxes = [patch.get_bbox() for patch in axes.patches if hasattr(patch, "get_bbox")]
+        assert all(box.x0 >= 0 and box.x1 <= width for box in boxes), source
+        matplotlib.pyplot.close()
+        pictures += 1
+    assert pictures == len(NUMBERS) + 1  # and the one before the first puzzle
+
+
 # --- what the interpreter alone lets pass -------------------------------------------------------------------------
 
 
