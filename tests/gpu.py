@@ -43,6 +43,7 @@ MARKED = (
     "test_vision.py",
     "test_mqar.py",
     "test_one_pass.py",
+    "test_puzzles.py",
 )  # mostly tests for the CPU: only those marked cuda
 BIG = re.compile("two_to_the_31")
 SHARED = re.compile("test_(op|decode|matrix).py")  # one size in most of the file

@@ -512,6 +512,7 @@ for page in map(pathlib.Path, sys.argv[1:]):
 # solutions and other cells that need no kernel, by a name that they define or call
 RUN_ANYWAY = {
     "12_triton_primer": ("floor_ms",),
+    "12b_triton_puzzles": ("draw_programs(",),
     "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)"),
     "14_triton_exact": (
         "check_parts(part_errors)",
@@ -523,6 +524,7 @@ RUN_ANYWAY = {
 }
 NEED_KERNELS = {  # checks and cells that do
     "12_triton_primer": ("check_softplus(_softplus_kernel)", "check_sums(column_sums)"),
+    "12b_triton_puzzles": ("check_copy(copy)", "check_exact_chunk(exact_chunk)"),
     "13_triton_diagonal": ("check_decoupled(_decoupled_kernel)", "results = {C: checkpointed"),
     "14_triton_exact": ("_chunk_kernel[(", "y, S, kept = exact_forward"),
     "21_triton_step": ("out, state = longhorn_step(",),

@@ -4,9 +4,11 @@ import pytest
 
 pytest.importorskip("matplotlib")
 import IPython.display
+import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
+from longhorn_kit import plots
 from longhorn_kit.plots import COLORS, LABELS, label_ends, plot_seeds, show_table, use_style
 
 
@@ -66,3 +68,52 @@ def test_a_table_keeps_its_cells_also_with_bars_in_them(title, monkeypatch):
         "| diagonal | 0.5 |",
     ]
     assert lines[:-4] == ([f"**{title}**", ""] if title else [])
+
+
+def draw_two_programs(**options):
+    "Draw a kernel whose last block leaves its arrays by two columns; return the axes."
+    plots.draw_programs(
+        {"x": (2, 6), "s": (4,), "y": (2, 6)},
+        grid=(2,),
+        program=lambda p, t: (
+            {"x": np.s_[t : t + 1, 4 * p : 4 * p + 4]},
+            {"y": np.s_[t : t + 1, 4 * p : 4 * p + 4]},
+        ),
+        show=(1,),
+        layout=[["grid", "x"], ["s", "y"]],
+        carry=("s",),
+        steps=2,
+        step=1,
+        **options,
+    )
+    axes = plt.gca()
+    plt.close()
+    return axes
+
+
+def test_a_picture_of_programs_fills_what_one_program_uses():
+    axes = draw_two_programs(labels={"x": "the input"})
+    filled = {}
+    for patch in axes.patches:
+        if isinstance(patch, plt.Rectangle) and patch.get_fill():
+            colour = mpl.colors.to_hex(patch.get_facecolor()).upper()
+            filled.setdefault(colour, []).append((patch.get_width(), patch.get_height()))
+    # the whole block of both steps, the block of the marked step; the last is the key of the colour
+    assert filled[plots.LOADED][:-1] == filled[plots.STORED][:-1] == [(2, 2), (2, 1)]
+    assert filled[plots.CARRIED][:-1] == [(4, 1)]
+    texts = [text.get_text() for text in axes.texts]
+    assert {"grid (2,)", "the input", "y", "loaded by program 1", "carried", "masked off"} <= set(
+        texts
+    )
+
+
+def test_a_picture_of_programs_refuses_an_array_without_a_shape():
+    with pytest.raises(KeyError, match="unknown"):
+        plots.draw_programs({}, (1,), lambda p: ({}, {}), (0,), [["unknown"]])
+    plt.close()
+
+
+def test_the_hull_of_blocks_contains_all():
+    blocks = [np.s_[2:3, 0:4], np.s_[5:6, 4:8]]
+    assert plots.block_hull(blocks) == (2, 6, 0, 8)
+    assert plots.block_hull([np.s_[3:5]]) == (0, 1, 3, 5)

@@ -1,0 +1,424 @@
+"""The checks of nbs/scan/12b_triton_puzzles.ipynb: right answers pass, and what is wrong is rejected in words."""
+
+import ast
+import contextlib
+import io
+import json
+import linecache
+import random
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from longhorn_kit.scan.triton.puzzles import Check, Watch
+from mutants import impostors, mutants
+from puzzle_answers import ANSWERS
+from sweep import slow_case
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "nbs/scan/12b_triton_puzzles.ipynb"
+GOAL = 0.995  # share of the mutants that are not equivalent and that a check must reject
+MOST_EQUIVALENT = 0.03
+SAMPLE = 40  # mutants in `make test`
+SEED = 0
+LINES = 15  # of a solution's kernels, without decorators and empty lines
+LAST_LINES = 25  # the diagonal forward and the exact chunk
+LAST = (17, 18)
+NUMBERS = range(1, 20)
+SHOWS = ("draw_programs(", "double_kernel[", "if DEVICE")  # in cells that show and define nothing
+
+
+def define(source, space, name):
+    "Run a source as if it came from a file, so that Triton can read its kernels."
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    exec(compile(source, name, "exec"), space)
+    return space
+
+
+def puzzle_number(tags):
+    return next(int(tag.removeprefix("puzzle-")) for tag in tags if tag.startswith("puzzle-"))
+
+
+@cache
+def page():
+    "Run the page without figures and checks: its names, and for every puzzle check, name, stub and solution."
+    space = {"__name__": "page"}
+    puzzles = {number: SimpleNamespace() for number in NUMBERS}
+    for i, cell in enumerate(json.loads(PAGE.read_text(encoding="utf-8"))["cells"]):
+        source = "".join(cell["source"])
+        tags = cell["metadata"].get("tags", [])
+        if cell["cell_type"] != "code" or any(part in source for part in SHOWS):
+            continue
+        if "stub" in tags:
+            puzzle = puzzles[puzzle_number(tags)]
+            puzzle.stub = source.rsplit("\n", 1)[0] + "\n"
+            continue
+        if "solution" in tags:
+            puzzle = puzzles[puzzle_number(tags)]
+            source, call = source.rsplit("assert ", 1)
+            puzzle.check_name, puzzle.name = call.strip().rstrip(")").split("(")
+            puzzle.solution = source.removeprefix("# solution\n").strip() + "\n"
+        with contextlib.redirect_stdout(io.StringIO()):
+            define(source, space, f"<page {i}>")
+    for puzzle in puzzles.values():
+        puzzle.check = space[puzzle.check_name]
+        puzzle.answer = space[puzzle.name]
+    return space, puzzles
+
+
+def examine(number, source, label):
+    "Return the report of a puzzle's check on an answer given as source."
+    space, puzzles = page()
+    puzzle = puzzles[number]
+    name = f"<puzzle {number} {label}>"
+    report = puzzle.check.examine(define(source, dict(space), name)[puzzle.name])
+    linecache.cache.pop(name)
+    return report
+
+
+@cache
+def plain_lines(number):
+    return ast.unparse(ast.parse(page()[1][number].solution)).splitlines()
+
+
+def changed_lines(number, mutant):
+    "Return the changed lines of a mutant as `before -> after`."
+    pairs = zip(plain_lines(number), mutant.splitlines())
+    return "; ".join(f"{a.strip()} -> {b.strip()}" for a, b in pairs if a != b)
+
+
+@cache
+def equivalents():
+    "Return puzzle -> changes that make no wrong answer. The file has the reason of each."
+    found = {number: set() for number in NUMBERS}
+    reasons = json.loads((ROOT / "tests/puzzle_equivalents.json").read_text(encoding="utf-8"))
+    for changes in reasons.values():
+        for number, lines in changes.items():
+            found[int(number)].update(lines)
+    return found
+
+
+# --- answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_an_untouched_stub_fails_in_words(number):
+    space, puzzles = page()
+    report = examine(number, puzzles[number].stub, "stub")
+    assert not report and not report.started
+    assert "Is the stub still untouched?" in report.text
+
+
+@pytest.mark.parametrize("answer", [None, ..., 3])
+def test_what_is_no_function_is_named(answer):
+    report = page()[1][1].check.examine(answer)
+    assert not report and not report.started and repr(answer) in report.text
+
+
+def test_a_kernel_instead_of_its_launch_is_named():
+    space, puzzles = page()
+    report = puzzles[1].check.examine(space["copy_kernel"])
+    assert not report and "copy_kernel is a kernel" in report.text
+
+
+@pytest.mark.parametrize(
+    "number", [number if number in (2, 8) else slow_case(number) for number in NUMBERS]
+)
+def test_solution_and_two_other_right_answers_pass(number):
+    puzzle = page()[1][number]
+    for answer in (puzzle.answer, *ANSWERS[number]):
+        report = puzzle.check.examine(answer)
+        assert report, f"{answer.__name__}: {report}"
+    assert len(set(ANSWERS[number])) == 2
+
+
+@pytest.mark.parametrize(
+    "number", [number if number in (1, 5) else slow_case(number) for number in NUMBERS]
+)
+def test_answers_that_are_right_once_fail(number):
+    puzzle = page()[1][number]
+    for kind, answer in impostors(puzzle.answer, len(puzzle.check.outputs)):
+        assert not puzzle.check.examine(answer), kind
+
+
+def test_a_sample_of_mutants_is_rejected():
+    space, puzzles = page()
+    chosen = random.Random(SEED)
+    everything = [
+        (number, text)
+        for number in chosen.sample(NUMBERS, 6)
+        for _, text in mutants(puzzles[number].solution, keep=lambda: chosen.random() < 0.1)
+    ]
+    sample = chosen.sample(everything, SAMPLE)
+    accepted = [
+        (number, changed_lines(number, text))
+        for i, (number, text) in enumerate(sample)
+        if examine(number, text, f"sample {i}")
+    ]
+    wrong = [found for found in accepted if found[1] not in equivalents()[found[0]]]
+    assert not wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", NUMBERS)
+def test_all_mutants_of_a_solution_are_rejected(number):
+    made = list(mutants(page()[1][number].solution))
+    accepted = {
+        changed_lines(number, text)
+        for i, (_, text) in enumerate(made)
+        if examine(number, text, f"mutant {i}")
+    }
+    wrong = accepted - equivalents()[number]
+    different = len(made) - len(accepted) + len(wrong)
+    assert len(wrong) <= (1 - GOAL) * different, sorted(wrong)
+
+
+@pytest.mark.slow
+def test_equivalent_changes_are_few_and_each_is_a_mutant():
+    total = 0
+    for number in NUMBERS:
+        changes = {changed_lines(number, text) for _, text in mutants(page()[1][number].solution)}
+        assert equivalents()[number] <= changes, sorted(equivalents()[number] - changes)
+        total += len(changes)
+    assert sum(map(len, equivalents().values())) <= MOST_EQUIVALENT * total
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_kernels_of_a_solution_are_short(number):
+    tree = ast.parse(page()[1][number].solution)
+    kernels = [node for node in tree.body if node.decorator_list]
+    lines = page()[1][number].solution.splitlines()
+    count = sum(
+        bool(line.strip()) for node in kernels for line in lines[node.lineno - 1 : node.end_lineno]
+    )
+    signatures = sum(node.body[0].lineno - node.lineno - 1 for node in kernels)  # wrapped arguments
+    assert count - signatures <= (LAST_LINES if number in LAST else LINES)
+
+
+@pytest.mark.slow
+def test_every_picture_fits_on_its_paper():
+    matplotlib = pytest.importorskip("matplotlib")
+    space = dict(page()[0])
+    pictures = 0
+    for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if "draw_programs(" not in source:
+            continue
+        exec(source, space)
+        axes = matplotlib.pyplot.gca()
+        width = axes.get_xlim()[1]
+        boxes = [patch.get_bbox() for patch in axes.patches if hasattr(patch, "get_bbox")]
+        assert all(box.x0 >= 0 and box.x1 <= width for box in boxes), source
+        matplotlib.pyplot.close()
+        pictures += 1
+    assert pictures == len(NUMBERS) + 1  # and the one before the first puzzle
+
+
+# --- what the interpreter alone lets pass -------------------------------------------------------------------------
+
+
+@triton.jit
+def shift_kernel(x_ptr, y_ptr, n, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i + SHIFT, mask=i < n, other=0.0)
+    tl.store(y_ptr + i, x, mask=i < n)
+
+
+@triton.jit
+def unmasked_sum_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i, mask=i < n)
+    tl.store(y_ptr + i, x + 0.0 * tl.sum(x, 0), mask=i < n)
+
+
+@triton.jit
+def dot_kernel(x_ptr, y_ptr, n, INNER: tl.constexpr, PRECISION: tl.constexpr):
+    i = tl.arange(0, 16)
+    j = tl.arange(0, INNER)
+    first = j[None, :] == 0
+    x = tl.load(x_ptr + i[:, None] + j[None, :], mask=(i < n)[:, None] & first, other=0.0)
+    one = tl.where((j[:, None] == 0) & (i[None, :] == 0), 1.0, 0.0)
+    y = tl.sum(tl.dot(x, one, input_precision=PRECISION), 1)
+    tl.store(y_ptr + i, y, mask=i < n)
+
+
+@triton.jit
+def growing_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    s = 0.0
+    for _ in range(1):
+        s = s + tl.load(x_ptr + i, mask=i < n, other=0.0)
+        s = s + 0.0
+    tl.store(y_ptr + i, s, mask=i < n)
+
+
+@triton.jit
+def atomic_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, 0.0, mask=i < n)
+    tl.atomic_add(y_ptr + i, tl.load(x_ptr + i, mask=i < n, other=0.0), mask=i < n)
+
+
+@triton.jit
+def row_kernel(x_ptr, y_ptr, stride, D, BLOCK: tl.constexpr):
+    t = tl.program_id(0)
+    d = tl.arange(0, BLOCK)
+    tl.store(y_ptr + t * D + d, tl.load(x_ptr + t * stride + d, mask=d < D), mask=d < D)
+
+
+def shifted(shift):
+    return lambda x, y: shift_kernel[(triton.cdiv(len(x), 4),)](x, y, len(x), SHIFT=shift, BLOCK=4)
+
+
+def through_new_array(x, y):
+    copied = torch.empty(len(x))
+    shift_kernel[(triton.cdiv(len(x), 4),)](x, copied, len(x), SHIFT=0, BLOCK=4)
+    y.copy_(copied)
+
+
+FAULTS = {
+    "beyond the end of x": shifted(1),
+    "before the start of x": shifted(-1),
+    "no value unless you pass other=": lambda x, y: unmasked_sum_kernel[(1,)](
+        x, y, len(x), BLOCK=16
+    ),
+    "inner side of at least 16, here it is 8": lambda x, y: dot_kernel[(1,)](
+        x, y, len(x), INNER=8, PRECISION="ieee"
+    ),
+    "rounds float32 numbers to TF32": lambda x, y: dot_kernel[(1,)](
+        x, y, len(x), INNER=16, PRECISION="tf32"
+    ),
+    "An atomic operation": lambda x, y: atomic_kernel[(1,)](x, y, len(x), BLOCK=16),
+    "allocated without a device": through_new_array,
+    "never stored": lambda x, y: shift_kernel[(1,)](x, y, len(x), SHIFT=0, BLOCK=4),
+    "the grid is larger than needed": lambda x, y: shift_kernel[(5,)](
+        x, y, len(x), SHIFT=0, BLOCK=4
+    ),
+    "stores to x, which is an input": lambda x, y: shift_kernel[(1,)](
+        y, x, len(x), SHIFT=0, BLOCK=16
+    ),
+    "Python stopped with ZeroDivisionError": lambda x, y: y.fill_(1 / 0),
+}
+
+
+@pytest.mark.parametrize("words", FAULTS)
+def test_a_fault_is_named(words):
+    check = Check("x[n] -> y[n]", lambda x: x, n=(6,))
+    report = check.examine(FAULTS[words])
+    assert not report and words in report.text, report.text
+
+
+def test_faultless_answers_pass():
+    check = Check("x[n] -> y[n]", lambda x: x, n=(3, 6, 9))
+    assert check.examine(shifted(0))
+    assert check.examine(lambda x, y: dot_kernel[(1,)](x, y, len(x), INNER=16, PRECISION="ieee"))
+
+
+def test_a_load_between_two_rows_is_named():
+    check = Check("x[T,D] -> y[T,D]", lambda x: x, gaps={"x": 3}, T=(2,), D=(5,))
+
+    def launch(stride):
+        return lambda x, y: row_kernel[(2,)](x, y, stride(x), 5, BLOCK=8)
+
+    assert check.examine(launch(lambda x: x.stride(0)))
+    assert "in the gap between two rows" in check.examine(launch(lambda x: x.shape[1])).text
+
+
+def test_a_check_counts_calls_and_names_too_many():
+    def steps(x, y):
+        row_kernel[(len(x),)](x, y, x.stride(0), x.shape[1], BLOCK=8)
+
+    for most, passes in ((2, True), (1, False)):
+        check = Check("x[T,D] -> y[T,D]", lambda x: x, most_calls=most, T=(2,), D=(5,))
+        report = check.examine(steps)
+        assert report.passed == passes
+        assert passes or "one program makes 2 loads and stores" in report.text
+
+
+def test_watch_counts_and_restores_the_interpreter():
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    before = (GridExecutor.__call__, InterpreterBuilder.create_masked_load)
+    x = torch.randn(6)
+    y = torch.zeros(6)
+    with Watch({"x": x, "y": y}, read_only=("x",)) as watch:
+        shifted(0)(x, y)
+    assert torch.equal(x, y)
+    assert (watch.launches, watch.programs, watch.loads, watch.stores) == (1, 2, 6, 6)
+    assert before == (GridExecutor.__call__, InterpreterBuilder.create_masked_load)
+
+
+# --- the GPU ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_solution_passes_on_the_gpu_with_its_time(number, capsys):
+    puzzle = page()[1][number]
+    assert puzzle.check(puzzle.answer)
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The GPU agrees." in printed
+    assert not puzzle.check.large or "a copy of as many bytes takes" in printed
+
+
+COMPILED = """
+import sys
+sys.path.insert(0, "tests")
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from test_puzzles import NUMBERS, dot_kernel, page
+
+space, puzzles = page()
+names = {name for puzzle in puzzles.values() for name in puzzle.answer.__code__.co_names}
+
+
+def build(kernel, **constants):
+    types = {}
+    for parameter in kernel.params:
+        if parameter.is_constexpr:
+            types[parameter.name] = "constexpr"
+        else:
+            types[parameter.name] = "*fp32" if parameter.name.endswith("_ptr") else "i32"
+    values = {name: constants.get(name, 16) for name, kind in types.items() if kind == "constexpr"}
+    triton.compile(ASTSource(kernel, types, values), target=GPUTarget("cuda", 90, 32))
+
+
+for name in sorted(names):
+    if isinstance(space.get(name), triton.JITFunction):
+        build(space[name])
+        print("compiled", name)
+for number in (2, 8, 13, 18):
+    assert puzzles[number].check.examine(puzzles[number].answer), number
+try:
+    build(dot_kernel, INNER=8, PRECISION="ieee")
+except Exception as error:
+    print("refused an inner side of 8")
+"""
+
+
+@pytest.mark.slow
+def test_solutions_compile_for_a_gpu_and_are_judged_in_the_interpreter_there(tmp_path):
+    "Without TRITON_INTERPRET, as on a machine with a GPU."
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "PYTHONPATH": str(ROOT),
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "MPLBACKEND": "agg",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = [line for line in done.stdout.splitlines() if line.startswith("compiled ")]
+    assert len(compiled) == len(NUMBERS) + 1  # puzzle 8 has two kernels
+    assert "refused an inner side of 8" in done.stdout
