@@ -23,7 +23,7 @@ from ..scan.op import longhorn_scan, selective_scan
 from ..scan.short_conv import causal_conv1d
 
 # isort: split
-# after vision_timm: it mends torchvision, which timm imports
+# after vision_timm, which repairs torchvision's import in timm
 from timm.layers import DropPath, PatchEmbed
 from timm.models import checkpoint_seq, register_notrace_function
 
@@ -68,7 +68,7 @@ def vision_keys(
     k: Tensor,  # (B,T,N)
     s: Tensor,  # (1,)
 ) -> Tensor:  # like k
-    "Give keys one length."
+    "Scale all keys to one length."
     return normalize_keys(k, s)
 
 # %% ../../nbs/models/23_vision.ipynb #23_vision-011
@@ -112,7 +112,7 @@ class Direction(nn.Module):
         d_state: int,  # N
         d_conv: int,  # width of the convolution
         scan: str,  # a name in `SCANS`
-        key_norm: bool,  # give keys one length
+        key_norm: bool,  # scale all keys to one length
     ):
         super().__init__()
         self.sizes = [rank, d_state, d_state]
@@ -180,7 +180,7 @@ class TwoWayMixer(nn.Module):
         d_state: int = 16,  # N
         d_conv: int = 4,  # width of the convolution
         expand: int = 2,  # D / d_model
-        key_norm: bool = False,  # give keys one length
+        key_norm: bool = False,  # scale all keys to one length
     ):
         super().__init__()
         if scan not in SCANS:

@@ -33,7 +33,7 @@ from ...records import atomic_file, check_ranges
 from ...theory.closed_forms import effective_rate
 
 # %% ../../../nbs/machine/measures.ipynb #measures-011
-MULTIPLES = (1, 2, 4, 8, 16)  # lengths that are measured, in training contexts
+MULTIPLES = (1, 2, 4, 8, 16)  # measured lengths, in training contexts
 
 
 def documents_of(
@@ -147,7 +147,7 @@ def entry_shares(
     k: Tensor,  # (M,N) keys
     beta: Tensor,  # (M,D) step sizes
 ) -> Tensor:  # (M,D,N)
-    "Return the share of every entry of the state that a step of Longhorn takes away by its own."
+    "Return the share of each entry of the state that one step of Longhorn erases."
     squares = k.square()[:, None]
     beta = beta[..., None]
     if form == "decoupled":
@@ -159,7 +159,7 @@ def erased_share(
     entries: Tensor,  # (M,D,N) from `entry_shares`
     k: Tensor,  # (M,N) keys
 ) -> Tensor:  # (M,D)
-    "Return the share taken from an old answer to the key, for a state along it; 0 if the key is 0."
+    "Return the erased share of the old answer to the key, for a state parallel to it; 0 for a key of zeros."
     tiny = torch.finfo(k.dtype).tiny
     weights = k.square() / k.square().sum(-1, keepdim=True).clamp(min=tiny)
     return (entries * weights[:, None]).sum(-1)
@@ -194,7 +194,7 @@ def longhorn_steps(mixer, x):
 
 
 def mamba_steps(mixer, x):
-    "Return the same of Mamba: B in place of keys, and its time steps in place of step sizes."
+    "Return Mamba's B in place of keys, and its time steps in place of step sizes."
     _, k, x, dt_low_rank, _, _ = mixer.project(x)
     keys = k.flatten(0, 1)
     dt = F.softplus(mixer.dt_proj(dt_low_rank)).flatten(0, 1)
@@ -236,7 +236,7 @@ STEPS = {Longhorn: longhorn_steps, Mamba: mamba_steps, MatrixMixer: matrix_steps
 
 # %% ../../../nbs/machine/measures.ipynb #measures-035
 GAPS = (1, 2, 4, 8, 16, 32, 64)  # steps between two keys
-TOKENS = 2048  # of a layer, that go into the percentiles of a share
+TOKENS = 2048  # of a layer, at most, in the percentiles of a share
 MOST = 1 << 22  # numbers that go into a percentile
 
 
@@ -250,7 +250,7 @@ def some_of(
     most: int,  # to return
     device: torch.device,
 ) -> Tensor:
-    "Return evenly spaced numbers of tokens, at most `most` and at most 2048, but one at least."
+    "Return evenly spaced token indices: at least one, at most `most` and at most 2048."
     count = max(1, min(tokens, most, TOKENS))
     return torch.linspace(0, tokens - 1, count, device=device).long()
 

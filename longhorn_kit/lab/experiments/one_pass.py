@@ -280,7 +280,8 @@ def train_run(
     s: SimpleNamespace,  # settings of a job
     texts: Texts,
     source: dict,  # arguments of `open_texts` that gave the texts
-    points: int | None = None,  # of the curve, after which to stop; None: to the end
+    points: int
+    | None = None,  # number of points of the curve after which to stop; None: at the end
 ) -> tuple[SequenceLM, dict]:
     "Train a job's model; return it, and what the record keeps of its training."
     model, checked = ready_model(json.dumps(s.model), s.context, s.gpu)
@@ -336,7 +337,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-042
 def draw_again(model, s):  # s: settings of the job
-    "Give a model the weights of a seed."
+    "Set a model's weights to those of a seed."
     model.load_state_dict(new_model(model.config, s.seed).state_dict())
     model.zero_grad(set_to_none=True)
     if s.gpu:
@@ -559,7 +560,7 @@ class State:
                     by_name[name]["search"].append(run)
                 else:
                     missing.append(job(tried, seed))
-            if len(missing) == len(needed):  # no further run is there
+            if len(missing) == len(needed):  # there are no further runs
                 break
         self.missing += missing
         for entry in self.pools[group]:

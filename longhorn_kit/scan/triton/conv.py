@@ -290,7 +290,7 @@ def _conv_bwd_kernel(
                 past = window[1:]
                 gs = gs[1:]
         done = lo + (tl.minimum(L, length - first) + U - 1) // U * U
-        for i in tl.static_range(W - 1):  # the last inputs wait for gradients of the next run
+        for i in tl.static_range(W - 1):  # the gradients of the last inputs come with the next run
             t = done + i
             m = md & (t < length)
             x = tl.load(x_ptr + t.to(tl.int64) * sx_t + d, mask=m, other=0.0).to(tl.float32)
@@ -372,7 +372,7 @@ def _conv_bwd_state_kernel(
         dy = tl.load(g_ptr + t * sg_t + d, mask=m, other=0.0).to(tl.float32)
         gs = gs + (_before_silu(dy, window, w, bias, W, SILU),)
         dh = _dual(gs, w, W)
-        if HAS_DHT:  # a state that outlives a short sequence
+        if HAS_DHT:  # part of the initial state survives a sequence shorter than the window
             dh += _final_share(dhT_ptr + state, d * 0 + (t - (W - 1)), length, d, md, W)
         tl.store(
             dh0_ptr + state + d.to(tl.int64) * (W - 1) + t, dh.to(dh0_ptr.dtype.element_ty), mask=md

@@ -142,7 +142,7 @@ def _state_offsets(d0, D, N: gl.constexpr, BD: gl.constexpr, MMA: gl.constexpr):
 def _checkpoint_offsets(
     d0, D, N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, NARROW: gl.constexpr
 ):
-    # Offsets of a state (BD,N). Beyond D any state will do: dY and W are 0 there.
+    # Offsets of a state (BD,N). Channels beyond D may hold any state: dY and W are 0 there.
     STATE: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [NW, 1], [1, 0])
     d = (d0 + gl.arange(0, BD, gl.SliceLayout(1, STATE)))[:, None]
     d = gl.minimum(d, D - 1) if NARROW else d
@@ -153,7 +153,7 @@ def _checkpoint_offsets(
 def _own_channels(
     d0, pd, BD: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, RAGGED_D: gl.constexpr
 ):
-    # Bits that mark the channels from pd * BD on, which the block before does not have, for `_and`.
+    # Bit mask for `_and`: channels from pd * BD on, which no earlier block covers.
     if RAGGED_D:
         left = -(d0 + gl.arange(0, BD, gl.SliceLayout(0, LEFT)) >= pd * BD).to(gl.int16)
         right = -(d0 + gl.arange(0, BD, gl.SliceLayout(1, RIGHT)) >= pd * BD).to(gl.int16)
