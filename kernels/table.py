@@ -157,7 +157,7 @@ def gpu_table(record, compiled=None):
         rules = list(dict.fromkeys(r["rule"] for r in steps))
         lines += [
             "",
-            f"Decoding ({linked('21_triton_step')}): the convolution's step and the scan's, one "
+            f"Decoding ({linked('18_triton_step')}): the convolution's step and the scan's, one "
             "layer in a CUDA graph, "
             "microseconds and, in brackets, how many times the bytes' floor.",
             "",
