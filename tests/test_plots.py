@@ -8,6 +8,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 
+from colours import contrast
 from longhorn_kit import plots
 from longhorn_kit.plots import COLORS, LABELS, label_ends, plot_seeds, show_table, use_style
 
@@ -53,6 +54,78 @@ def test_ends_of_lines_get_their_labels_and_do_not_overlap(ax):
     assert all(
         below.y1 <= above.y0 + 1 for below, above in zip(boxes, boxes[1:])
     )  # a pixel for rounding
+
+
+def leaders(ax):
+    "Label -> (end of the curve, place of the label), as fractions of the axes; without a leader None."
+    return {
+        text.get_text(): (text.xy, text.get_position()) if text.arrow_patch else None
+        for text in ax.texts
+    }
+
+
+def test_a_label_that_moved_or_is_far_from_its_curve_has_a_leader_to_its_end(ax):
+    ax.plot([0, 1], [0, 1.0], label="low")
+    ax.plot([0, 1], [0, 1.001], label="close")
+    ax.plot([0, 0.5], [0, 0.5], label="short")
+    ax.plot([0, 1], [0, np.nan], label="starts only")
+    ax.set(xlim=(0, 1), ylim=(0, 2))
+    label_ends(ax)
+    result = leaders(ax)
+    assert result["short"][0] == pytest.approx((0.5, 0.25))
+    assert result["low"][0] == pytest.approx((1, 0.5))
+    assert result["close"][0] == pytest.approx((1, 0.5005))
+    heights = [result[name][1][1] for name in ("low", "close")]
+    assert heights == pytest.approx([0.50025 - 0.0325, 0.50025 + 0.0325])
+    places = {place[0] for _, place in result.values()}
+    assert len(places) == 1, "the labels stand below one another"
+
+
+def test_labels_at_their_curves_have_no_leaders(ax):
+    for height in (0.2, 0.6):
+        ax.plot([0, 1], [0, height], label=str(height))
+    ax.plot([0, 1], [0, 5], label="_unnamed")
+    label_ends(ax)
+    assert leaders(ax) == {"0.2": None, "0.6": None}
+
+
+def test_labels_move_as_little_as_possible():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        heights = np.sort(rng.random(5))
+        result = np.array(plots.spread(list(heights), 0.1))
+        assert (np.diff(result) > 0.1 - 1e-9).all()
+        assert result.min() >= 0
+        assert result.max() <= 1
+        least = ((result - heights) ** 2).sum()
+        for trial in result + 0.02 * rng.standard_normal((300, 5)):
+            if (np.diff(trial) >= 0.1).all() and trial.min() >= 0 and trial.max() <= 1:
+                assert ((trial - heights) ** 2).sum() > least - 1e-9
+    assert plots.spread([0.5, 0.5, 0.5], 0.6) == pytest.approx([-0.2, 0.4, 1]), "no room: downwards"
+
+
+def in_the_dark_theme(colour):
+    "Return what docs/static/site.css makes of a figure's colour: inverted to 92.5 %, hues turned by 180 degrees."
+    channels = 0.925 - 0.85 * np.array(mpl.colors.to_rgb(colour))
+    turned = 2 * (channels @ [0.213, 0.715, 0.072]) - channels
+    return mpl.colors.to_hex(turned.clip(0, 1))
+
+
+@pytest.mark.parametrize("colour", [*COLORS.values(), plots.INK, "#000000", "#ffff00"])
+def test_words_in_figures_can_be_read_in_both_themes(colour):
+    words = plots.readable(colour)
+    assert contrast(words, "#ffffff") >= 4.5
+    assert contrast(in_the_dark_theme(words), in_the_dark_theme("white")) >= 4.5
+    assert contrast(mpl.colors.to_hex(plots.letters_on(colour)), colour) >= 4.5
+    if contrast(colour, "#ffffff") >= 4.6:
+        assert words == colour.lower()
+    hue, found = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
+    assert abs(hue - found) < 0.03, "another hue"
+
+
+def test_a_colour_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="oragne"):
+        plots.readable("oragne")
 
 
 @pytest.mark.parametrize("title", ["", "Losses"])
