@@ -27,7 +27,7 @@ sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(ROOT))
 import api  # noqa: E402
 import longhorn_kit  # noqa: E402
-from figures import pictures  # noqa: E402
+from figures import pictures, shows_photograph  # noqa: E402
 
 PARTS = {
     "theory": "Theory",
@@ -124,6 +124,12 @@ def imported_names(notebook: dict) -> dict:
     return found
 
 
+def with_number(source: str, path: Path) -> str:
+    "The first cell of a page, with the number from the name of its file in the title."
+    number = re.match(r"(\d+[a-z]?)_", path.stem)
+    return source.replace("# ", f"# {number[1]}. ", 1) if number else source
+
+
 def markdown_cell(name: str, source: str) -> dict:
     return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
 
@@ -180,11 +186,14 @@ def give_captions(cells: list) -> None:
             continue
         options = cell["metadata"].setdefault("mystnb", {})
         options["image"] = {"alt": f"Figure: {plain(heading)}"}
-        if max(o["metadata"].get("image/png", {}).get("width", 0) for o in shown) > WIDE:
-            options["image"]["classes"] = "wide"
+        classes = ["photograph"] * any(shows_photograph(output) for output in shown)
         if phone or "phone" in cell["metadata"]:  # drawn twice: for phones, then for wider screens
-            options["image"]["classes"] = "desk" if phone else "phone"
+            classes.append("desk" if phone else "phone")
             phone = not phone
+        elif max(o["metadata"].get("image/png", {}).get("width", 0) for o in shown) > WIDE:
+            classes.append("wide")
+        if classes:
+            options["image"]["classes"] = " ".join(classes)
         alone = len(shown) == 1 and not any(
             "text/html" in o.get("data", {}) for o in cell["outputs"]
         )
@@ -273,6 +282,8 @@ def page(notebook: dict, path: Path) -> dict:
                 fold(cell, "Imports")
         else:
             cell["source"] = local_links(cell["source"], path)
+        if number == 0:
+            cell["source"] = with_number(cell["source"], path)
         constants = [f'<span id="{e.full_name}"></span>' for e in entries if e.kind == "data"]
         if constants:
             cells.append(markdown_cell(f"names-{number}", "".join(constants)))
@@ -309,10 +320,16 @@ def slug(text: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
+def in_order() -> list:
+    "Names of the pages that the map lists, in its order."
+    text = "\n".join(cell["source"] for cell in read(NOTEBOOKS / "map.ipynb")["cells"])
+    return re.findall(r"^\| \[[^\]]*\]\((\w+/\w+)\.ipynb\)", text, re.M)
+
+
 def contents() -> str:
-    "The table of contents in Markdown, one entry per part of the book."
+    "The table of contents in Markdown, one entry per part of the book, in the order of the map."
     parts = {
-        title: sorted(f"{part}/{p.stem}" for p in (NOTEBOOKS / part).glob("*.ipynb"))
+        title: [name for name in in_order() if name.startswith(f"{part}/")]
         for part, title in PARTS.items()
     }
     parts["Reference"] = list(REFERENCE)

@@ -23,9 +23,15 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.linkcode",
     "sphinx-mathjax-offline",
+    "relevance",
 ]
 html_theme = "furo"
-html_theme_options = {"top_of_page_buttons": []}
+html_theme_options = {
+    "top_of_page_buttons": [],
+    "light_css_variables": {"code-font-size": "0.78rem", "figure-filter": "none"},
+    "dark_css_variables": {"figure-filter": "invert(0.925) hue-rotate(180deg)"},
+}
+html_search_scorer = str(ROOT / "docs" / "scorer.js")
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_js_files = ["site.js"]

@@ -39,6 +39,11 @@ def pack(data: bytes) -> bytes:
     return file.getvalue()
 
 
+def shows_photograph(output: dict) -> bool:
+    "Does an output of PNG keep all its colours? A packed one has a palette, which is type 3 in its header."
+    return base64.b64decode("".join(output["data"]["image/png"]))[25] != 3
+
+
 def pictures(*cells: dict) -> list:
     "Outputs of cells that are PNG."
     return [

@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from xml.etree import ElementTree
 
 import pytest
@@ -199,6 +199,21 @@ def test_the_page_on_stability_gives_the_citation_of_the_paper_and_of_a_row(monk
     sha, commit = capsys.readouterr().out.split()
     assert len(sha) == 64
     assert re.fullmatch("[0-9a-f]{12}", commit)
+
+
+def test_the_contents_are_in_the_order_of_the_map_and_titles_have_the_number_of_their_page(
+    prepared,
+):
+    folder, _ = prepared
+    listed = re.findall(r"\]\((\w+/\w+)\.ipynb\) \|", text_of("map"))
+    contents = build.contents()
+    assert [line for line in contents.splitlines() if "/" in line] == listed
+    for name in NOTEBOOKS:
+        first = json.loads((folder / "pages" / f"{name}.ipynb").read_text())["cells"][0]["source"]
+        number = re.match(r"(\d+b?)_", name.stem)
+        own = build.read(build.NOTEBOOKS / f"{name}.ipynb")["cells"][0]["source"].splitlines()[0]
+        title = first.splitlines()[0]
+        assert title == (f"# {number[1]}. {own.lstrip('# ')}" if number else own)
 
 
 def test_two_entries_of_one_word_can_be_linked_to():
@@ -806,6 +821,68 @@ def test_the_search_finds_a_function_by_name_and_by_what_it_does(site, words, na
     assert by_name <= by_words, (by_name, by_words)
 
 
+def test_the_sidebar_has_numbers_and_a_page_leads_to_the_one_before_and_after_it(site):
+    def soup_of(name):
+        text = (site / f"{name}.html").read_text(encoding="utf-8")
+        return BeautifulSoup(text, "html.parser")
+
+    entries = [link.get_text() for link in soup_of("scan/15_op").select(".sidebar-tree a")]
+    lessons = [Path(name) for name in build.in_order() if name in built(site)]
+    numbers = [path.stem.partition("_")[0] for path in lessons if path.parts[0] != "machine"]
+    assert [entry.partition(".")[0] for entry in entries[: len(numbers)]] == numbers
+    order = [name for name in (*build.in_order(), *build.REFERENCE) if name in built(site)]
+    for before, name, after in zip(["index", *order], order, order[1:]):
+        links = soup_of(name).select(".related-pages a")
+        targets = {
+            link["class"][0]: posixpath.normpath(
+                posixpath.join(posixpath.dirname(name), link["href"])
+            )
+            for link in links
+        }
+        found = targets.get("prev-page", "").removesuffix(".html"), targets["next-page"]
+        assert found == (before, f"{after}.html"), name
+
+
+def test_words_count_by_their_place():
+    pytest.importorskip("sphinx", reason="needs the extra 'docs'")
+    import relevance
+
+    assert relevance.words("Loads `tl.dot` of key_norm") == [
+        "load",
+        "tl.dot",
+        "tl",
+        "dot",
+        "of",
+        "key_norm",
+    ]
+    assert relevance.phrases("The associative scan is the scan.") == ["associ scan"]
+    counts = {
+        "scan/1_teaches": {"tl.dot": 60, "tile": 40},
+        "scan/2_uses": {"tl.dot": 3, "tile": 97},
+        "machine/also": {"tl.dot": 60, "tile": 40},
+        "scan/3_long": {"tl.dot": 60, "tile": 900},
+        "scan/4_other": {"key": 100},
+    }
+    scores = relevance.scores(counts)["tl.dot"]
+    order = ["scan/1_teaches", "scan/3_long", "machine/also", "scan/2_uses"]
+    assert sorted(scores, key=scores.get, reverse=True) == order
+    assert relevance.scores(counts)["key"]["scan/4_other"] > scores["scan/1_teaches"], "it is rarer"
+
+
+def test_the_search_has_a_score_of_every_page_for_the_words_that_it_explains(site):
+    text = (site / "_static/relevance.js").read_text()
+    table = json.loads(text.removeprefix("const RELEVANCE = ").rstrip(";\n"))
+    assert set(built(site)) <= set(table["pages"])
+
+    def best(word):
+        flat = table["words"][word]
+        return table["pages"][max(zip(flat[1::2], flat[::2]))[1]]
+
+    assert best("exact_step") == "theory/02_closed_forms"
+    assert best("longhorn_scan") == "scan/15_op"
+    assert "Scorer.score" in (site / "_static/language_data.js").read_text()
+
+
 def leads_to_a_page_left_out(site, page, href):
     "Does a link lead to a notebook that a site of some pages has no page for?"
     target = re.match(
@@ -878,6 +955,124 @@ def browser(tmp_path_factory):
     browser = Browser(tmp_path_factory.mktemp("browser"))
     yield browser
     browser.close()
+
+
+CONTRAST = """(() => {
+  document.querySelectorAll("details").forEach(details => { details.open = true; });
+  const parse = text => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
+  const over = (top, below) => top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
+  const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+  const luminance = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, share, i) => sum + share * linear(rgb[i] / 255), 0);
+  const layers = e => e ? [...layers(e.parentElement), parse(getComputedStyle(e).backgroundColor)] : [];
+  const opacity = e => e ? opacity(e.parentElement) * getComputedStyle(e).opacity : 1;
+  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  const pale = [];
+  let count = 0;
+  while (walk.nextNode()) {
+    const text = walk.currentNode.data.trim(), e = walk.currentNode.parentElement;
+    if (!text || !e.checkVisibility({visibilityProperty: true}) || e.closest("script, style, noscript")) continue;
+    const style = getComputedStyle(e), ground = layers(e).reduce((below, top) => over(top, below), [255, 255, 255]);
+    const ink = parse(e instanceof SVGElement ? style.fill : style.color);
+    ink[3] *= opacity(e);
+    const [dark, light] = [luminance(over(ink, ground)), luminance(ground)].sort((a, b) => a - b);
+    const contrast = (light + 0.05) / (dark + 0.05);
+    count += 1;
+    if (contrast < 4.5) pale.push([text.slice(0, 40), e.tagName, e.className, contrast]);
+  }
+  return [count, pale];
+})()"""
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("site", ["all pages"], indirect=True)
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_text_has_a_contrast_of_four_and_a_half(browser, site, theme):
+    names = [
+        "search",
+        "api",
+        "theory/03_exact_vs_diagonal",
+        "scan/14_triton_exact",
+        "lab/39_ledger",
+    ]
+    for name in ["index", "map", "machine/cli", *names]:
+        browser.open(site / f"{name}.html", 1200, theme)
+        count, pale = browser.run(CONTRAST)
+        assert count > 50, name
+        assert pale == [], name
+
+
+def test_code_in_both_themes_has_a_contrast_of_four_and_a_half():
+    pygments = pytest.importorskip("pygments.styles")
+    from pygments.token import Token
+
+    configuration = (ROOT / "docs/conf.py").read_text()
+    names = re.findall(r'^pygments_(?:dark_)?style = "(.*)"', configuration, re.M)
+    assert len(names) == 2
+    unseen = (Token.Text.Whitespace, Token.Error)
+    for name in names:
+        style = pygments.get_style_by_name(name)
+        for token, look in style:
+            if look["color"] and "Error" not in str(token):
+                ground = look["bgcolor"] or style.background_color.lstrip("#")
+                assert contrast(f"#{look['color']}", f"#{ground}") >= 4.5, (name, token)
+
+
+BLOCKS = """(() => {
+  document.querySelectorAll("details").forEach(details => { details.open = true; });
+  focusScrollers();
+  return [...document.querySelectorAll("article pre")].map(block => {
+    const style = getComputedStyle(block), button = block.parentElement.querySelector("button.copybtn");
+    return {
+      columns: Math.max(...block.innerText.split("\\n").map(line => line.length)),
+      scrolls: block.scrollWidth > block.clientWidth,
+      shown: style.backgroundImage.split("linear-gradient").length == 5 && style.scrollbarWidth == "thin",
+      input: !!block.closest(".cell_input"),
+      copied: !!button && button.checkVisibility({opacityProperty: true, visibilityProperty: true})
+        && getComputedStyle(button).opacity == "1" && button.getBoundingClientRect().width > 15,
+      text: block.innerText.slice(0, 60),
+    };
+  });
+})()"""
+LONG = ["scan/13_triton_diagonal", "scan/14_triton_exact", "scan/16_speed", "machine/plots"]
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("site", ["all pages"], indirect=True)
+@pytest.mark.parametrize("width", [390, 1200, 1366, 1600])
+def test_code_of_a_hundred_columns_is_not_cut_and_what_scrolls_shows_it(browser, site, width):
+    for name in LONG:
+        browser.open(site / f"{name}.html", width)
+        blocks = browser.run(BLOCKS)
+        assert len(blocks) > 20
+        for block in blocks:
+            assert block["shown"] == block["scrolls"], (name, block)
+            assert block["copied"] or not block["input"], (name, block)
+            if width >= 1200:
+                assert not block["scrolls"] or block["columns"] > 100, (name, block)
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth"), name
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("site", ["all pages"], indirect=True)
+@pytest.mark.parametrize(
+    "words, first",
+    [
+        ("key_norm", r"models/20_mixer\.html"),
+        (
+            "selective_scan_fn",
+            r"machine/mamba\.html.*#longhorn_kit\.scan\.mamba\.selective_scan_fn",
+        ),
+        ("tl.dot", r"scan/12b?_triton"),
+        ("longhorn_scan", r"scan/15_op\.html.*#longhorn_kit\.scan\.op\.longhorn_scan"),
+        ("short convolution", r"scan/09_short_conv\.html"),
+        ("Sherman–Morrison", r"theory/02_closed_forms\.html"),
+    ],
+)
+def test_the_page_that_defines_or_teaches_a_word_is_the_first_result(browser, site, words, first):
+    address = (site / "search.html").resolve().as_uri()
+    browser.visit(f"{address}?q={quote(words)}", 1200)
+    link = browser.wait("document.querySelector('ul.search li a')?.getAttribute('href')")
+    assert re.match(first, link), link
 
 
 @pytest.mark.release

@@ -16,10 +16,11 @@ addEventListener("DOMContentLoaded", () => document.querySelectorAll(".cell_outp
   link.append(img);
 }));
 
-// By keyboard: boxes that scroll take the focus, and so do the buttons that open the two drawers of a small screen.
+// Boxes that scroll show it, and by keyboard they take the focus; so do the buttons that open the two drawers of a small screen.
 function focusScrollers() {
   document.querySelectorAll("article pre, .table-wrapper, .cell_output, .math-wrapper, mjx-container[display]").forEach(box => {
     const scrolls = /auto|scroll/.test(getComputedStyle(box).overflowX) && box.scrollWidth > box.clientWidth;
+    box.classList.toggle("scrolls", scrolls);
     if (scrolls) box.tabIndex = 0; else box.removeAttribute("tabindex");
   });
 }
