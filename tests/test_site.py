@@ -1012,7 +1012,7 @@ def test_code_in_both_themes_has_a_contrast_of_four_and_a_half():
     for name in names:
         style = pygments.get_style_by_name(name)
         for token, look in style:
-            if look["color"] and "Error" not in str(token):
+            if look["color"] and token not in unseen:
                 ground = look["bgcolor"] or style.background_color.lstrip("#")
                 assert contrast(f"#{look['color']}", f"#{ground}") >= 4.5, (name, token)
 
