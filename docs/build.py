@@ -522,14 +522,10 @@ def index_shows(name: str, kind: str) -> str:
 
 
 FILM = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)"')
-READABLE = {
-    "#7A7A7A": "#59636e",
-    "#E69F00": "#8a5a00",
-}  # colours of words with too little contrast on white
 
 
 def film() -> str:
-    "The film of page 03 on a white card, so that it can be read on pages of any colour."
+    "The film of page 03; it brings a white ground, so that it can be read on pages of any colour."
     cells = read(NOTEBOOKS / "theory" / "03_exact_vs_diagonal.ipynb")["cells"]
     shown = [
         "".join(o["data"]["text/html"])
@@ -537,10 +533,7 @@ def film() -> str:
         for o in cell.get("outputs", [])
         if "text/html" in o.get("data", {})
     ]
-    svg = base64.b64decode(next(match for html in shown for match in FILM.findall(html))).decode()
-    for pale, dark in READABLE.items():
-        svg = svg.replace(f'fill="{pale}"', f'fill="{dark}"')
-    return svg.replace("<svg ", '<svg style="background:#fff" ', 1)
+    return base64.b64decode(next(match for html in shown for match in FILM.findall(html))).decode()
 
 
 def front_files() -> dict:
