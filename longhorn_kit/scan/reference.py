@@ -40,7 +40,7 @@ def widened(*tensors: Tensor | None) -> list:
     dtype = compute_dtype(*tensors)
     return [None if t is None else t.to(dtype) for t in tensors]
 
-
+# %% ../../nbs/scan/10_reference.ipynb #10_reference-010-b
 def tied(out: Tensor, *tensors: Tensor | None) -> Tensor:
     "Return `out`, which has no elements, as a function of the tensors: their gradients are zeros."
     for t in tensors:
