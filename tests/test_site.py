@@ -809,8 +809,7 @@ def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equation
         for link in page.links
     }
     assert any(
-        link.endswith("operation.html#longhorn_kit.scan.op.longhorn_scan")
-        for link in elsewhere
+        link.endswith("operation.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere
     )
     assert "#equation-1" in {link for page in pages.values() for link in page.links}
 
