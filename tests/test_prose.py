@@ -283,11 +283,8 @@ DERIVED = {  # page -> number as written -> the formula, which has to give it
     **{page: {"0.0044 bits per byte": lead_per_byte} for page in ("README.md", "nbs/index.ipynb")},
     "nbs/machine/memory.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9},
     "nbs/machine/training.ipynb": {"5.55 nats": lambda: math.log(256)},
-    "nbs/lab/34_language.ipynb": {
-        "0.013 nats": lambda: lead("120M", "longhorn", "mamba"),
-        "200 times": language_cache,
-        "270 times": lambda: 128.56e6 / laptop_run("longhorn")["parameters"],
-    },
+    "nbs/machine/language_experiment.ipynb": {"200 times": language_cache},
+    "nbs/lab/36_one_pass.ipynb": {"0.013 nats": lambda: lead("120M", "longhorn", "mamba")},
     "nbs/models/20_mixer.ipynb": {
         "0.037 nats": lambda: lead("120M", "longhorn", "longhorn_scalar")
     },

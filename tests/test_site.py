@@ -81,6 +81,8 @@ SOME = (
     "theory/01_objective",
     "theory/02_closed_forms",
     "scan/15_op",
+    "machine/official_layout",
+    "machine/operation",
     "api",
     "stable",
 )
@@ -178,7 +180,9 @@ def test_the_page_of_the_package_begins_with_the_public_names(site, pages):
 
 
 def test_parameters_are_folded_except_those_of_the_public_names(site):
-    soup = BeautifulSoup((site / "scan/15_op.html").read_text(encoding="utf-8"), "html.parser")
+    soup = BeautifulSoup(
+        (site / "machine/operation.html").read_text(encoding="utf-8"), "html.parser"
+    )
     public = set(build.public_names().values())
     assert {"longhorn_kit.scan.op.longhorn_scan", "longhorn_kit.models.lm.SequenceLM"} <= public
     for entry in soup.find_all("dt", class_="sig"):
@@ -939,11 +943,11 @@ def test_every_entry_stands_where_its_notebook_defines_it_and_names_and_equation
     elsewhere = {
         link
         for name, page in pages.items()
-        if name not in ("scan/15_op.html", "api.html")
+        if name not in ("machine/operation.html", "api.html")
         for link in page.links
     }
     assert any(
-        link.endswith("scan/15_op.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere
+        link.endswith("operation.html#longhorn_kit.scan.op.longhorn_scan") for link in elsewhere
     )
     assert "#equation-1" in {link for page in pages.values() for link in page.links}
 

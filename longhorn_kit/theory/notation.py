@@ -8,8 +8,13 @@ __all__ = ['SYMBOLS', 'Symbol', 'symbol_table', 'shape_of', 'swap_layout', 'to_o
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-003
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from longhorn_kit.theory.official_layout import (  # noqa: F401
+    from_official,
+    swap_layout,
+    to_official,
+)
+
+_all_ = ["swap_layout", "to_official", "from_official"]
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-017
 @dataclass(frozen=True)
@@ -83,90 +88,3 @@ def shape_of(
     if missing:
         raise ValueError(f"the shape of {name} is ({shape}); missing: {', '.join(missing)}")
     return tuple(sizes[size] for size in shape.split(",")) if shape else ()
-
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-033
-def swap_layout(
-    t: Tensor,  # (B,T,C) ours, or (B,C,L) official
-) -> Tensor:  # (B,C,L) or (B,T,C)
-    "Swap time and channels, in fresh contiguous memory."
-    if t.dim() != 3:
-        raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
-    return t.transpose(1, 2).contiguous()
-
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-036
-def _expect(**given):
-    "Raise ValueError for an unexpected shape; `given` is name=(tensor or None, shape, reason)."
-    for name, (t, shape, reason) in given.items():
-        if t is not None and t.shape != torch.Size(shape):
-            got = tuple(t.shape)
-            want = tuple(shape)
-            raise ValueError(f"{name} has shape {got}; expected {want} to match {reason}")
-
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-038
-def to_official(
-    q: Tensor,  # (B,T,N) queries
-    k: Tensor,  # (B,T,N) keys
-    x: Tensor,  # (B,T,D) values
-    b: Tensor,  # (B,T,D) or (B,T,1) step-size logits
-    b_bias: Tensor | None = None,  # (D,)
-    D_skip: Tensor | None = None,  # (D,)
-    z: Tensor | None = None,  # (B,T,D) gate
-) -> dict[str, Tensor | None]:  # u, q, k, dt, D, t_bias, z, in the official order
-    "Return `longhorn_scan`'s arguments in the official names, order and layout."
-    if q.dim() != 3 or x.dim() != 3:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; expected (B,T,N) and (B,T,D)"
-        )
-    B, T, D = x.shape
-    rate = (B, T, 1) if b.shape[-1:] == (1,) else x.shape
-    _expect(
-        q=(q, (B, T, q.shape[-1]), "x"),
-        k=(k, q.shape, "q"),
-        b=(b, rate, "x"),
-        z=(z, x.shape, "x"),
-        b_bias=(b_bias, (D,), "x"),
-        D_skip=(D_skip, (D,), "x"),
-    )
-    return dict(
-        u=swap_layout(x),
-        q=swap_layout(q),
-        k=swap_layout(k),
-        dt=swap_layout(b.expand(B, T, D)),
-        D=D_skip,
-        t_bias=b_bias,
-        z=None if z is None else swap_layout(z),
-    )
-
-# %% ../../nbs/theory/00_notation.ipynb #00_notation-039
-def from_official(
-    u: Tensor,  # (B,D,L) values
-    q: Tensor,  # (B,N,L) queries
-    k: Tensor,  # (B,N,L) keys
-    dt: Tensor,  # (B,D,L) step-size logits
-    D: Tensor | None = None,  # (D,)
-    t_bias: Tensor | None = None,  # (D,)
-    z: Tensor | None = None,  # (B,D,L) gate
-) -> dict[str, Tensor | None]:  # q, k, x, b, b_bias, D_skip, z, in the kit's order
-    "Undo `to_official`."
-    if q.dim() != 3 or u.dim() != 3:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; expected (B,N,L) and (B,D,L)"
-        )
-    B, channels, L = u.shape
-    _expect(
-        q=(q, (B, q.shape[1], L), "u"),
-        k=(k, q.shape, "q"),
-        dt=(dt, u.shape, "u"),
-        z=(z, u.shape, "u"),
-        t_bias=(t_bias, (channels,), "u"),
-        D=(D, (channels,), "u"),
-    )
-    return dict(
-        q=swap_layout(q),
-        k=swap_layout(k),
-        x=swap_layout(u),
-        b=swap_layout(dt),
-        b_bias=t_bias,
-        D_skip=D,
-        z=None if z is None else swap_layout(z),
-    )
