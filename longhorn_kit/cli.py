@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'unseen_settings',
-           'subcommand', 'typed_value', 'changed', 'trials', 'trial_settings', 'Claims', 'recipe', 'chosen_claims',
-           'set_aside', 'rest_of_claims', 'time_printer', 'run_claim', 'cluster_options', 'print_verdicts',
-           'finished_records', 'noted_failure', 'sigterm_interrupts', 'interruption', 'Reproduce', 'Prepare', 'HoldOut',
-           'Retrain', 'check_name', 'TrainLM', 'TrainVision', 'accuracies', 'EvalVision', 'parse',
-           'open_closed_streams', 'fail', 'several_processes', 'without_frame', 'agreed', 'main']
+           'one_line_per_paragraph', 'subcommand', 'typed_value', 'changed', 'trials', 'trial_settings', 'Claims',
+           'recipe', 'chosen_claims', 'set_aside', 'rest_of_claims', 'time_printer', 'run_recipe', 'cluster_options',
+           'finished_or_run', 'run_claim', 'print_verdicts', 'finished_records', 'noted_failure', 'sigterm_interrupts',
+           'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'check_name', 'TrainLM', 'TrainVision',
+           'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'prepare_process', 'fail', 'several_processes',
+           'without_frame', 'fail_misread', 'run_command', 'agreed', 'main']
 
 # %% ../nbs/machine/cli.ipynb #cli-003
 import argparse
@@ -99,6 +100,11 @@ def unseen_settings(error: ModuleNotFoundError, argv: list[str]) -> tuple[NoSett
     return NoSettings(), f"\n\nIts settings are not shown: {error}"
 
 
+def one_line_per_paragraph(text: str) -> str:
+    "Return a docstring with the lines of each paragraph joined; the terminal wraps them."
+    return re.sub(r"(?<!\n)\n +(?=\S)", " ", text)
+
+
 def subcommand(kind: type, argv: list[str]) -> tuple[type, dict]:
     "Return the type that tyro parses, and its options: the typed preset gives the defaults."
     if not hasattr(kind, "settings_of"):
@@ -107,8 +113,9 @@ def subcommand(kind: type, argv: list[str]) -> tuple[type, dict]:
     needed = {
         f.name: tyro.MISSING for f in fields(kind) if f.default is MISSING and f.name != "settings"
     }
+    description = one_line_per_paragraph(kind.__doc__) + more
     return kind[type(settings)], dict(
-        default=kind(settings=settings, **needed), description=kind.__doc__ + more
+        default=kind(settings=settings, **needed), description=description
     )
 
 # %% ../nbs/machine/cli.ipynb #cli-012
@@ -277,6 +284,48 @@ def time_printer(claim: Claim, options: "Reproduce", out: Path, later: tuple) ->
 
     return on_estimate
 
+# %% ../nbs/machine/cli.ipynb #cli-025-parts
+def run_recipe(command: str) -> None:
+    "Run the shell command of a claim; RuntimeError if it fails."
+    print(f"  {command}", flush=True)
+    if code := subprocess.run(["sh", "-c", command]).returncode:
+        raise RuntimeError(f"its command ended with code {code}")
+
+
+def cluster_options(words: tuple[str, ...]) -> dict:  # NAME=VALUE
+    "Return options of submitit by name; whole numbers become integers."
+    pairs = [word.split("=", 1) for word in words]
+    return {name: int(value) if value.isdigit() else value for name, value in pairs}
+
+
+def finished_or_run(
+    experiment: Any,  # of the claim
+    options: "Reproduce",
+    folder: Path,  # of the claim at this scale
+    on_estimate: Callable,  # called with the time left
+    overrides: dict,  # settings that differ from those of the scale
+) -> dict:
+    "Return the record of a finished run, or run the jobs that are missing."
+    from longhorn_kit.lab.run import finished, run
+
+    record = finished(experiment, folder, experiment.config(options.scale, **overrides))
+    if record:
+        tell(f"  already finished in {folder}; --fresh runs it again")
+        return record
+    if folder.exists():
+        tell(f"  resuming {folder}")
+    return run(
+        experiment,
+        options.scale,
+        folder,
+        options.launcher,
+        options.workers,
+        options.minutes,
+        cluster_options(options.slurm),
+        on_estimate,
+        **overrides,
+    )
+
 # %% ../nbs/machine/cli.ipynb #cli-025
 def run_claim(
     claim: Claim,
@@ -286,57 +335,30 @@ def run_claim(
 ) -> None:
     "Run one claim, or find that it is done, and print its verdict."
     from longhorn_kit.lab.claims.report import duration
-    from longhorn_kit.lab.run import finished, run
 
     if command := recipe(claim, options.scale):
-        print(f"  {command}", flush=True)
-        if code := subprocess.run(["sh", "-c", command]).returncode:
-            raise RuntimeError(f"its command ended with code {code}")
+        run_recipe(command)
         return
     experiment = find_experiment(claim)
     preset = experiment.config(options.scale)
     overrides = {}
     if not isinstance(options.settings, NoSettings):
         overrides = changed(options.settings, preset)
-    trial = any(not f.metadata.get("place") for f in fields(preset) if f.name in overrides)
-    folder = out / claim.name / (f"{options.scale}.trial" if trial else options.scale)
-    if trial:
-        print(
-            "  a trial, since its settings are not those of the scale; the ledger does not count "
-            "it",
-            flush=True,
-        )
+    folder = out / claim.name / options.scale
+    if any(not f.metadata.get("place") for f in fields(preset) if f.name in overrides):
+        folder = folder.with_name(f"{options.scale}.trial")
+        note = "its settings are not those of the scale; the ledger does not count it"
+        print(f"  a trial, since {note}", flush=True)
     if options.fresh and set_aside(folder):
         tell(f"  the earlier run is now {folder}.previous")
-    record = finished(experiment, folder, experiment.config(options.scale, **overrides))
-    if record:
-        tell(f"  already finished in {folder}; --fresh runs it again")
-    else:
-        if folder.exists():
-            tell(f"  resuming {folder}")
-        record = run(
-            experiment,
-            options.scale,
-            folder,
-            options.launcher,
-            options.workers,
-            options.minutes,
-            cluster_options(options.slurm),
-            time_printer(claim, options, out, later),
-            **overrides,
-        )
+    watch = time_printer(claim, options, out, later)
+    record = finished_or_run(experiment, options, folder, watch, overrides)
     print_verdicts(claim, record)
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
         notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]
         left = plural(record["missing"], "job")
         raise RuntimeError(f"{left} not done{''.join(notes)}; the same command continues")
-
-
-def cluster_options(words: tuple[str, ...]) -> dict:  # NAME=VALUE
-    "Return options of submitit by name; whole numbers become integers."
-    pairs = [word.split("=", 1) for word in words]
-    return {name: int(value) if value.isdigit() else value for name, value in pairs}
 
 
 def print_verdicts(claim: Claim, record: dict) -> None:
@@ -412,7 +434,8 @@ def interruption(stop: KeyboardInterrupt, command: Any) -> str:
 # %% ../nbs/machine/cli.ipynb #cli-031
 @dataclass
 class Reproduce(Generic[S]):
-    "Run claims of the paper again and write a report page. One claim alone takes its settings as flags."
+    """Run claims of the paper again and write a report page. One claim alone takes
+    its settings as flags."""
 
     # claims to run; by default the quick ones of this scale
     claims: tyro.conf.Positional[tuple[str, ...]] = ()
@@ -443,28 +466,11 @@ class Reproduce(Generic[S]):
 
     def __call__(self) -> None:
         "Run the claims one after another, and write the page after each of them."
-        for name in ("workers", "minutes"):
-            if not (getattr(self, name) or 0) >= 0:  # also NaN
-                raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
-        for option in self.slurm:
-            if "=" not in option or self.launcher != "slurm":
-                raise UsageError(
-                    f"--slurm takes NAME=VALUE with --launcher slurm; got {option!r} with "
-                    f"{self.launcher}"
-                )
+        self.check()
         claims = chosen_claims(self.claims, self.scale)
         out = writable_folder(self.out)
-        minutes = [claim.minutes.get(self.scale) for claim in claims]
-        total = f"about {sum(minutes):g} min" if all(minutes) else "the full recipe"
-        total = f"{total} on {PLATFORM[self.scale]}"
-        if self.scale == "laptop" and not self.claims and measured_minutes():
-            total = measured_minutes()
-        if self.changes(claims):
-            total = "its time is estimated after its first job, since settings are changed"
-        print(
-            f"at scale {self.scale}: {', '.join(claim.name for claim in claims)}; {total}",
-            flush=True,
-        )
+        names = ", ".join(claim.name for claim in claims)
+        print(f"at scale {self.scale}: {names}; {self.duration_of(claims)}", flush=True)
         failed = {}
         for i, claim in enumerate(claims):
             print(f"\n[{i + 1}/{len(claims)}] {claim.name}")
@@ -484,6 +490,28 @@ class Reproduce(Generic[S]):
             reasons = ", ".join(f"{name} ({reason})" for name, reason in failed.items())
             raise RuntimeError(f"not done: {reasons}; what is finished is kept")
 
+    def check(self) -> None:
+        "Raise `UsageError` for a flag whose value cannot be."
+        for name in ("workers", "minutes"):
+            if not (getattr(self, name) or 0) >= 0:  # also NaN
+                raise UsageError(f"--{name} is {getattr(self, name)}; it must be 0 or more")
+        for option in self.slurm:
+            if "=" not in option or self.launcher != "slurm":
+                raise UsageError(
+                    f"--slurm takes NAME=VALUE with --launcher slurm; got {option!r} with "
+                    f"{self.launcher}"
+                )
+
+    def duration_of(self, claims: list[Claim]) -> str:
+        "Describe how long the claims are expected to take, and on what."
+        if self.changes(claims):
+            return "its time is estimated after its first job, since settings are changed"
+        if self.scale == "laptop" and not self.claims and measured_minutes():
+            return measured_minutes()
+        minutes = [claim.minutes.get(self.scale) for claim in claims]
+        total = f"about {sum(minutes):g} min" if all(minutes) else "the full recipe"
+        return f"{total} on {PLATFORM[self.scale]}"
+
     def changes(self, claims: list[Claim]) -> dict:
         "Return the settings that differ from the preset of the only claim with settings, or {}."
         if isinstance(self.settings, NoSettings):
@@ -492,8 +520,10 @@ class Reproduce(Generic[S]):
         return changed(self.settings, find_experiment(claim).config(self.scale))
 
     def report(
-        self, out: Path, later: tuple[Claim, ...] = ()
-    ) -> Path:  # later: claims that run next
+        self,
+        out: Path,  # folder of runs
+        later: tuple[Claim, ...] = (),  # claims that run next
+    ) -> Path:
         "Write the page about every finished run in the folder."
         from longhorn_kit.lab.claims.report import write_report
 
@@ -503,7 +533,8 @@ class Reproduce(Generic[S]):
 # %% ../nbs/machine/cli.ipynb #cli-033
 @dataclass
 class Prepare:
-    "Turn text into tokens, once, with all cores; the same command resumes an interrupted preparation."
+    """Turn text into tokens, once, with all cores; the same command resumes an
+    interrupted preparation."""
 
     # stdlib, a file, folder or glob of texts, or hf:NAME:CONFIG#SPLIT@REVISION
     source: tyro.conf.Positional[str]
@@ -619,7 +650,8 @@ LAYER = ("d_state", "d_conv", "expand", "n_heads", "key_norm")  # flags that are
 # %% ../nbs/machine/cli.ipynb #cli-039
 @dataclass
 class TrainLM(Generic[S]):
-    """Train a language model; the same command resumes an interrupted run, more --steps lengthen a finished one.
+    """Train a language model; the same command resumes an interrupted run, more --steps lengthen
+    a finished one.
 
     --preset NAME --help shows its values."""
 
@@ -659,7 +691,8 @@ class TrainLM(Generic[S]):
 # %% ../nbs/machine/cli.ipynb #cli-041
 @dataclass
 class TrainVision(Generic[S]):
-    "Train a vision model; the same command resumes an interrupted run. --preset NAME --help shows its values."
+    """Train a vision model; the same command resumes an interrupted run. --preset
+    NAME --help shows its values."""
 
     preset: str  # a name that --help lists
     out: str  # folder of the run
@@ -763,7 +796,7 @@ def parse(argv: list[str]) -> Any:
         kinds = (
             Annotated[plain(kind), tyro.conf.subcommand(name)] for name, kind in COMMANDS.items()
         )
-        kind = Union[tuple(kinds)]
+        kind = Union[tuple(kinds)]  # noqa: UP007: X | Y takes no list
         more = {"description": ABOUT}
     try:
         with contextlib.redirect_stderr(box := io.StringIO()):
@@ -784,7 +817,17 @@ def open_closed_streams() -> None:
     "Replace a standard stream that is closed by an empty one."
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
+            stream = open(os.devnull, mode)  # noqa: SIM115: until the process ends
+            setattr(sys, name, stream)
+
+
+def prepare_process() -> None:
+    "Set how this process prints, draws and waits."
+    open_closed_streams()
+    os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread must not spin
+    if hasattr(sys.stdout, "reconfigure"):  # characters that the terminal lacks become ?
+        sys.stdout.reconfigure(errors="replace")
 
 
 def fail(message: str, code: int) -> int:
@@ -805,6 +848,24 @@ def without_frame(box: str) -> str:
     return in_one_line(" ".join(re.sub("[╭╮╰╯│─]|-{4,}", " ", box).split()))
 
 
+def fail_misread(error: Misread) -> int:
+    "Print tyro's box, or of several processes one line each, and return the exit code."
+    if several_processes():  # their boxes would mix
+        return fail(without_frame(str(error)), 2)
+    sys.stderr.write(readable(str(error)))
+    return 2
+
+
+def run_command(command: Callable) -> None:
+    "Call a command; SIGTERM interrupts it, and one of several processes leaves them at its end."
+    with sigterm_interrupts():
+        command()
+    if several_processes():
+        from longhorn_kit.lab.distributed import leave
+
+        atexit.register(leave)
+
+
 def agreed(function: Callable, *arguments: Any) -> Any:
     "Call a function; if it fails in one of several processes, it fails in all."
     if not several_processes():
@@ -820,24 +881,13 @@ def main(
 ) -> int:  # exit code
     "Run a command; return 0 (done), 1 (failed), 2 (wrong command line) or 130 (interrupted)."
     argv = sys.argv[1:] if argv is None else argv
-    open_closed_streams()
-    os.environ.setdefault("MPLBACKEND", "Agg")  # figures go to files
-    os.environ.setdefault(
-        "OMP_WAIT_POLICY", "passive"
-    )  # waiting threads must not spin on a busy machine
-    if hasattr(sys.stdout, "reconfigure"):  # characters that the terminal lacks become ?
-        sys.stdout.reconfigure(errors="replace")
+    prepare_process()
     command = None
     try:
         if argv in (["--version"], ["-V"]):
             print(f"longhorn {__version__}")
         elif command := agreed(parse, argv):
-            with sigterm_interrupts():
-                command()
-            if several_processes():
-                from longhorn_kit.lab.distributed import leave
-
-                atexit.register(leave)
+            run_command(command)
         sys.stdout.flush()
         return 0
     except KeyboardInterrupt as stop:  # the training loop reports the step
@@ -846,10 +896,7 @@ def main(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Misread as error:
-        if several_processes():  # their boxes would mix
-            return fail(without_frame(str(error)), 2)
-        sys.stderr.write(readable(str(error)))
-        return 2
+        return fail_misread(error)
     except Exception as error:
         if os.environ.get("LONGHORN_DEBUG") == "1":
             raise
@@ -857,38 +904,6 @@ def main(
 
 # %% ../nbs/machine/cli.ipynb #cli-057
 #| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-#| eval: false
-if (
-    __name__ == "__main__" and "ipykernel" not in sys.modules
-):  # not where this page is run in JupyterLab
+# not where this page is run in JupyterLab
+if __name__ == "__main__" and "ipykernel" not in sys.modules:
     sys.exit(main())

@@ -258,13 +258,12 @@ def without_machine_paths(text: str) -> str:
     return text
 
 
-PATH_START = r"(?:(?<![\w./~-])|(?<=file://))(?:/(?=[^/\s])|[A-Za-z]:[\\/]|\\\\)"  # where an absolute path starts
-FULL_PATH = re.compile(
-    PATH_START + r"(?:[^\s/\\'\"<>|`]+[\\/]+)+([^\s/\\'\"<>|`]*)"
-)  # group: its last part
-LONE_SURROGATES = re.compile(
-    "[\ud800-\udfff]"
-)  # a name of a file that is not UTF-8; JSON cannot hold them
+# where an absolute path starts
+PATH_START = r"(?:(?<![\w./~-])|(?<=file://))(?:/(?=[^/\s])|[A-Za-z]:[\\/]|\\\\)"
+# group: its last part
+FULL_PATH = re.compile(PATH_START + r"(?:[^\s/\\'\"<>|`]+[\\/]+)+([^\s/\\'\"<>|`]*)")
+# in the name of a file that is not UTF-8; JSON cannot hold them
+LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def last_part(path: str) -> str:

@@ -29,6 +29,18 @@ def parts_of(file):
     return [source.removeprefix(first) for kind, source in cells() if source.startswith(first)]
 
 
+def notebook_of(cells, name):
+    "Return a notebook of (type, source) pairs, as JSON; `name` starts the names of its cells."
+    code = {"execution_count": None, "outputs": []}
+    cells = [
+        {"cell_type": kind, "id": f"{name}-{number}", "metadata": {}, "source": source.rstrip("\n")}
+        | (code if kind == "code" else {})
+        for number, (kind, source) in enumerate(cells)
+    ]
+    kernel = {"display_name": "python3", "language": "python", "name": "python3"}
+    return {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+
+
 def notebook():
     "Return the notebook that the text makes, as JSON."
     made = [("markdown", source) for source in blocks("markdown")]
@@ -39,14 +51,7 @@ def notebook():
             if "```" not in before:  # else it is about the files, not about the code
                 made.append(("markdown", before))
             made.append(("code", source.replace(first, "#| export\n")))
-    code = {"execution_count": None, "outputs": []}
-    made = [
-        {"cell_type": kind, "id": f"efla-{number}", "metadata": {}, "source": source.rstrip("\n")}
-        | (code if kind == "code" else {})
-        for number, (kind, source) in enumerate(made)
-    ]
-    kernel = {"display_name": "python3", "language": "python", "name": "python3"}
-    return {"cells": made, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    return notebook_of(made, "efla")
 
 
 def as_exported(source):
@@ -92,7 +97,8 @@ def changed(text, file, old, new):
 def apply(root):
     "Do in the tree at `root` what the text says."
     (root / NOTEBOOK).write_text(json.dumps(notebook(), indent=1), encoding="utf-8")
-    (root / "tests/test_efla.py").write_text("\n".join(parts_of("tests/test_efla.py")))
+    test = "\n".join(parts_of("tests/test_efla.py")) + "\n"
+    (root / "tests/test_efla.py").write_text(test, encoding="utf-8")
     for file, old, new in changes():
         text = (root / file).read_text(encoding="utf-8")
         (root / file).write_text(changed(text, file, old, new), encoding="utf-8")

@@ -1,10 +1,7 @@
 """The page *Add a mixer*: its text adds a layer to a copy of the kit, and broken layers fail."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 
 import mixer_page
 from longhorn_kit.models import MIXERS, LMConfig
+from tree_copy import copy_of_the_tree, run_in
 
 ROOT = Path(__file__).parents[1]
 BROKEN = """
@@ -117,29 +115,6 @@ def test_a_mixer_without_its_import_its_name_or_its_colour_is_an_error():
     assert colored != source
     with pytest.raises(KeyError, match="efla"):
         exec(colored, {"__name__": "longhorn_kit.plots", "__package__": "longhorn_kit"})
-
-
-def copy_of_the_tree(folder):
-    "Copy the tree, with links to this environment where `make` looks for it, and return its path."
-    left_out = (".git", ".venv", "runs", "build", "dist", "node_modules", "_site", "_build")
-    ignored = shutil.ignore_patterns(*left_out, "__pycache__", ".*_cache", ".ipynb_checkpoints")
-    copy = folder / "kit"
-    shutil.copytree(ROOT, copy, ignore=ignored)
-    (copy / ".venv").mkdir()
-    for path in Path(sys.prefix).iterdir():
-        (copy / ".venv" / path.name).symlink_to(path)
-    for stamp in (".lab", ".installed"):  # newer than all that they depend on
-        (copy / ".venv" / stamp).unlink(missing_ok=True)
-        (copy / ".venv" / stamp).touch()
-    return copy
-
-
-def run_in(kit, command):
-    "Run a shell command in a copy of the tree, whose package comes first."
-    environment = os.environ | {"PYTHONPATH": f"{kit.parent}:{kit}", "COLUMNS": "400"}
-    return subprocess.run(
-        command, shell=True, cwd=kit, capture_output=True, text=True, env=environment, timeout=900
-    )
 
 
 @pytest.mark.slow

@@ -1,15 +1,11 @@
 """Experiments give the same record on every engine and after every accident."""
 
 import contextlib
-import json
 import os
 import random
-import re
-import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -335,59 +331,6 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(
     assert record["results"] == expected
     assert kills == len(fakes.kills(20))
     assert not any("again" in text for text in starts(tmp_path))
-
-
-@pytest.mark.slow
-def test_the_experiment_of_the_contributing_guide_runs(tmp_path):
-    from nbdev.export import nb_export
-
-    root = TESTS.parent
-    guide = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    blocks = re.findall(
-        r"```python\n(.*?)```",
-        guide[guide.index("## Add an experiment") : guide.index("## Add a kernel")],
-        re.S,
-    )
-    experiment, claim = (textwrap.dedent(block) for block in blocks)
-    cells = [
-        "#| default_exp lab.experiments.parity",
-        f"#| export\n{experiment}",
-        f"#| export\n{claim}",
-    ]
-    code = [
-        dict(
-            cell_type="code", metadata={}, source=text, outputs=[], execution_count=None, id=str(i)
-        )
-        for i, text in enumerate(cells)
-    ]
-    shutil.copytree(
-        root / "longhorn_kit",
-        tmp_path / "longhorn_kit",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
-    shutil.copy(root / "settings.ini", tmp_path)
-    (tmp_path / "nbs").mkdir()
-    page = tmp_path / "nbs" / "41_parity.ipynb"
-    page.write_text(json.dumps({"cells": code, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    nb_export(page, tmp_path / "longhorn_kit")
-    commands = "import sys; from longhorn_kit.cli import main; sys.exit(main(sys.argv[1:]) or main(['claims']))"  # in one process
-    words = ["reproduce", "parity", "--steps", "20", "--workers", "0"]
-    done = subprocess.run(
-        [sys.executable, "-c", commands, *words],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "parity: exact above diagonal" in done.stdout, done.stderr
-    assert (
-        read_record(tmp_path / "runs" / "parity" / "laptop.trial" / "record.json")["settings"][
-            "steps"
-        ]
-        == 20
-    )
-    assert "The exact form learns parity" in done.stdout
 
 
 def job(model, lr, seconds=None, **more):

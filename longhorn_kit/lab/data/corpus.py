@@ -120,8 +120,10 @@ def started_processes():
         yield
     except RuntimeError as error:
         raise OSError(f"a process that tokenises was lost ({error}); try fewer workers") from None
-    except Exception as error:  # `map` turns an interrupt into another error
-        raise error.__context__ if isinstance(error.__context__, KeyboardInterrupt) else error
+    except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # `map` turned it into another error
+            raise error.__context__ from None
+        raise
     finally:
         del THREADS["maps"]
         show()
@@ -202,7 +204,7 @@ class CorpusBuilder:
         if self.path.exists():
             self.state = read_record(self.path)
         for part in PARTS:
-            self.files[part] = open(folder / f"{part}.bin", "a+b")
+            self.files[part] = open(folder / f"{part}.bin", "a+b")  # noqa: SIM115: until `close`
             self.digests[part] = self.cut_back(self.files[part], self.state[part])
 
     def cut_back(

@@ -175,7 +175,7 @@ class ZstdFile(io.RawIOBase):
     "Decompressed bytes of a .zst file, frame by frame; OSError if it is damaged or cut off."
 
     def __init__(self, path):
-        self.file = open(path, "rb")
+        self.file = open(path, "rb")  # noqa: SIM115: until `close`
         self.frame = None
         self.data = b""
         self.ready = memoryview(b"")  # not yet decompressed; decompressed
@@ -333,7 +333,8 @@ def record_documents(records, text_column, source):  # records: (name, dict) pai
     "Yield records as (name, text) without NUL characters; blank ones are skipped and counted."
     total = 0
     skipped = 0
-    for total, (name, record) in enumerate(records, 1):
+    for name, record in records:
+        total += 1
         column = found_column(record, text_column, name)
         text = record[column]
         if not isinstance(text, str | None):
@@ -625,7 +626,8 @@ class HubDocuments:
     def records(self) -> Iterator[tuple[str, dict]]:
         "Yield the rows as (name, dict)."
         with hub_errors(self.name):
-            for self.row, row in enumerate(self.rows, self.row + 1):
+            for row in self.rows:
+                self.row += 1
                 yield f"dataset {self.name!r}, row {self.row - 1}", row
 
     def __iter__(self):
@@ -658,9 +660,8 @@ class FileDocuments:
     def __iter__(self):
         for file in self.files[self.file :]:
             texts = embedded_documents() if file == "stdlib" else file_documents(file, self.column)
-            for self.document, document in enumerate(
-                itertools.islice(texts, self.document, None), self.document + 1
-            ):
+            for document in itertools.islice(texts, self.document, None):
+                self.document += 1
                 yield document
             self.file = self.file + 1
             self.document = 0

@@ -139,6 +139,7 @@ def free_word(words: dict) -> str | None:  # {word: id}, from `vocabulary`
         letter = letters[byte]
         if letter in words and not any(letter in word for word in words if word != letter):
             return letter
+    return None
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-015
 FILES = (
@@ -201,8 +202,8 @@ def loading(path: Path) -> Iterator[None]:
     except Exception as error:  # tokenizers and transformers raise many kinds
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"{path.parent} needs code of its own, and longhorn never runs code from a model's folder "
-                "(trust_remote_code=False)"
+                f"{path.parent} needs code of its own, and longhorn never runs code from a "
+                "model's folder (trust_remote_code=False)"
             ) from error
         kind = OSError if isinstance(error, OSError) else ValueError
         raise kind(f"{path} cannot be used ({first_line(error)}); {REMEDY}") from error
@@ -432,15 +433,16 @@ def doubled(request: Any) -> Any:
 
 def read_twice(lm: Any) -> Any:
     "Return a model of lm-eval that reads every context twice."
+
+    def reading_twice(once):
+        def answer(requests, *args, **options):
+            return once(list(map(doubled, requests)), *args, **options)
+
+        return answer
+
     twice = copy.copy(lm)
     for kind in ("generate_until", "loglikelihood"):
-        setattr(
-            twice,
-            kind,
-            lambda requests, *args, once=getattr(lm, kind), **options: once(
-                list(map(doubled, requests)), *args, **options
-            ),
-        )
+        setattr(twice, kind, reading_twice(getattr(lm, kind)))
     return twice
 
 # %% ../../../nbs/machine/evaluation.ipynb #36_evaluation-038

@@ -64,8 +64,8 @@ LM_PRESETS = {
         ),
     ),
     "shakespeare": LMPreset(
-        "the official code's test run on one GPU, on bytes: 5,000 steps; its loss is not published; "
-        "name the text with --data",
+        "the official code's test run on one GPU, on bytes: 5,000 steps; its loss is not "
+        "published; name the text with --data",
         d_model=384,
         n_layer=12,
         dropout=0.2,
@@ -132,8 +132,8 @@ LM_PRESETS |= {
         **GPT2,
     ),
     "owt-120m": LMPreset(
-        "the paper's OpenWebText run: 2.46B tokens on four 80 GB GPUs; published: Longhorn 3.225 nats, "
-        "Mamba 3.238, attention 3.247",
+        "the paper's OpenWebText run: 2.46B tokens on four 80 GB GPUs; published: "
+        "Longhorn 3.225 nats, Mamba 3.238, attention 3.247",
         d_model=768,
         n_layer=24,
         data="hf:Skylion007/openwebtext",
@@ -142,8 +142,8 @@ LM_PRESETS |= {
         **GPT2,
     ),
     "owt-350m": LMPreset(
-        "the same with 350M parameters and Mamba's learning rate: 6.88B tokens on four 80 GB GPUs; published: "
-        "Longhorn 2.888 nats, attention 2.891, Mamba 2.902; the warm-up is a guess",
+        "the same with 350M parameters and Mamba's learning rate: 6.88B tokens on four 80 GB GPUs; "
+        "published: Longhorn 2.888 nats, attention 2.891, Mamba 2.902; the warm-up is a guess",
         d_model=1024,
         n_layer=48,
         data="hf:Skylion007/openwebtext",

@@ -123,11 +123,13 @@ class VisionPreset(NamedTuple):
 
 VISION_PRESETS = {
     "imagenet-vim-tiny": VisionPreset(
-        "8 GPUs, ViM's recipe; ViM-Tiny itself reports 76.1 % top 1 with Mamba's scan; not run by us",
+        "8 GPUs, ViM's recipe; ViM-Tiny itself reports 76.1 % top 1 with Mamba's scan; "
+        "not run by us",
         VisionConfig(weight_decay=0.1),
     ),
     "imagenet-vim-small": VisionPreset(
-        "8 GPUs, ViM's recipe; ViM-Small itself reports 80.5 % top 1 with Mamba's scan; not run by us",
+        "8 GPUs, ViM's recipe; ViM-Small itself reports 80.5 % top 1 with Mamba's scan; "
+        "not run by us",
         VisionConfig(model="longhorn_vim_small_patch16_224", batch_size=512, drop_path=0.05),
     ),
     "cifar10": VisionPreset(

@@ -1,0 +1,44 @@
+"""A copy of the tree, for tests that add to it what a guide says, and the checks that `make test` makes of its form."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FORM = (  # of `make test`: tests/run.sh
+    "ruff format -q --check",
+    "ruff check -q",
+    "python -m pytest -q --tb=short -o addopts= -p no:cacheprovider tests/test_house.py",
+)
+
+
+def copy_of_the_tree(folder):
+    "Copy the tree, with links to this environment where `make` looks for it, and return its path."
+    left_out = (".git", ".venv", "runs", "build", "dist", "node_modules", "_site", "_build")
+    ignored = shutil.ignore_patterns(*left_out, "__pycache__", ".*_cache", ".ipynb_checkpoints")
+    copy = folder / "kit"
+    shutil.copytree(ROOT, copy, ignore=ignored)
+    (copy / ".venv").mkdir()
+    for path in Path(sys.prefix).iterdir():
+        (copy / ".venv" / path.name).symlink_to(path)
+    for stamp in (".lab", ".installed"):  # newer than all that they depend on
+        (copy / ".venv" / stamp).unlink(missing_ok=True)
+        (copy / ".venv" / stamp).touch()
+    return copy
+
+
+def run_in(kit, command):
+    "Run a shell command in a copy of the tree, whose package comes first."
+    environment = os.environ | {"PYTHONPATH": f"{kit.parent}:{kit}", "COLUMNS": "400"}
+    return subprocess.run(
+        command, shell=True, cwd=kit, capture_output=True, text=True, env=environment, timeout=900
+    )
+
+
+def assert_form(kit):
+    "Format, lint and `test_house.py` accept a copy of the tree."
+    for command in FORM:
+        done = run_in(kit, f".venv/bin/{command}")
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
