@@ -1,4 +1,7 @@
-"""Chromium without a window, driven over its DevTools protocol: open a page, press Tab, run axe-core."""
+"""Chromium without a window, driven over its DevTools protocol.
+
+It opens a page, presses Tab, runs axe-core.
+"""
 
 import json
 import os
@@ -39,9 +42,8 @@ class Browser:
         port = Path(folder) / "DevToolsActivePort"
         limit = time.monotonic() + 30
         while not (port.exists() and port.read_text().count("\n")):
-            assert time.monotonic() < limit and self.process.poll() is None, (
-                "the browser does not start"
-            )
+            assert time.monotonic() < limit, "the browser does not start"
+            assert self.process.poll() is None, "the browser does not start"
             time.sleep(0.1)
         with urllib.request.urlopen(
             f"http://127.0.0.1:{port.read_text().split()[0]}/json"
@@ -101,7 +103,10 @@ class Browser:
         ]:
             assert time.monotonic() < limit, f"{path} does not load"
             time.sleep(0.05)
-        still = "* { animation: none !important; transition: none !important; scroll-behavior: auto !important }"
+        still = (
+            "* { animation: none !important; transition: none !important; "
+            "scroll-behavior: auto !important }"
+        )
         self.run(f"document.head.insertAdjacentHTML('beforeend', '<style>{still}</style>')")
         self.run("window.MathJax?.startup?.promise?.then(() => 1)")
 
@@ -120,12 +125,15 @@ class Browser:
     def findings(self):
         "Return (rule, impact, element, message) of what axe-core finds with everything unfolded."
         self.run(
-            "document.querySelectorAll('details').forEach(d => { d.open = true }); new Promise(done => setTimeout(done, 200))"
+            "document.querySelectorAll('details').forEach(d => { d.open = true }); "
+            "new Promise(done => setTimeout(done, 200))"
         )
         self.run(AXE.read_text(encoding="utf-8") + ";0")
         return self.run(
-            "axe.run(document, {resultTypes: ['violations']}).then(found => found.violations.flatMap(v => v.nodes.map("
-            "n => [v.id, v.impact, n.target.join(' '), [...n.any, ...n.all, ...n.none].map(c => c.message).join('; ')])))"
+            "axe.run(document, {resultTypes: ['violations']})"
+            ".then(result => result.violations.flatMap(v => v.nodes.map("
+            "n => [v.id, v.impact, n.target.join(' '), "
+            "[...n.any, ...n.all, ...n.none].map(c => c.message).join('; ')])))"
         )
 
     def close(self):

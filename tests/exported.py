@@ -2,6 +2,7 @@
 
 import torch
 from torch.export import Dim
+from torch.testing import assert_close
 
 
 def assert_exported_equals_eager(module, draw, learning, most=250):  # most: nodes of the graph
@@ -9,6 +10,11 @@ def assert_exported_equals_eager(module, draw, learning, most=250):  # most: nod
 
     def first(out):
         return getattr(out, "logits", out)
+
+    def gradients(loss, model):
+        parameters = dict(model.named_parameters())
+        tensors = [parameters[n] for n in names]
+        return torch.autograd.grad(loss, tensors, materialize_grads=True)
 
     with torch.set_grad_enabled(learning):
         program = torch.export.export(
@@ -20,16 +26,11 @@ def assert_exported_equals_eager(module, draw, learning, most=250):  # most: nod
     for B, T in ((2, 9), (3, 40), (5, 33)):
         given = draw(B, T)
         with torch.no_grad():
-            torch.testing.assert_close(first(exported(given)), first(module(given)))
-        outs = [first(m(given)) for m in (module, exported)]
-        weight = torch.randn_like(outs[0])
-        grads = [
-            torch.autograd.grad(
-                (out * weight).sum(),
-                [dict(m.named_parameters())[n] for n in names],
-                materialize_grads=True,
-            )
-            for m, out in zip((module, exported), outs)
-        ]
-        for name, right, found in zip(names, *grads):
-            torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5, msg=name)
+            assert_close(first(exported(given)), first(module(given)))
+        expected = first(module(given))
+        result = first(exported(given))
+        weight = torch.randn_like(expected)
+        expected_gradients = gradients((expected * weight).sum(), module)
+        result_gradients = gradients((result * weight).sum(), exported)
+        for name, right, gradient in zip(names, expected_gradients, result_gradients):
+            assert_close(gradient, right, rtol=1e-4, atol=1e-5, msg=name)

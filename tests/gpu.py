@@ -1,12 +1,17 @@
-"""Run every test that needs a GPU, in several processes at once, and write the record tests/gpu.json.
+"""Run every test that needs a GPU, in several processes, and write the record tests/gpu.json.
 
-    make test-gpu                                   # all of them, with the Python that is found; nothing is installed
-    python tests/gpu.py -n 4 -k exact --out /tmp/r.json     # what follows goes to pytest, and the record elsewhere
-    compute-sanitizer --target-processes all --tool memcheck python tests/gpu.py -n 1 -k "parity_in_bfloat16 and exact" --out /tmp/r.json
-    python tests/gpu.py --stale                     # one line if kernels or models differ from those of the record
+    # all of them; nothing is installed
+    make test-gpu
+    # other words go to pytest, and the record elsewhere
+    python tests/gpu.py -n 4 -k exact --out /tmp/r.json
+    compute-sanitizer --target-processes all --tool memcheck \\
+        python tests/gpu.py -n 1 -k "parity_in_bfloat16 and exact" --out /tmp/r.json
+    # one line if kernels or models differ from those of the record
+    python tests/gpu.py --stale
 
-Most of the time is the compiler's. Tests that compile the same kernels stay in one process, and the seconds of the last
-record say how to spread them. Tests that need most of the GPU's memory follow each other in the first process.
+Most of the time is the compiler's. Tests that compile the same kernels stay in one process, and
+the seconds of the last record say how to spread them. Tests that need most of the GPU's memory
+follow each other in the first process.
 """
 
 import argparse
@@ -61,30 +66,41 @@ def pytest(*arguments, stdout=subprocess.PIPE, **env):
     )
 
 
+def start_collecting(files, *options):
+    "Start a process that prints the names of the tests of some files."
+    paths = [f"tests/{name}" for name in files]
+    return pytest("--collect-only", *paths, *options)
+
+
+def collected(output):
+    "Names of tests in what pytest printed."
+    lines = [line for line in output.splitlines() if "::" in line]
+    return [line for line in lines if not line.startswith("ERROR")]
+
+
 def collect(rest):
     "Names of all tests."
-    started = [
-        pytest("--collect-only", *(f"tests/{f}" for f in files), *more, *rest)
-        for files, more in ((FILES, ()), (MARKED, ("-m", "cuda")))
-    ]
-    said = [process.communicate()[0] for process in started]
-    names = [
-        [line for line in text.splitlines() if "::" in line and not line.startswith("ERROR")]
-        for text in said
-    ]
-    if started[0].returncode not in (0, 5) or not any(names):
-        sys.exit(said[0][-3000:])
-    if started[1].returncode not in (0, 5):
-        print(
-            f"left out, as they cannot be imported here: {', '.join(MARKED)} ({said[1].strip().splitlines()[-1]})",
-            flush=True,
-        )
-        return names[0]
-    return names[0] + names[1]
+    gpu_files = start_collecting(FILES, *rest)
+    marked_files = start_collecting(MARKED, "-m", "cuda", *rest)
+    output = gpu_files.communicate()[0]
+    marked_output = marked_files.communicate()[0]
+    names = collected(output)
+    marked_names = collected(marked_output)
+    if gpu_files.returncode not in (0, 5) or not (names or marked_names):
+        sys.exit(output[-3000:])
+    if marked_files.returncode not in (0, 5):
+        reason = marked_output.strip().splitlines()[-1]
+        left_out = ", ".join(MARKED)
+        print(f"left out, as they cannot be imported here: {left_out} ({reason})", flush=True)
+        return names
+    return names + marked_names
 
 
 def group(name):
-    "Tests of one group compile the same kernels: one form and, where functions have separate sizes, one function."
+    """Name of a test's group.
+
+    Tests of one group compile the same kernels: one form and, where functions have separate
+    sizes, one function."""
     if BIG.search(name):
         return "big"
     function, _, parameters = name.partition("[")
@@ -97,24 +113,29 @@ def group(name):
         "s6_time_varying",
         "timed",
     }
-    return " ".join(
-        [function.partition("::")[0] if SHARED.search(function) else function, *sorted(words)]
-    )
+    file = function.partition("::")[0]
+    start = file if SHARED.search(function) else function
+    return " ".join([start, *sorted(words)])
 
 
-def spread(names, known, n):
-    "Names for each of n processes, about the same seconds each; `known`: seconds of a test by its group."
+def spread(
+    names,  # of tests
+    recorded,  # group -> seconds of one of its tests
+    n,  # number of processes
+):
+    "Names for each of n processes, about the same seconds each."
     groups = collections.defaultdict(list)
     for name in names:
         groups[group(name)].append(name)
 
     def guess(g):
-        return (
-            15.0 if g == "big" else 6.0 if "portable" in g or "exact" in g else 2.0
-        )  # what takes the compiler longest
+        if g == "big":
+            return 15.0
+        # these take the compiler longest
+        return 6.0 if "portable" in g or "exact" in g else 2.0
 
     def cost(g):
-        return known.get(g, guess(g)) * len(groups[g])
+        return recorded.get(g, guess(g)) * len(groups[g])
 
     shares = [[] for _ in range(n)]
     load = [0.0] * n
@@ -156,26 +177,39 @@ def stale():
         f for f in now.keys() | record["files"].keys() if now.get(f) != record["files"].get(f)
     )
     if changed:
+        names = ", ".join(changed[:3]) + (" ..." if len(changed) > 3 else "")
         print(
-            f"warning: {len(changed)} files differ from those that last passed on a GPU (commit {record['commit']}): "
-            f"{', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''}; run 'make test-gpu' on a GPU and commit tests/gpu.json"
+            f"warning: {len(changed)} files differ from those that last passed on a GPU "
+            f"(commit {record['commit']}): {names}; "
+            "run 'make test-gpu' on a GPU and commit tests/gpu.json"
         )
 
 
-def run(shares, folder, gpus):
-    "All results, and what the processes printed, of those that failed in full; `gpus`: their numbers, which take turns."
-    files = [open(folder / f"{i}.txt", "w+") for i in range(len(shares))]
-    running = [
-        pytest(
+def start_share(
+    names,  # of tests
+    number,  # of the process
+    folder,  # for its output and its report
+    gpu,  # the number of its GPU
+):
+    "Start a process that runs some tests."
+    with open(folder / f"{number}.txt", "w+") as file:  # the process inherits its handle
+        return pytest(
             "-vv",
             "--tb=short",
-            f"--junitxml={folder}/{i}.xml",
-            *share,
+            f"--junitxml={folder}/{number}.xml",
+            *names,
             stdout=file,
-            CUDA_VISIBLE_DEVICES=gpus[i % len(gpus)],
+            CUDA_VISIBLE_DEVICES=gpu,
         )
-        for i, (share, file) in enumerate(zip(shares, files))
-    ]
+
+
+def run(
+    shares,  # names of tests for each process
+    folder,
+    gpus,  # their numbers, which take turns
+):
+    "All results, and the number of tests lost with their process; print output of failures."
+    running = [start_share(share, i, folder, gpus[i % len(gpus)]) for i, share in enumerate(shares)]
     results = []
     lost = 0
     for i, process in enumerate(running):
@@ -215,38 +249,38 @@ def main():
     start = time.time()
     folder = args.logs or pathlib.Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    known = json.loads(RECORD.read_text())["seconds"] if RECORD.exists() else {}
-    gpus = (
-        os.environ.get("CUDA_VISIBLE_DEVICES")
-        or ",".join(map(str, range(torch.cuda.device_count())))
-    ).split(",")
-    results, lost = run(spread(collect(rest), known, args.n), folder, gpus)
+    recorded = json.loads(RECORD.read_text())["seconds"] if RECORD.exists() else {}
+    every_gpu = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or every_gpu).split(",")
+    shares = spread(collect(rest), recorded, args.n)
+    results, lost = run(shares, folder, gpus)
     counts = collections.Counter(kind for _, kind, _ in results)
     spent = collections.defaultdict(list)
     for name, _, seconds in results:
         spent[group(name)].append(seconds)
+    means = {name: sum(seconds) / len(seconds) for name, seconds in sorted(spent.items())}
+    versions = dict(
+        python=platform.python_version(), torch=torch.__version__, triton=triton.__version__
+    )
+    outcome = dict(sorted(counts.items())) | (dict(lost=lost) if lost else {})
+    failures = sorted(name for name, kind, _ in results if kind in ("failure", "error"))
     record = dict(
         commit=args.commit or commit(),
         gpu=torch.cuda.get_device_name(),
         command=" ".join(["python tests/gpu.py", *sys.argv[1:]]),
-        versions=dict(
-            python=platform.python_version(), torch=torch.__version__, triton=triton.__version__
-        ),
+        versions=versions,
         seconds_in_all=round(time.time() - start),
         processes=args.n,
-        counts=dict(sorted(counts.items())) | (dict(lost=lost) if lost else {}),
-        failures=sorted(name for name, kind, _ in results if kind in ("failure", "error")),
+        counts=outcome,
+        failures=failures,
         files=hashes(),
-        seconds={
-            g: round(sum(s) / len(s), 2)
-            for g, s in sorted(spent.items())
-            if sum(s) / len(s) >= 0.05
-        },
+        seconds={name: round(mean, 2) for name, mean in means.items() if mean >= 0.05},
     )
     args.out.write_text(json.dumps(record, indent=1) + "\n")
     bad = counts["failure"] + counts["error"] + lost
     print(
-        f"{counts['passed']} passed, {bad} failed, {counts['skipped']} skipped in {record['seconds_in_all']} s on {record['gpu']}: {args.out}"
+        f"{counts['passed']} passed, {bad} failed, {counts['skipped']} skipped "
+        f"in {record['seconds_in_all']} s on {record['gpu']}: {args.out}"
     )
     sys.exit(bad > 0)
 

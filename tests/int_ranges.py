@@ -1,11 +1,16 @@
-"""Bounds of every integer that a kernel computes, from the numbers of one launch: no product or sum of 32 bits may pass 2^31.
+"""Bounds of every integer that a kernel computes, from the numbers of one launch.
 
-    python tests/int_ranges.py             # one JSON object per launch: kernel, what overflows, the largest offset of every pointer
+No product or sum of 32 bits may pass 2^31.
 
-Launches of sizes that no GPU holds are recorded on meta tensors and compiled (kernels/aot.py). Then the compiler's
-intermediate code is read from top to bottom with an interval for every integer.
+    python tests/int_ranges.py
+
+prints one JSON object per launch: kernel, what overflows, the largest offset of every pointer.
+
+Launches of sizes that no GPU holds are recorded on meta tensors and compiled (kernels/aot.py). Then
+the compiler's intermediate code is read from top to bottom with an interval for every integer.
 """
 
+import functools
 import json
 import math
 import os
@@ -33,28 +38,65 @@ def corners(f, a, b):
 
 
 def divide(a, b):
-    return (-1 if (a < 0) != (b < 0) else 1) * (abs(a) // abs(b))
+    sign = -1 if (a < 0) != (b < 0) else 1
+    return sign * (abs(a) // abs(b))
+
+
+# Bounds of a result from the bounds (low, high) of both operands.
+
+
+def add(a, b):
+    return a[0] + b[0], a[1] + b[1]
+
+
+def subtract(a, b):
+    return a[0] - b[1], a[1] - b[0]
+
+
+def multiply(a, b):
+    return corners(int.__mul__, a, b)
+
+
+def quotient(a, b):
+    return corners(divide, a, b)
+
+
+def remainder(a, b):
+    largest = max(map(abs, b)) - 1
+    return 0 if a[0] >= 0 else -largest, min(a[1], largest)
+
+
+def smaller(a, b):
+    return min(a[0], b[0]), min(a[1], b[1])
+
+
+def larger(a, b):
+    return max(a[0], b[0]), max(a[1], b[1])
 
 
 RULES = {
-    "addi": lambda a, b: (a[0] + b[0], a[1] + b[1]),
-    "subi": lambda a, b: (a[0] - b[1], a[1] - b[0]),
-    "muli": lambda a, b: corners(int.__mul__, a, b),
-    "divsi": lambda a, b: corners(divide, a, b),
-    "remsi": lambda a, b: (
-        0 if a[0] >= 0 else 1 - max(map(abs, b)),
-        min(a[1], max(map(abs, b)) - 1),
-    ),
-    "minsi": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
-    "maxsi": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "addi": add,
+    "subi": subtract,
+    "muli": multiply,
+    "divsi": quotient,
+    "remsi": remainder,
+    "minsi": smaller,
+    "maxsi": larger,
 }
 
 
 class Reader:
-    "The code of one kernel; `given`: bounds of its integer arguments, of program numbers, and of integers in memory by pointer."
+    "The code of one kernel."
 
-    def __init__(self, text, given, programs, stored):
-        self.lines = [re.sub(r"\s+loc\(.*", "", line).strip() for line in text.splitlines()]
+    def __init__(
+        self,
+        text,
+        given,  # bounds of its integer arguments
+        programs,  # their number
+        stored,  # pointer -> bounds of the integers in its memory
+    ):
+        lines = text.splitlines()
+        self.lines = [re.sub(r"\s+loc\(.*", "", line).strip() for line in lines]
         self.known = dict(given)
         self.programs = programs
         self.stored = stored
@@ -66,7 +108,8 @@ class Reader:
     def read(self):
         for i, line in enumerate(self.lines):
             if m := re.match(
-                r"(%[\w:]+) = scf\.for (%\w+) = (%\w+) to (%\w+) step (%\w+)(?: iter_args\((.*?)\))?",
+                r"(%[\w:]+) = scf\.for (%\w+) = (%\w+) to (%\w+) step (%\w+)"
+                r"(?: iter_args\((.*?)\))?",
                 line,
             ):
                 self.loop(i, *m.groups()[:4], m[6] or "")
@@ -92,7 +135,8 @@ class Reader:
         ):
             depth += self.lines[end].endswith("{") - self.lines[end].startswith("}")
             end += 1
-        yields = re.findall(r"%[\w#]+", self.lines[end].split(" : ")[0])
+        operands = self.lines[end].split(" : ")[0]
+        yields = re.findall(r"%[\w#]+", operands)
         name = results.split(":")[0]
         for j, (inside, before) in enumerate(re.findall(r"(%\w+) = (%[\w#]+)", carried)):
             for after in (inside, f"{name}#{j}", name):
@@ -111,52 +155,67 @@ class Reader:
                     if yields[j] in (inside, before)
                     else ring and (0, max(ring) - 1)
                 )
-                self.known[inside] = self.known[f"{name}#{j}"] = fixed or None
+                bounds = fixed or None
+                self.known[inside] = self.known[f"{name}#{j}"] = bounds
+
+    def constant(self, result, rest):
+        m = re.match(r"(?:dense<)?(-?\d+|true|false)>? : .*(?:\b|x)i\d+\b", rest)
+        if m:
+            self.known[result] = (0, 1) if m[1] in ("true", "false") else (int(m[1]),) * 2
+
+    def arithmetic(self, result, kind, rest, args, types):
+        low, high = RULES[kind](*args)
+        self.known[result] = (low, high)
+        if types[0] == "i32" and max(-low - 1, high) > 2**31 - 1:
+            self.overflows.add(f"{result} = {kind} {rest.split(' : ')[0]}")
+
+    def reads_stored(self, names, types):
+        "Whether a load with a result of integers is from memory whose bounds are given."
+        return bool(names and types) and self.base.get(names[0], names[0]) in self.stored
 
     def operation(self, result, kind, rest):
         types = re.findall(r"(?:\b|x)(i\d+)(?=[,>]|$)", rest.split(" : ")[-1])
         names = re.findall(r"%[\w#-]+", rest)
         args = [self.known.get(n) for n in names]
         if kind == "constant":
-            if m := re.match(r"(?:dense<)?(-?\d+|true|false)>? : .*(?:\b|x)i\d+\b", rest):
-                self.known[result] = (int(m[1]),) * 2 if m[1] not in ("true", "false") else (0, 1)
+            self.constant(result, rest)
         elif kind == "get_program_id":
             self.known[result] = 0, self.programs - 1
         elif kind == "make_range":
-            end, start = map(int, re.search(r"end = (\d+) : i32, start = (\d+)", rest).groups())
+            ends = re.search(r"end = (\d+) : i32, start = (\d+)", rest).groups()
+            end, start = map(int, ends)
             self.known[result] = start, end - 1
         elif kind == "addptr":
             self.pointer(result, *names[:2])
-        elif (
-            kind == "load" and names and types and self.base.get(names[0], names[0]) in self.stored
-        ):
-            self.known[result] = self.stored[self.base.get(names[0], names[0])]
+        elif kind == "load" and self.reads_stored(names, types):
+            pointer = self.base.get(names[0], names[0])
+            self.known[result] = self.stored[pointer]
         elif kind in SAME:
-            self.base[result], self.offset[result] = (
-                self.base.get(names[0], names[0]),
-                self.offset.get(names[0], (0, 0)),
-            )
+            base = self.base.get(names[0], names[0])
+            offset = self.offset.get(names[0], (0, 0))
+            self.base[result] = base
+            self.offset[result] = offset
             self.known[result] = args[0]
         elif kind == "select" and all(args[1:3]):
-            self.known[result] = min(args[1][0], args[2][0]), max(args[1][1], args[2][1])
+            low = min(args[1][0], args[2][0])
+            high = max(args[1][1], args[2][1])
+            self.known[result] = low, high
         elif kind in RULES and len(args) == 2 and all(args) and types:
-            self.known[result] = RULES[kind](*args)
-            if (
-                types[0] == "i32"
-                and max(-self.known[result][0] - 1, self.known[result][1]) > 2**31 - 1
-            ):
-                self.overflows.add(f"{result} = {kind} {rest.split(' : ')[0]}")
+            self.arithmetic(result, kind, rest, args, types)
 
     def pointer(self, result, before, by):
         base = self.base.get(before, before)
         moved = self.known.get(by)
         self.base[result] = base
         if moved is None:
-            self.overflows.add(f"{by} moves {base} and has no bounds")
+            message = f"{by} moves {base} and has no bounds"
+            self.overflows.add(message)
             return
-        far = tuple(map(sum, zip(self.offset.get(before, (0, 0)), moved)))
+        before_offset = self.offset.get(before, (0, 0))
+        far = tuple(map(sum, zip(before_offset, moved)))
         self.offset[result] = far
-        self.largest[base] = max(self.largest.get(base, 0), far[1])
+        largest = self.largest.get(base, 0)
+        self.largest[base] = max(largest, far[1])
 
 
 def bounds(launch, text, programs, sequences, T):
@@ -171,7 +230,8 @@ def bounds(launch, text, programs, sequences, T):
     }
     reader = Reader(text, given, programs, stored).read()
     sizes = {f"%{n}": math.prod(v.shape) for n, v in values.items() if hasattr(v, "shape")}
-    return reader, {p[1:]: (far, sizes[p]) for p, far in reader.largest.items() if p in sizes}
+    largest = {p[1:]: (far, sizes[p]) for p, far in reader.largest.items() if p in sizes}
+    return reader, largest
 
 
 def intermediate(source, target, options):
@@ -193,17 +253,49 @@ def intermediate(source, target, options):
         backend.get_module_map(),
         context,
     )
-    return str(next(iter(stages.values()))(module, {}))
+    stage = next(iter(stages.values()))
+    return str(stage(module, {}))
 
 
-def launches(aot):
-    "(case, launches, number of sequences, rows of a sequence): far more elements than 2^31, blocks x rows too."
+def on_meta(*sizes, like=None):
+    "A tensor without memory, of bfloat16 unless `like` names another type."
+    import torch
+
+    return torch.empty(sizes, device="meta", dtype=like or torch.bfloat16)
+
+
+def convolve(shape, sequences, T):
+    "Both directions of a convolution on tensors without memory."
     import torch
 
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
     from longhorn_kit.scan.triton.portable import clear_outside
+
+    x = on_meta(shape["B"], T, shape["D"])
+    w = on_meta(shape["D"], 4)
+    cu = on_meta(9, like=torch.int32) if "packed" in shape else None
+    state = on_meta(sequences, shape["D"], 3)
+    conv_forward(x, w, None, state, cu, True, True)
+    conv_backward(x, state, x, w, None, state, cu, True)
+    if cu is not None:
+        clear_outside(cu, x)
+
+
+def step(B, D, N):
+    "A step of the exact form on tensors without memory."
+    import torch
+
     from longhorn_kit.scan.triton.step import launch_step
 
+    q, k, x, b = (on_meta(B, n) for n in (N, N, D, D))
+    state = on_meta(B, D, N, like=torch.float32)
+    launch_step("exact", q, k, x, b, None, state, state, None, None, x)
+
+
+def launches(aot):
+    """Yield (case, launches, number of sequences, rows of a sequence).
+
+    They have far more elements than 2^31, and blocks x rows pass it too."""
     wide = dict(B=2048, T=8192, D=8192)
     long = dict(B=1, T=2**26, D=2048)
     packed = dict(B=1, T=2**24, D=8192, packed=8)
@@ -211,74 +303,50 @@ def launches(aot):
         sequences = shape.get("packed") or shape["B"]
         T = shape["T"]
         for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
-            yield f"fast {form} {name}", aot.fast_launches(form, **shape), sequences, T
+            recorded = aot.fast_launches(form, **shape)
+            yield f"fast {form} {name}", recorded, sequences, T
         for form in ("diagonal", "exact", "s6_time_varying"):
-            yield f"portable {form} {name}", aot.portable_launches(form, **shape), sequences, T
-
-        def new(*s, like=torch.bfloat16):
-            return torch.empty(s, device="meta", dtype=like)
-
-        x = new(shape["B"], T, shape["D"])
-        w = new(shape["D"], 4)
-        cu = new(9, like=torch.int32) if "packed" in shape else None
-        state = new(sequences, shape["D"], 3)
-        yield (
-            f"convolution {name}",
-            aot.record(
-                lambda: (
-                    conv_forward(x, w, None, state, cu, True, True),
-                    conv_backward(x, state, x, w, None, state, cu, True),
-                    cu is not None and clear_outside(cu, x),
-                )
-            ),
-            sequences,
-            T,
-        )
+            recorded = aot.portable_launches(form, **shape)
+            yield f"portable {form} {name}", recorded, sequences, T
+        recorded = aot.record(functools.partial(convolve, shape, sequences, T))
+        yield f"convolution {name}", recorded, sequences, T
     B = 2**18
-    D = 8192
-    N = 16
-    rows = [new(B, n) for n in (N, N, D, D)]
-    yield (
-        "step",
-        aot.record(
-            lambda: launch_step(
-                "exact", *rows, None, *[new(B, D, N, like=torch.float32)] * 2, None, None, rows[2]
-            )
-        ),
-        B,
-        1,
-    )
+    yield "step", aot.record(lambda: step(B, D=8192, N=16)), B, 1
 
 
 def main():
     os.environ["TRITON_INTERPRET"] = "0"
-    sys.path[:0] = [str(ROOT / "kernels"), str(ROOT)]
+    folders = [str(ROOT / "kernels"), str(ROOT)]
+    sys.path[:0] = folders
     import aot
     import triton
 
     kernel = triton.runtime.jit.JITFunction
     # what a launch calls for tensors without memory
     grids = []
-    note = kernel.warmup
-    kernel.warmup = lambda self, *args, grid, **options: (
-        grids.append(grid[0]) or note(self, *args, grid=grid, **options)
-    )
+    warmup = kernel.warmup
+
+    def noted(self, *args, grid, **options):
+        grids.append(grid[0])
+        return warmup(self, *args, grid=grid, **options)
+
+    kernel.warmup = noted
     for case, recorded, sequences, T in launches(aot):
-        for launch, programs in zip(recorded, grids[-len(recorded) :], strict=True):
-            options = {n: v for n, v in launch[2].items() if n in aot.OPTIONS}
-            text = intermediate(aot.source(*launch), aot.TARGETS["sm_90"], options)
+        last_grids = grids[-len(recorded) :]
+        for launch, programs in zip(recorded, last_grids, strict=True):
+            options_of_launch = launch[2].items()
+            options = {n: v for n, v in options_of_launch if n in aot.OPTIONS}
+            source = aot.source(*launch)
+            target = aot.TARGETS["sm_90"]
+            text = intermediate(source, target, options)
             reader, far = bounds(launch, text, programs, sequences, T)
-            print(
-                json.dumps(
-                    dict(
-                        case=case,
-                        kernel=launch[0].__name__,
-                        overflows=sorted(reader.overflows),
-                        largest=far,
-                    )
-                ),
-                flush=True,
+            row = dict(
+                case=case,
+                kernel=launch[0].__name__,
+                overflows=sorted(reader.overflows),
+                largest=far,
             )
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Processes that start once and run functions together, as with `torchrun`: `Pool(4).run(function, ...)`."""
+"""Processes that start once and run functions together, as with `torchrun`.
+
+`Pool(4).run(function, ...)` runs a function in each of them.
+"""
 
 import contextlib
 import io

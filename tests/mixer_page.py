@@ -1,4 +1,4 @@
-"""The page *Add a mixer* as data: the files that its text makes, the lines that it changes, and its commands."""
+"""The page *Add a mixer* as data: files that its text makes, lines that it changes, commands."""
 
 import json
 import re
@@ -72,13 +72,13 @@ def plain_mixer():
 
 def changes():
     "Return what the text changes in other files: (file, old text, new text)."
-    found = []
+    changed_texts = []
     for block in blocks("diff"):
         header, *lines = block.splitlines()
         old = "\n".join(line[1:] for line in lines if line[0] in " -")
         new = "\n".join(line[1:] for line in lines if line[0] in " +")
-        found.append((header.removeprefix("--- "), old, new))
-    return found
+        changed_texts.append((header.removeprefix("--- "), old, new))
+    return changed_texts
 
 
 def changed(text, file, old, new):

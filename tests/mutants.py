@@ -1,8 +1,9 @@
-"""Change a solution of an exercise in many small ways: a check of the exercise must reject what is then wrong.
+"""Change a solution of an exercise in many small ways: its check must reject what is then wrong.
 
-`mutants` changes one place of a source per mutant: an operator, a sign, a name, a constant, an index, a keyword, a
-line. It knows nothing about kernels except that names ending in `_ptr` are pointers, so it also serves for plain
-functions. `impostors` wraps a right answer in answers that are right once or nearly.
+`mutants` changes one place of a source per mutant: an operator, a sign, a name, a constant, an
+index, a keyword, a line. It knows nothing about kernels except that names ending in `_ptr` are
+pointers, so it also serves for plain functions. `impostors` wraps a right answer in answers that
+are right once or nearly.
 """
 
 import ast
@@ -56,9 +57,12 @@ def other_names(node, field, names):
     loaded = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     if not loaded or node.id not in names or field in NOT_VALUES:
         return
-    others = [name for name in names if is_pointer(name) == is_pointer(node.id) and name != node.id]
-    turn = names.index(node.id) % max(1, len(others))
-    for name in (others[turn:] + others[:turn])[:3]:
+    of_kind = is_pointer(node.id)
+    others = [name for name in names if is_pointer(name) == of_kind and name != node.id]
+    number = names.index(node.id)
+    turn = number % max(1, len(others))
+    turned = others[turn:] + others[:turn]
+    for name in turned[:3]:
         yield "other name", ast.Name(name, ast.Load())
 
 
@@ -102,18 +106,22 @@ def other_values(node, parent, field):
 def other_order(node, field):
     "Yield swapped operands, arguments and axes, and one side of an operation alone."
     if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
-        yield "axis" if field == "slice" else "swapped", ast.Tuple(node.elts[::-1], ast.Load())
+        kind = "axis" if field == "slice" else "swapped"
+        yield kind, ast.Tuple(node.elts[::-1], ast.Load())
     if isinstance(node, ast.BinOp):
         for side in (node.left, node.right):
             if not (isinstance(side, ast.Name) and is_pointer(side.id)):
                 yield "one side", side
-        if isinstance(node.op, (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)):
+        ordered = (ast.Sub, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.MatMult)
+        if isinstance(node.op, ordered):
             yield "swapped", ast.BinOp(node.right, node.op, node.left)
     if isinstance(node, ast.Call):
         for i in range(len(node.args) - 1):
             swapped = copy.copy(node)
             first, second = node.args[i : i + 2]
-            swapped.args = [*node.args[:i], second, first, *node.args[i + 2 :]]
+            before = node.args[:i]
+            after = node.args[i + 2 :]
+            swapped.args = [*before, second, first, *after]
             yield "swapped", swapped
 
 
@@ -121,8 +129,9 @@ def without_parts(node, parent, field):
     "Yield calls without keywords or inner calls, and bodies without a line."
     if isinstance(node, ast.Call):
         names = [keyword.arg for keyword in node.keywords]
-        gone = [[name] for name in names if name] + [["mask", "other"]] * ("mask" in names)
-        for drop in gone:
+        single = [[name] for name in names if name]
+        pairs = [["mask", "other"]] if "mask" in names else []
+        for drop in single + pairs:
             fewer = copy.copy(node)
             fewer.keywords = [keyword for keyword in node.keywords if keyword.arg not in drop]
             yield "keyword", fewer
@@ -146,15 +155,15 @@ def replacements(node, parent, field, names):
 
 def scopes(tree):
     "Return (first line, last line, names) of every function."
-    found = []
+    functions = []
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
             names = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
             for node in ast.walk(function):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                     names.add(node.id)
-            found.append((function.lineno, function.end_lineno, sorted(names)))
-    return found
+            functions.append((function.lineno, function.end_lineno, sorted(names)))
+    return functions
 
 
 def mutants(
@@ -162,7 +171,7 @@ def mutants(
 ) -> Iterator[tuple[str, str]]:  # kind of change, source
     "Yield the mutants that `keep` chooses, each source once, formatted as `ast.unparse` does."
     tree = ast.parse(source)
-    seen = {ast.unparse(tree)}
+    texts = {ast.unparse(tree)}
     functions = scopes(tree)
     for parent in list(ast.walk(tree)):
         line = getattr(parent, "lineno", 0)
@@ -177,8 +186,8 @@ def mutants(
                     if not keep():
                         continue
                     text = with_replacement(tree, parent, field, i, new)
-                    if text not in seen:
-                        seen.add(text)
+                    if text not in texts:
+                        texts.add(text)
                         yield kind, text
 
 
@@ -186,7 +195,8 @@ def with_replacement(tree, parent, field, i, new):
     "Return the source of a tree in which a new node stands for a moment in the place of another."
     content = getattr(parent, field)
     if isinstance(content, list):
-        setattr(parent, field, [*content[:i], new, *content[i + 1 :]])
+        changed = [*content[:i], new, *content[i + 1 :]]
+        setattr(parent, field, changed)
     else:
         setattr(parent, field, new)
     text = ast.unparse(tree)
@@ -195,14 +205,17 @@ def with_replacement(tree, parent, field, i, new):
 
 
 def impostors(answer: Callable, outputs: int = 1) -> Iterator[tuple[str, Callable]]:
-    "Yield answers that are right once, or nearly; the last `outputs` arguments of an answer are filled by it."
+    """Yield answers that are right once, or nearly.
+
+    An answer fills the last `outputs` of its arguments."""
 
     def remember(by_shape):
         kept = {}
 
         def cached(*arrays):
             answer(*arrays)
-            for number, out in enumerate(arrays[-outputs:]):
+            last = arrays[-outputs:]
+            for number, out in enumerate(last):
                 key = (number, *(tuple(array.shape) for array in arrays)) if by_shape else number
                 first = kept.setdefault(key, out.clone())
                 if first.shape == out.shape:

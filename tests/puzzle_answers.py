@@ -1,4 +1,7 @@
-"""Two other right ways to write each puzzle of nbs/scan/12b_triton_puzzles.ipynb: the checks must accept them."""
+"""Two other right ways to write each puzzle of nbs/scan/12b_triton_puzzles.ipynb.
+
+The checks must accept them.
+"""
 
 import os
 
@@ -19,6 +22,12 @@ def side(n):
     return max(16, power(n))
 
 
+@triton.jit
+def indices(axis: tl.constexpr, BLOCK: tl.constexpr):
+    "The indices of a program's block along an axis of the grid."
+    return tl.program_id(axis) * BLOCK + tl.arange(0, BLOCK)
+
+
 # 1: one program copies block after block; the last program takes the first block, in blocks of two
 
 
@@ -26,7 +35,8 @@ def side(n):
 def copy_loop_kernel(x_ptr, y_ptr, blocks, BLOCK: tl.constexpr):
     for p in range(blocks):
         i = p * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y_ptr + i, tl.load(x_ptr + i))
+        x = tl.load(x_ptr + i)
+        tl.store(y_ptr + i, x)
 
 
 def copy_loop(x, y):
@@ -35,13 +45,19 @@ def copy_loop(x, y):
 
 @triton.jit
 def copy_backwards_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
-    block = tl.num_programs(0) - 1 - tl.program_id(0)
-    i = tl.max_contiguous(block * BLOCK + tl.arange(0, BLOCK), BLOCK)
-    tl.store(y_ptr + i, tl.load(x_ptr + i))
+    last = tl.num_programs(0) - 1
+    block = last - tl.program_id(0)
+    offsets = block * BLOCK + tl.arange(0, BLOCK)
+    i = tl.max_contiguous(offsets, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(y_ptr + i, x)
 
 
 def copy_backwards(x, y):
-    copy_backwards_kernel[lambda meta: (len(x) // meta["BLOCK"],)](x, y, BLOCK=2)
+    def grid(meta):
+        return (len(x) // meta["BLOCK"],)
+
+    copy_backwards_kernel[grid](x, y, BLOCK=2)
 
 
 # 2: tl.sigmoid in blocks of 16; one program per element, without blocks
@@ -49,19 +65,24 @@ def copy_backwards(x, y):
 
 @triton.jit
 def sigmoid_kernel(b_ptr, beta_ptr, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(beta_ptr + i, tl.sigmoid(tl.load(b_ptr + i, i < n)), i < n)
+    i = indices(0, BLOCK)
+    inside = i < n
+    b = tl.load(b_ptr + i, inside)
+    tl.store(beta_ptr + i, tl.sigmoid(b), inside)
 
 
 def sigmoid_16(b, beta):
-    sigmoid_kernel[(triton.cdiv(b.numel(), 16),)](b, beta, b.numel(), BLOCK=16)
+    grid = (triton.cdiv(b.numel(), 16),)
+    sigmoid_kernel[grid](b, beta, b.numel(), BLOCK=16)
 
 
 @triton.jit
 def sigmoid_single_kernel(b_ptr, beta_ptr):
     p = tl.program_id(0)
-    e = tl.exp(tl.load(b_ptr + p))
-    tl.store(beta_ptr + p, e / (1 + e))
+    b = tl.load(b_ptr + p)
+    e = tl.exp(b)
+    beta = e / (1 + e)
+    tl.store(beta_ptr + p, beta)
 
 
 def sigmoid_single(b, beta):
@@ -73,21 +94,24 @@ def sigmoid_single(b, beta):
 
 @triton.jit
 def write_flat_kernel(x_ptr, k_ptr, S_ptr, size, N, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = indices(0, BLOCK)
     x = tl.load(x_ptr + i // N, mask=i < size, other=0.0)
     k = tl.load(k_ptr + i % N, mask=i < size, other=0.0)
     tl.store(S_ptr + i, x * k, mask=i < size)
 
 
 def write_flat(x, k, S):
-    write_flat_kernel[(triton.cdiv(S.numel(), 8),)](x, k, S, S.numel(), S.shape[1], BLOCK=8)
+    grid = (triton.cdiv(S.numel(), 8),)
+    write_flat_kernel[grid](x, k, S, S.numel(), S.shape[1], BLOCK=8)
 
 
 @triton.jit
 def write_row_kernel(x_ptr, k_ptr, S_ptr, N, NP: tl.constexpr):
     d = tl.program_id(0)
     n = tl.arange(0, NP)
-    tl.store(S_ptr + d * N + n, tl.load(x_ptr + d) * tl.load(k_ptr + n, n < N, 0.0), n < N)
+    x = tl.load(x_ptr + d)
+    k = tl.load(k_ptr + n, n < N, 0.0)
+    tl.store(S_ptr + d * N + n, x * k, n < N)
 
 
 def write_row(x, k, S):
@@ -99,12 +123,13 @@ def write_row(x, k, S):
 
 @triton.jit
 def gate_tile_kernel(x_ptr, z_ptr, out_ptr, x_stride, z_stride, T, D, BLOCK: tl.constexpr):
-    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    t = indices(1, BLOCK)[:, None]
+    d = indices(0, BLOCK)[None, :]
     inside = (t < T) & (d < D)
     x = tl.load(x_ptr + t * x_stride + d, mask=inside, other=0.0)
     z = tl.load(z_ptr + t * z_stride + d, mask=inside, other=0.0)
-    tl.store(out_ptr + t * D + d, x * z * tl.sigmoid(z), mask=inside)
+    gated = x * z * tl.sigmoid(z)
+    tl.store(out_ptr + t * D + d, gated, mask=inside)
 
 
 def gate_tile(x, z, out):
@@ -121,7 +146,8 @@ def gate_row_kernel(x_ptr, z_ptr, out_ptr, x_stride, z_stride, D, BLOCK: tl.cons
     for first in range(0, D, BLOCK):
         d = first + tl.arange(0, BLOCK)
         z = tl.load(z_ptr + d, mask=d < D)
-        gated = tl.load(x_ptr + d, mask=d < D) * z / (1 + tl.exp(-z))
+        x = tl.load(x_ptr + d, mask=d < D)
+        gated = x * z / (1 + tl.exp(-z))
         tl.store(out_ptr + d, gated, mask=d < D)
 
 
@@ -135,30 +161,36 @@ def gate_row(x, z, out):
 
 @triton.jit
 def read_loop_kernel(S_ptr, q_ptr, y_ptr, D, N, BLOCK: tl.constexpr):
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = indices(0, BLOCK)
     y = tl.zeros([BLOCK], tl.float32)
     for n in range(N):
-        y += tl.load(S_ptr + d * N + n, mask=d < D, other=0.0) * tl.load(q_ptr + n)
+        S = tl.load(S_ptr + d * N + n, mask=d < D, other=0.0)
+        q = tl.load(q_ptr + n)
+        y += S * q
     tl.store(y_ptr + d, y, mask=d < D)
 
 
 def read_loop(S, q, y):
-    read_loop_kernel[(triton.cdiv(len(S), 8),)](S, q, y, *S.shape, BLOCK=8)
+    grid = (triton.cdiv(len(S), 8),)
+    read_loop_kernel[grid](S, q, y, *S.shape, BLOCK=8)
 
 
 @triton.jit
 def read_transposed_kernel(S_ptr, q_ptr, y_ptr, D, N, BLOCK: tl.constexpr, NP: tl.constexpr):
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    d = indices(0, BLOCK)[None, :]
     n = tl.arange(0, NP)[:, None]
-    S = tl.load(S_ptr + d * N + n, mask=(d < D) & (n < N))
+    inside = (d < D) & (n < N)
+    S = tl.load(S_ptr + d * N + n, mask=inside)
     q = tl.load(q_ptr + n, mask=n < N)
-    y = tl.sum(tl.where((d < D) & (n < N), S * q, 0.0), 0, keep_dims=True)
+    products = tl.where(inside, S * q, 0.0)
+    y = tl.sum(products, 0, keep_dims=True)
     tl.store(y_ptr + d, y, mask=d < D)
 
 
 def read_transposed(S, q, y):
     D, N = S.shape
-    read_transposed_kernel[(triton.cdiv(D, 4),)](S, q, y, D, N, BLOCK=4, NP=power(N))
+    grid = (triton.cdiv(D, 4),)
+    read_transposed_kernel[grid](S, q, y, D, N, BLOCK=4, NP=power(N))
 
 
 # 6: tl.cumsum over a tile that holds all of time; moving pointers
@@ -167,19 +199,22 @@ def read_transposed(S, q, y):
 @triton.jit
 def running_sum_tile_kernel(x_ptr, y_ptr, T, D, TP: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.arange(0, TP)[:, None]
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(x_ptr + t * D + d, mask=(t < T) & (d < D), other=0.0)
-    tl.store(y_ptr + t * D + d, tl.cumsum(x, 0), mask=(t < T) & (d < D))
+    d = indices(0, BLOCK)[None, :]
+    inside = (t < T) & (d < D)
+    x = tl.load(x_ptr + t * D + d, mask=inside, other=0.0)
+    y = tl.cumsum(x, 0)
+    tl.store(y_ptr + t * D + d, y, mask=inside)
 
 
 def running_sum_tile(x, y):
     T, D = x.shape
-    running_sum_tile_kernel[(triton.cdiv(D, 2),)](x, y, T, D, TP=power(T), BLOCK=2)
+    grid = (triton.cdiv(D, 2),)
+    running_sum_tile_kernel[grid](x, y, T, D, TP=power(T), BLOCK=2)
 
 
 @triton.jit
 def running_sum_pointer_kernel(x_ptr, y_ptr, T, D, BLOCK: tl.constexpr):
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = indices(0, BLOCK)
     x_row = x_ptr + d
     y_row = y_ptr + d
     s = tl.full([BLOCK], 0.0, tl.float32)
@@ -191,10 +226,12 @@ def running_sum_pointer_kernel(x_ptr, y_ptr, T, D, BLOCK: tl.constexpr):
 
 
 def running_sum_pointer(x, y):
-    running_sum_pointer_kernel[(triton.cdiv(x.shape[1], 16),)](x, y, *x.shape, BLOCK=16)
+    grid = (triton.cdiv(x.shape[1], 16),)
+    running_sum_pointer_kernel[grid](x, y, *x.shape, BLOCK=16)
 
 
-# 7 and 13: an associative scan that starts from the state; a program per channel, with and without a loop
+# 7 and 13: an associative scan that starts from the state; a program per channel, with and
+# without a loop
 
 
 @triton.jit
@@ -205,7 +242,7 @@ def later(a1, u1, a2, u2):
 @triton.jit
 def decay_tree_kernel(a_ptr, u_ptr, s0_ptr, y_ptr, T, D, TP: tl.constexpr, BLOCK: tl.constexpr):
     t = tl.arange(0, TP)[:, None]
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    d = indices(0, BLOCK)[None, :]
     inside = (t < T) & (d < D)
     a = tl.load(a_ptr + t * D + d, mask=inside, other=1.0)
     u = tl.load(u_ptr + t * D + d, mask=inside, other=0.0)
@@ -226,7 +263,9 @@ def decay_single_kernel(a_ptr, u_ptr, s0_ptr, y_ptr, T, D):
     d = tl.program_id(0)
     s = tl.load(s0_ptr + d)
     for i in range(T):
-        s = tl.fma(tl.load(a_ptr + i * D + d), s, tl.load(u_ptr + i * D + d))
+        a = tl.load(a_ptr + i * D + d)
+        u = tl.load(u_ptr + i * D + d)
+        s = tl.fma(a, s, u)
         tl.store(y_ptr + i * D + d, s)
 
 
@@ -241,7 +280,8 @@ def tree_column_kernel(a_ptr, u_ptr, s0_ptr, y_ptr, T, D, TP: tl.constexpr):
     a = tl.load(a_ptr + t * D + d, mask=t < T, other=1.0)
     u = tl.load(u_ptr + t * D + d, mask=t < T, other=0.0)
     decay, y = tl.associative_scan((a, u), 0, later)
-    tl.store(y_ptr + t * D + d, y + decay * tl.load(s0_ptr + d), mask=t < T)
+    start = tl.load(s0_ptr + d)
+    tl.store(y_ptr + t * D + d, y + decay * start, mask=t < T)
 
 
 def tree_column(a, u, s0, y):
@@ -259,8 +299,10 @@ def column_kernel(S_ptr, dy_ptr, dq_ptr, D, N, BLOCK: tl.constexpr):
     for first in range(0, D, BLOCK):
         d = first + tl.arange(0, BLOCK)
         S = tl.load(S_ptr + d * N + n, mask=d < D, other=0.0)
-        total += S * tl.load(dy_ptr + d, mask=d < D, other=0.0)
-    tl.store(dq_ptr + n, tl.sum(total, 0))
+        dy = tl.load(dy_ptr + d, mask=d < D, other=0.0)
+        total += S * dy
+    dq = tl.sum(total, 0)
+    tl.store(dq_ptr + n, dq)
 
 
 def gradient_by_columns(S, dy, dq):
@@ -273,16 +315,19 @@ def product_kernel(S_ptr, dy_ptr, parts_ptr, N, NP: tl.constexpr):
     d = tl.program_id(0)
     n = tl.arange(0, NP)
     S = tl.load(S_ptr + d * N + n, mask=n < N, other=0.0)
-    tl.store(parts_ptr + d * N + n, S * tl.load(dy_ptr + d), mask=n < N)
+    dy = tl.load(dy_ptr + d)
+    tl.store(parts_ptr + d * N + n, S * dy, mask=n < N)
 
 
 @triton.jit
 def sum_rows_kernel(parts_ptr, dq_ptr, D, N, DP: tl.constexpr, NP: tl.constexpr):
     d = tl.arange(0, DP)[:, None]
     n = tl.arange(0, NP)
-    inside = (d < D) & (n < N)[None, :]
+    columns = (n < N)[None, :]
+    inside = (d < D) & columns
     parts = tl.load(parts_ptr + d * N + n[None, :], mask=inside, other=0.0)
-    tl.store(dq_ptr + n, tl.sum(parts, 0), mask=n < N)
+    dq = tl.sum(parts, 0)
+    tl.store(dq_ptr + n, dq, mask=n < N)
 
 
 def gradient_by_products(S, dy, dq):
@@ -297,13 +342,16 @@ def gradient_by_products(S, dy, dq):
 
 @triton.jit
 def scores_tile_kernel(q_ptr, k_ptr, A_ptr, M, T, N, NP: tl.constexpr, BLOCK: tl.constexpr):
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[:, None]
-    t = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    m = indices(0, BLOCK)[:, None]
+    t = indices(1, BLOCK)[None, :]
     n = tl.arange(0, NP)
-    q = tl.load(q_ptr + m * N + n[None, :], mask=(m < M) & (n < N)[None, :], other=0.0)
-    k = tl.load(k_ptr + t * N + n[:, None], mask=(t < T) & (n < N)[:, None], other=0.0)
+    q_inside = (m < M) & (n < N)[None, :]
+    q = tl.load(q_ptr + m * N + n[None, :], mask=q_inside, other=0.0)
+    k_inside = (t < T) & (n < N)[:, None]
+    k = tl.load(k_ptr + t * N + n[:, None], mask=k_inside, other=0.0)
     A = tl.dot(q, k, input_precision="ieee")
-    tl.store(A_ptr + m * T + t, A, mask=(m < M) & (t < T))
+    inside = (m < M) & (t < T)
+    tl.store(A_ptr + m * T + t, A, mask=inside)
 
 
 def scores_tile(q, k, A):
@@ -319,9 +367,14 @@ def scores_row_kernel(q_ptr, k_ptr, A_ptr, T, N, TP: tl.constexpr, NP: tl.conste
     t = tl.arange(0, TP)
     n = tl.arange(0, NP)
     q = tl.load(q_ptr + m * N + n, mask=n < N, other=0.0)
-    inside = (t < T)[:, None] & (n < N)[None, :]
-    k = tl.load(k_ptr + t[:, None] * N + n[None, :], mask=inside, other=0.0)
-    tl.store(A_ptr + m * T + t, tl.sum(k * q[None, :], 1), mask=t < T)
+    rows = (t < T)[:, None]
+    columns = (n < N)[None, :]
+    inside = rows & columns
+    start = k_ptr + t[:, None] * N
+    k = tl.load(start + n[None, :], mask=inside, other=0.0)
+    products = k * q[None, :]
+    A = tl.sum(products, 1)
+    tl.store(A_ptr + m * T + t, A, mask=t < T)
 
 
 def scores_row(q, k, A):
@@ -335,20 +388,26 @@ def scores_row(q, k, A):
 
 @triton.jit
 def tile_of(ptr, i, j, rows, columns):
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    return tl.load(ptr + i[:, None] * columns + j[None, :], mask=inside, other=0.0)
+    inside_rows = (i < rows)[:, None]
+    inside_columns = (j < columns)[None, :]
+    inside = inside_rows & inside_columns
+    row = ptr + i[:, None] * columns
+    return tl.load(row + j[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def put_tile(ptr, tile, i, j, rows, columns):
-    inside = (i < rows)[:, None] & (j < columns)[None, :]
-    tl.store(ptr + i[:, None] * columns + j[None, :], tile, mask=inside)
+    inside_rows = (i < rows)[:, None]
+    inside_columns = (j < columns)[None, :]
+    inside = inside_rows & inside_columns
+    row = ptr + i[:, None] * columns
+    tl.store(row + j[None, :], tile, mask=inside)
 
 
 @triton.jit
 def project_whole_kernel(x_ptr, W_ptr, y_ptr, T, M, D, MP: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    t = indices(0, BLOCK)
+    d = indices(1, BLOCK)
     m = tl.arange(0, MP)
     x = tile_of(x_ptr, t, m, T, M)
     W = tile_of(W_ptr, m, d, M, D)
@@ -394,8 +453,10 @@ def causal_row_kernel(
     n = tl.arange(0, NP)
     d = tl.arange(0, DP)
     q = tl.load(q_ptr + t * N + n, mask=n < N, other=0.0)
-    A = tl.sum(tile_of(k_ptr, s, n, t + 1, N) * q[None, :], 1)
-    y = tl.sum(A[:, None] * tile_of(x_ptr, s, d, t + 1, D), 0)
+    keys = tile_of(k_ptr, s, n, t + 1, N)
+    A = tl.sum(keys * q[None, :], 1)
+    values = tile_of(x_ptr, s, d, t + 1, D)
+    y = tl.sum(A[:, None] * values, 0)
     tl.store(y_ptr + t * D + d, y, mask=d < D)
 
 
@@ -413,13 +474,16 @@ def causal_state_kernel(q_ptr, k_ptr, x_ptr, y_ptr, T, N, D, NP: tl.constexpr):
     for t in range(T):
         k = tl.load(k_ptr + t * N + n, mask=n < N, other=0.0)
         q = tl.load(q_ptr + t * N + n, mask=n < N, other=0.0)
-        S += k * tl.load(x_ptr + t * D + d)
-        tl.store(y_ptr + t * D + d, tl.sum(S * q, 0))
+        x = tl.load(x_ptr + t * D + d)
+        S += k * x
+        y = tl.sum(S * q, 0)
+        tl.store(y_ptr + t * D + d, y)
 
 
 def causal_state(q, k, x, y):
     T, N = k.shape
-    causal_state_kernel[(x.shape[1],)](q, k, x, y, T, N, x.shape[1], NP=power(N))
+    D = x.shape[1]
+    causal_state_kernel[(D,)](q, k, x, y, T, N, D, NP=power(N))
 
 
 # 12: the state as (D, N), in chunks of 32; one causal product over the whole sequence
@@ -438,8 +502,11 @@ def linear_rows_kernel(
         k = tile_of(k_ptr, chunk * C + c, n, T, N)
         x = tile_of(x_ptr, chunk * C + c, d, T, D)
         A = tl.dot(q, k.T, input_precision="ieee")
-        A = tl.where(c[:, None] < c[None, :], 0.0, A)
-        y = tl.dot(A, x, input_precision="ieee") + tl.dot(q, S.T, input_precision="ieee")
+        later_column = c[:, None] < c[None, :]
+        A = tl.where(later_column, 0.0, A)
+        within = tl.dot(A, x, input_precision="ieee")
+        before = tl.dot(q, S.T, input_precision="ieee")
+        y = within + before
         put_tile(y_ptr, y, chunk * C + c, d, T, D)
         S += tl.dot(x.T, k, input_precision="ieee")
 
@@ -456,11 +523,12 @@ def linear_whole_kernel(
 ):
     t = tl.arange(0, TP)
     n = tl.arange(0, NP)
-    d = tl.program_id(0) * DP + tl.arange(0, DP)
+    d = indices(0, DP)
     A = tl.dot(
         tile_of(q_ptr, t, n, T, N), tl.trans(tile_of(k_ptr, t, n, T, N)), input_precision="ieee"
     )
-    A = tl.where(t[:, None] >= t[None, :], A, 0.0)
+    earlier = t[:, None] >= t[None, :]
+    A = tl.where(earlier, A, 0.0)
     y = tl.dot(A, tile_of(x_ptr, t, d, T, D), input_precision="ieee")
     put_tile(y_ptr, y, t, d, T, D)
 
@@ -481,15 +549,20 @@ def segment_tree_kernel(
 ):
     step = tl.arange(0, LP)
     t = tl.program_id(0) * L + step
-    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = ((step < L) & (t < T))[:, None] & (d < D)[None, :]
-    a = tl.load(a_ptr + t[:, None] * D + d[None, :], mask=inside, other=1.0)
-    u = tl.load(u_ptr + t[:, None] * D + d[None, :], mask=inside, other=0.0)
+    d = indices(1, BLOCK)
+    rows = ((step < L) & (t < T))[:, None]
+    columns = (d < D)[None, :]
+    inside = rows & columns
+    at = t[:, None] * D + d[None, :]
+    a = tl.load(a_ptr + at, mask=inside, other=1.0)
+    u = tl.load(u_ptr + at, mask=inside, other=0.0)
     P, R = tl.associative_scan((a, u), 0, later)
     last = (step == LP - 1)[:, None]
     at = tl.program_id(0) * D + d
-    tl.store(P_ptr + at, tl.sum(tl.where(last, P, 0.0), 0), mask=d < D)
-    tl.store(R_ptr + at, tl.sum(tl.where(last, R, 0.0), 0), mask=d < D)
+    P_last = tl.sum(tl.where(last, P, 0.0), 0)
+    tl.store(P_ptr + at, P_last, mask=d < D)
+    R_last = tl.sum(tl.where(last, R, 0.0), 0)
+    tl.store(R_ptr + at, R_last, mask=d < D)
 
 
 def ends_by_trees(a, u, s0, ends):
@@ -506,10 +579,12 @@ def segment_channel_kernel(a_ptr, u_ptr, P_ptr, R_ptr, T, D, L: tl.constexpr):
     d = tl.program_id(0)
     P = tl.full([], 1.0, tl.float32)
     R = tl.full([], 0.0, tl.float32)
-    for t in range(g * L, tl.minimum(g * L + L, T)):
+    end = tl.minimum(g * L + L, T)
+    for t in range(g * L, end):
         a = tl.load(a_ptr + t * D + d)
         P *= a
-        R = a * R + tl.load(u_ptr + t * D + d)
+        u = tl.load(u_ptr + t * D + d)
+        R = a * R + u
     tl.store(P_ptr + g * D + d, P)
     tl.store(R_ptr + g * D + d, R)
 
@@ -529,13 +604,15 @@ def ends_by_channels(a, u, s0, ends):
 @triton.jit
 def substitute_rows_kernel(L_ptr, R_ptr, U_ptr, T, D, TP: tl.constexpr, BLOCK: tl.constexpr):
     s = tl.arange(0, TP)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = indices(0, BLOCK)
     U = tl.zeros([TP, BLOCK], tl.float32)
     for t in range(T):
         row = tl.load(L_ptr + t * T + s, mask=s < t, other=0.0)
         r = tl.load(R_ptr + t * D + d, mask=d < D, other=0.0)
-        u = r - tl.sum(row[:, None] * U, 0)
-        U = tl.where((s == t)[:, None], u[None, :], U)
+        done = tl.sum(row[:, None] * U, 0)
+        u = r - done
+        here = (s == t)[:, None]
+        U = tl.where(here, u[None, :], U)
         tl.store(U_ptr + t * D + d, u, mask=d < D)
 
 
@@ -549,11 +626,15 @@ def substitute_rows(L, R, U):
 def substitute_tile_kernel(L_ptr, R_ptr, U_ptr, T, D, TP: tl.constexpr, DP: tl.constexpr):
     t = tl.arange(0, TP)
     d = tl.arange(0, DP)
-    L = tl.where(t[:, None] > t[None, :], tile_of(L_ptr, t, t, T, T), 0.0)
+    below = t[:, None] > t[None, :]
+    tile = tile_of(L_ptr, t, t, T, T)
+    L = tl.where(below, tile, 0.0)
     U = tile_of(R_ptr, t, d, T, D)
     for s in range(T - 1):
-        column = tl.sum(tl.where((t == s)[None, :], L, 0.0), 1)
-        row = tl.sum(tl.where((t == s)[:, None], U, 0.0), 0)
+        here = (t == s)[None, :]
+        column = tl.sum(tl.where(here, L, 0.0), 1)
+        here = (t == s)[:, None]
+        row = tl.sum(tl.where(here, U, 0.0), 0)
         U -= column[:, None] * row[None, :]
     put_tile(U_ptr, U, t, d, T, D)
 
@@ -575,13 +656,18 @@ def residual_kernel(k_ptr, x_ptr, b_ptr, S_ptr, T, D, N, BLOCK: tl.constexpr, NP
         k = tl.load(k_ptr + t * N + n, mask=n < N, other=0.0)
         x = tl.load(x_ptr + t * D + d, mask=d < D)
         v = tl.load(b_ptr + t * D + d, mask=d < D)
-        S += k / (1.0 + tl.sum(k * k, 0)[None, :] + tl.exp(-v)) * (x - k * S)
-    tl.store(S_ptr + d * N + n, S, mask=(d < D) & (n < N))
+        length = tl.sum(k * k, 0)[None, :]
+        eps = k / (1.0 + length + tl.exp(-v))
+        error = x - k * S
+        S += eps * error
+    inside = (d < D) & (n < N)
+    tl.store(S_ptr + d * N + n, S, mask=inside)
 
 
 def last_state_residual(k, x, b, S):
     D, N = S.shape
-    residual_kernel[(1,)](k, x, b, S, len(k), D, N, BLOCK=power(D), NP=power(N))
+    T = len(k)
+    residual_kernel[(1,)](k, x, b, S, T, D, N, BLOCK=power(D), NP=power(N))
 
 
 @triton.jit
@@ -591,9 +677,13 @@ def beta_kernel(k_ptr, x_ptr, b_ptr, S_ptr, T, D, N: tl.constexpr, NP: tl.conste
     S = tl.zeros([NP], tl.float32)
     for t in range(T):
         k = tl.load(k_ptr + t * N + n, mask=n < N, other=0.0)
-        beta = tl.sigmoid(tl.load(b_ptr + t * D + d))
-        eps = beta / (1 + beta * tl.sum(k * k))
-        S = S - eps * k * k * S + eps * tl.load(x_ptr + t * D + d) * k
+        b = tl.load(b_ptr + t * D + d)
+        beta = tl.sigmoid(b)
+        length = tl.sum(k * k)
+        eps = beta / (1 + beta * length)
+        forgotten = eps * k * k * S
+        x = tl.load(x_ptr + t * D + d)
+        S = S - forgotten + eps * x * k
     tl.store(S_ptr + d * N + n, S, mask=n < N)
 
 
@@ -602,7 +692,8 @@ def last_state_beta(k, x, b, S):
     beta_kernel[(D,)](k, x, b, S, len(k), D, N=N, NP=power(N))
 
 
-# 17: a grid with one axis and a helper; all channels of a batch element in one program, moving pointers
+# 17: a grid with one axis and a helper; all channels of a batch element in one program, moving
+# pointers
 
 
 @triton.jit
@@ -625,10 +716,15 @@ def forward_flat_kernel(
         q = row_of(q_ptr, row, N, n)[:, None]
         x = row_of(x_ptr, row, D, d)
         z = row_of(z_ptr, row, D, d)
-        eps = 1.0 / (1.0 + tl.sum(k * k, 0) + tl.exp(-row_of(b_ptr, row, D, d)))
-        S += k * eps[None, :] * (x[None, :] - k * S)
-        y = tl.sum(q * S, 0) + tl.load(skip_ptr + d, d < D, 0.0) * x
-        tl.store(out_ptr + row * D + d, y * z * tl.sigmoid(z), mask=d < D)
+        length = tl.sum(k * k, 0)
+        b = row_of(b_ptr, row, D, d)
+        eps = 1.0 / (1.0 + length + tl.exp(-b))
+        error = x[None, :] - k * S
+        S += k * eps[None, :] * error
+        skip = tl.load(skip_ptr + d, d < D, 0.0)
+        y = tl.sum(q * S, 0) + skip * x
+        gated = y * z * tl.sigmoid(z)
+        tl.store(out_ptr + row * D + d, gated, mask=d < D)
 
 
 def forward_flat(q, k, x, b, D_skip, z, out):
@@ -659,11 +755,15 @@ def forward_wide_kernel(
         q = tl.load(q_ptr + t * N, mask=n < N, other=0.0)
         x = tl.load(x_ptr + t * D, mask=d < D)
         z = tl.load(z_ptr + t * D, mask=d < D)
-        beta = tl.sigmoid(tl.load(b_ptr + t * D, mask=d < D))
-        rate = (beta / (1.0 + beta * tl.sum(k * k, 0)))[:, None]
-        S = S * (1.0 - rate * k * k) + rate * x[:, None] * k
+        b = tl.load(b_ptr + t * D, mask=d < D)
+        beta = tl.sigmoid(b)
+        length = tl.sum(k * k, 0)
+        rate = (beta / (1.0 + beta * length))[:, None]
+        kept = S * (1.0 - rate * k * k)
+        S = kept + rate * x[:, None] * k
         y = tl.sum(S * q, 1) + skip * x
-        tl.store(out_ptr + t * D, y * z * tl.sigmoid(z), mask=d < D)
+        gated = y * z * tl.sigmoid(z)
+        tl.store(out_ptr + t * D, gated, mask=d < D)
 
 
 def forward_wide(q, k, x, b, D_skip, z, out):
@@ -672,7 +772,8 @@ def forward_wide(q, k, x, b, D_skip, z, out):
     forward_wide_kernel[(B,)](q, k, x, b, D_skip, z, out, T, D, N, DP=power(D), NP=power(N))
 
 
-# 18: rows of U one by one, from a masked Gram matrix; the transposed state, all channels in one program
+# 18: rows of U one by one, from a masked Gram matrix; the transposed state, all channels in one
+# program
 
 
 @triton.jit
@@ -682,23 +783,36 @@ def chunk_rows_kernel(
 ):  # fmt: skip
     t = tl.arange(0, C)
     n = tl.arange(0, NP)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = indices(0, BLOCK)
     q = tile_of(q_ptr, t, n, T, N)
     k = tile_of(k_ptr, t, n, T, N)
     S = tile_of(S0_ptr, d, n, D, N)
     beta = tl.sigmoid(tile_of(b_ptr, t, d, T, D))
-    eps = beta / (1.0 + beta * tl.sum(k * k, 1)[:, None])
-    before = (t[:, None] > t[None, :]) & (t < T)[:, None]
-    gram = tl.where(before, tl.dot(k, k.T, input_precision="ieee"), 0.0)
-    U = eps * (tile_of(x_ptr, t, d, T, D) - tl.dot(k, S.T, input_precision="ieee"))
+    length = tl.sum(k * k, 1)[:, None]
+    eps = beta / (1.0 + beta * length)
+    earlier = t[:, None] > t[None, :]
+    inside = (t < T)[:, None]
+    before = earlier & inside
+    products = tl.dot(k, k.T, input_precision="ieee")
+    gram = tl.where(before, products, 0.0)
+    x = tile_of(x_ptr, t, d, T, D)
+    read = tl.dot(k, S.T, input_precision="ieee")
+    U = eps * (x - read)
     for s in tl.static_range(C):
-        column = tl.sum(tl.where((t == s)[None, :], gram, 0.0), 1)
-        u = tl.sum(tl.where((t == s)[:, None], U, 0.0), 0)
+        here = (t == s)[None, :]
+        column = tl.sum(tl.where(here, gram, 0.0), 1)
+        here = (t == s)[:, None]
+        u = tl.sum(tl.where(here, U, 0.0), 0)
         U -= eps * column[:, None] * u[None, :]
-    A = tl.where(t[:, None] < t[None, :], 0.0, tl.dot(q, k.T, input_precision="ieee"))
-    y = tl.dot(A, U, input_precision="ieee") + tl.dot(q, S.T, input_precision="ieee")
+    later_key = t[:, None] < t[None, :]
+    products = tl.dot(q, k.T, input_precision="ieee")
+    A = tl.where(later_key, 0.0, products)
+    within = tl.dot(A, U, input_precision="ieee")
+    from_start = tl.dot(q, S.T, input_precision="ieee")
+    y = within + from_start
     put_tile(y_ptr, y, t, d, T, D)
-    put_tile(S_ptr, S + tl.dot(U.T, k, input_precision="ieee"), d, n, D, N)
+    written = tl.dot(U.T, k, input_precision="ieee")
+    put_tile(S_ptr, S + written, d, n, D, N)
 
 
 def chunk_rows(q, k, x, b, S0, y, S):
@@ -728,10 +842,14 @@ def chunk_steps_kernel(
         q = tl.sum(tl.where(now, queries, 0.0), 0)
         x = tl.sum(tl.where(now, values, 0.0), 0)
         b = tl.sum(tl.where(now, logits, 0.0), 0)
-        error = x - tl.sum(S * k[None, :], 1)
-        eps = 1.0 / (1.0 + tl.sum(k * k, 0) + tl.exp(-b))
-        S += (eps * error)[:, None] * k[None, :]
-        Y = tl.where(now, tl.sum(S * q[None, :], 1)[None, :], Y)
+        read = tl.sum(S * k[None, :], 1)
+        error = x - read
+        length = tl.sum(k * k, 0)
+        eps = 1.0 / (1.0 + length + tl.exp(-b))
+        write = (eps * error)[:, None]
+        S += write * k[None, :]
+        y = tl.sum(S * q[None, :], 1)[None, :]
+        Y = tl.where(now, y, Y)
     put_tile(y_ptr, Y, t, d, T, D)
     put_tile(S_ptr, S, d, n, D, N)
 
@@ -742,7 +860,8 @@ def chunk_steps(q, k, x, b, S0, y, S):
     chunk_steps_kernel[(1,)](q, k, x, b, S0, y, S, T, N, D, C=power(T), NP=power(N), DP=power(D))
 
 
-# 19: a reversed tree whose steps carry the next decay; one program per channel, backwards by moving pointers
+# 19: a reversed tree whose steps carry the next decay; one program per channel, backwards by
+# moving pointers
 
 
 @triton.jit
@@ -750,7 +869,7 @@ def backward_tree_kernel(
     a_ptr, h_ptr, dy_ptr, da_ptr, du_ptr, T, D, TP: tl.constexpr, BLOCK: tl.constexpr
 ):
     t = tl.arange(0, TP)
-    d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    d = indices(0, BLOCK)
     after = tile_of(a_ptr, t + 1, d, T, D)
     dy = tile_of(dy_ptr, t, d, T, D)
     _, ds = tl.associative_scan((after, dy), 0, later, reverse=True)
@@ -769,13 +888,16 @@ def backward_channel_kernel(a_ptr, h_ptr, dy_ptr, da_ptr, du_ptr, T, D):
     at = (T - 1) * D + tl.program_id(0)
     ds = tl.load(dy_ptr + at)
     tl.store(du_ptr + at, ds)
-    tl.store(da_ptr + at, ds * tl.load(h_ptr + at))
+    h = tl.load(h_ptr + at)
+    tl.store(da_ptr + at, ds * h)
     for _ in range(T - 1):
-        ds = ds * tl.load(a_ptr + at)
+        a = tl.load(a_ptr + at)
+        ds = ds * a
         at -= D
         ds += tl.load(dy_ptr + at)
         tl.store(du_ptr + at, ds)
-        tl.store(da_ptr + at, ds * tl.load(h_ptr + at))
+        h = tl.load(h_ptr + at)
+        tl.store(da_ptr + at, ds * h)
 
 
 def backward_channel(a, h, dy, da, du):

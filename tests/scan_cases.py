@@ -33,19 +33,24 @@ def inputs(
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
-        return torch.randn(*s, generator=gen).to(DEVICE)
+        drawn = torch.randn(*s, generator=gen)
+        return drawn.to(DEVICE)
 
     def rates(*s):
-        return -(torch.rand(*s, generator=gen) + 0.1).to(DEVICE)
+        sizes = torch.rand(*s, generator=gen) + 0.1
+        return -sizes.to(DEVICE)
 
     n = B if sequences is None else sequences
     a = dict(q=new(B, T, N).to(dtype))
-    a["k"] = (new(B, T, N) * key_scale).to(dtype)
+    k = new(B, T, N) * key_scale
+    a["k"] = k.to(dtype)
     a["x"] = new(B, T, D).to(dtype)
-    a["b"] = new(B, T, 1 if scalar else D).to(dtype)
+    b = new(B, T, 1 if scalar else D)
+    a["b"] = b.to(dtype)
     # All are drawn for every form: the numbers after them do not depend on it.
     shared = dict(s6=rates(D, N), s6_given=rates(D, N))
-    a["A"] = (shared | dict(s6_time_varying=rates(B, T, N).to(dtype))).get(form)
+    timed = rates(B, T, N).to(dtype)
+    a["A"] = (shared | dict(s6_time_varying=timed)).get(form)
     a["b_bias"] = new(D) if bias else None
     a["D_skip"] = new(D) if skip else None
     a["z"] = new(B, T, D).to(dtype) if z else None
@@ -53,7 +58,9 @@ def inputs(
     if form == "s6_given":  # step sizes, most of them positive
         a["b"] = a["b"].abs()
         a["b_bias"] = a["b_bias"] / 9 if bias else None
-    return a, new(B, T, D).to(dtype), new(n, D, N)
+    dout = new(B, T, D).to(dtype)
+    dfinal = new(n, D, N)
+    return a, dout, dfinal
 
 
 def call(a, form, cu_seqlens=None, oracle=False, **options):
@@ -75,7 +82,9 @@ def one_sequence(a, form, i, lo, hi):
     def cut(name, t):
         if t is None or name in PER_CHANNEL or (name == "A" and form in ("s6", "s6_given")):
             return t
-        return t[i : i + 1] if name == "initial_state" else t[:, lo:hi]
+        if name == "initial_state":
+            return t[i : i + 1]
+        return t[:, lo:hi]
 
     return {name: cut(name, t) for name, t in a.items()}
 
@@ -83,36 +92,44 @@ def one_sequence(a, form, i, lo, hi):
 def gradients(outputs, grads, a):
     "Gradients by argument name; zeros for an argument that no output depends on."
     names = [n for n, t in a.items() if t is not None]
-    gradients = torch.autograd.grad(outputs, [a[n] for n in names], grads, allow_unused=True)
+    tensors = [a[n] for n in names]
+    gradients = torch.autograd.grad(outputs, tensors, grads, allow_unused=True)
     return {n: torch.zeros_like(a[n]) if g is None else g for n, g in zip(names, gradients)}
 
 
 def leaves(a, dtype=None):
     def leaf(t):
-        return t.detach().to(dtype or t.dtype).requires_grad_()
+        converted = t.detach().to(dtype or t.dtype)
+        return converted.requires_grad_()
 
     return {n: None if t is None else leaf(t) for n, t in a.items()}
 
 
 def oracle(a, dout, dfinal, form, bounds=None):
     "Output, final state and gradients in float64, by the loop; small steps run on the CPU."
-    if a["x"].is_cuda and a["x"].numel() * a["q"].shape[-1] <= 10**7:
+    n_states = a["x"].numel() * a["q"].shape[-1]
+    if a["x"].is_cuda and n_states <= 10**7:
         cpu = {n: None if t is None else t.detach().cpu() for n, t in a.items()}
-        out, final, grads = oracle(cpu, dout.cpu(), dfinal.cpu(), form, bounds)
-        return out.to(DEVICE), final.to(DEVICE), {n: g.to(DEVICE) for n, g in grads.items()}
+        dout_on_cpu = dout.cpu()
+        dfinal_on_cpu = dfinal.cpu()
+        out, final, grads = oracle(cpu, dout_on_cpu, dfinal_on_cpu, form, bounds)
+        moved = {n: g.to(DEVICE) for n, g in grads.items()}
+        return out.to(DEVICE), final.to(DEVICE), moved
     r = leaves(a, torch.float64)
     if bounds is None:
         out, final = call(r, form, oracle=True)
     else:
         outs = []
         finals = []
-        for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        pairs = zip(bounds, bounds[1:])
+        for i, (lo, hi) in enumerate(pairs):
             out, final = call(one_sequence(r, form, i, lo, hi), form, oracle=True)
             outs.append(out)
             finals.append(final)
         out = torch.cat(outs, 1)
         final = torch.cat(finals, 0)
-    grads = gradients((out, final), (dout.double(), dfinal.double()), r)
+    slopes = (dout.double(), dfinal.double())
+    grads = gradients((out, final), slopes, r)
     return out.detach(), final.detach(), grads
 
 
@@ -121,7 +138,8 @@ def kernels(a, dout, dfinal, form, bounds=None, **options):
     r = leaves(a)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     out, final = call(r, form, cu, **options)
-    grads = gradients((out, final), (dout.to(out.dtype), dfinal), r)
+    slopes = (dout.to(out.dtype), dfinal)
+    grads = gradients((out, final), slopes, r)
     return out.detach(), final.detach(), grads
 
 
@@ -129,8 +147,11 @@ def beyond(results, expected, relative, absolute=1e-6):
     "Names of what differs by more than a share of its norm and, if it vanishes, that per element."
     differences = {}
     for n, r in expected.items():
-        difference = (results[n].double() - r.double()).norm().item()
-        allowed = relative * r.norm() + absolute * r.numel() ** 0.5
+        difference_of = results[n].double() - r.double()
+        difference = difference_of.norm().item()
+        by_norm = relative * r.norm()
+        by_element = absolute * r.numel() ** 0.5
+        allowed = by_norm + by_element
         if not difference <= allowed:
             differences[n] = difference
     return differences
@@ -138,11 +159,8 @@ def beyond(results, expected, relative, absolute=1e-6):
 
 def off(got, want):
     "Errors of one (output, final state, gradients) against another."
-    return dict(
-        out=error(got[0], want[0]),
-        final=error(got[1], want[1]),
-        **{n: error(got[2][n], g) for n, g in want[2].items()},
-    )
+    gradients = {n: error(got[2][n], g) for n, g in want[2].items()}
+    return dict(out=error(got[0], want[0]), final=error(got[1], want[1]), **gradients)
 
 
 def errors(B, T, D, N, form, bounds=None, options=None, **made):
@@ -158,7 +176,8 @@ def errors(B, T, D, N, form, bounds=None, options=None, **made):
 
 def assert_close(errors, dtype=torch.float32, factor=1.0):
     "Every error under the dtype's tolerance."
-    bad = {n: f"{e:.1e}" for n, e in errors.items() if not e < TOLERANCE[dtype] * factor}
+    limit = TOLERANCE[dtype] * factor
+    bad = {n: f"{e:.1e}" for n, e in errors.items() if not e < limit}
     assert not bad, bad
 
 
@@ -166,22 +185,30 @@ def assert_same_bits(got, want):
     "Output, final state and gradients, to the bit."
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
-    assert all(torch.equal(got[2][n], want[2][n]) for n in want[2])
+    for n in want[2]:
+        assert torch.equal(got[2][n], want[2][n])
 
 
 def assert_packed_as_alone(a, dout, dfinal, form, bounds, start=False, **options):
     "A packed batch has the bits of each sequence alone; `start`: gradients of initial states too."
     out, final, grads = kernels(a, dout, dfinal, form, bounds, **options)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+    pairs = zip(bounds, bounds[1:])
+    for i, (lo, hi) in enumerate(pairs):
         one = slice(i, i + 1)
         alone = one_sequence(a, form, i, lo, hi)
-        alone_out, last, alone_grads = kernels(alone, dout[:, lo:hi], dfinal[one], form, **options)
-        assert torch.equal(alone_out, out[:, lo:hi]), i
+        part = dout[:, lo:hi]
+        alone_out, last, alone_grads = kernels(alone, part, dfinal[one], form, **options)
+        expected = out[:, lo:hi]
+        assert torch.equal(alone_out, expected), i
         assert torch.equal(last, final[one]), i
         for n in ROWS:
-            assert torch.equal(alone_grads[n], grads[n][:, lo:hi]), (i, n)
+            whole = grads[n]
+            expected = whole[:, lo:hi]
+            assert torch.equal(alone_grads[n], expected), (i, n)
         if start:
-            assert torch.equal(alone_grads["initial_state"], grads["initial_state"][one]), i
+            start_gradient = alone_grads["initial_state"]
+            expected = grads["initial_state"][one]
+            assert torch.equal(start_gradient, expected), i
     return out, final, grads
 
 
@@ -196,7 +223,8 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
     def new(*s):
         return torch.randn(*s, device=DEVICE, dtype=torch.bfloat16)
 
-    a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, 1 if scalar else D))
+    k = new(B, T, N) / 2
+    a = dict(q=new(B, T, N), k=k, x=new(B, T, D), b=new(B, T, 1 if scalar else D))
     parts = dict(whole=slice(None), start=slice(0, margin), end=slice(T - margin, None))
     runs = {}
     for name, part in parts.items():
@@ -207,10 +235,15 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
         runs[name] = dict(out=out.detach(), final=final.detach()) | grads
         del leaf, out, final, grads
     whole = runs["whole"]
-    errors = {"final": error(whole.pop("final"), runs["end"].pop("final"))}
-    for end, rows in dict(start=slice(0, near), end=slice(-near, None)).items():
+    final = whole.pop("final")
+    expected = runs["end"].pop("final")
+    errors = {"final": error(final, expected)}
+    ends = dict(start=slice(0, near), end=slice(-near, None))
+    for end, rows in ends.items():
         for n, t in whole.items():
-            errors[f"{n} {end}"] = error(t[:, rows], runs[end][n][:, rows])
+            result = t[:, rows]
+            expected = runs[end][n][:, rows]
+            errors[f"{n} {end}"] = error(result, expected)
     assert_close(errors, torch.bfloat16)
 
 
@@ -226,8 +259,10 @@ def poisoned(monkeypatch):
 
 def within(t, margin=3):
     "`t` as a window into a larger new tensor."
-    big = torch.empty(*(s + 2 * margin + 1 for s in t.shape), device=t.device, dtype=t.dtype)
-    return big[tuple(slice(margin, margin + s) for s in t.shape)].copy_(t)
+    sizes = [s + 2 * margin + 1 for s in t.shape]
+    big = torch.empty(*sizes, device=t.device, dtype=t.dtype)
+    inside = tuple(slice(margin, margin + s) for s in t.shape)
+    return big[inside].copy_(t)
 
 
 def captured(run):

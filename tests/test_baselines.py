@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mambapy.mamba import MambaBlock, MambaConfig
+from torch.testing import assert_close
 
 from fla_files import naive
 from longhorn_kit.compat import mend_torchvision
@@ -67,14 +68,14 @@ def test_mamba_equals_mambapy(steps):
     reference_inputs = h.clone().requires_grad_()
     y = layer(inputs)
     expected = reference(reference_inputs)
-    torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-4)
+    assert_close(y, expected, atol=1e-5, rtol=1e-4)
     y.backward(dy)
     expected.backward(dy)
-    torch.testing.assert_close(inputs.grad, reference_inputs.grad, atol=1e-4, rtol=1e-4)
+    assert_close(inputs.grad, reference_inputs.grad, atol=1e-4, rtol=1e-4)
     gradients = {name: p.grad for name, p in layer.named_parameters()}
     gradients["D"] = gradients.pop("D_skip")
     expected = {name: p.grad for name, p in reference.named_parameters()}
-    torch.testing.assert_close(gradients, expected, atol=2e-4, rtol=1e-3)
+    assert_close(gradients, expected, atol=2e-4, rtol=1e-3)
 
 
 def test_mamba_decodes_like_mambapy():
@@ -84,15 +85,17 @@ def test_mamba_decodes_like_mambapy():
     state = layer.empty_cache(2)
     with torch.no_grad():
         for t in range(6):
-            y, state = layer.step(h[:, t], state)
-            expected, cache = reference.step(h[:, t], cache)
-            torch.testing.assert_close(y, expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(state.S, cache[0], atol=1e-5, rtol=1e-4)
+            token = h[:, t]
+            y, state = layer.step(token, state)
+            expected, cache = reference.step(token, cache)
+            assert_close(y, expected, atol=1e-5, rtol=1e-4)
+    assert_close(state.S, cache[0], atol=1e-5, rtol=1e-4)
 
 
 def test_rates_of_a_float64_mamba_are_not_rounded():
     layer = build_mixer("mamba", 8).double()
-    assert torch.equal(layer.rates(None), -layer.A_log.exp())
+    expected = -layer.A_log.exp()
+    assert torch.equal(layer.rates(None), expected)
 
 
 def test_mamba_starts_with_time_scales_from_ten_to_a_thousand_tokens():
@@ -100,8 +103,11 @@ def test_mamba_starts_with_time_scales_from_ten_to_a_thousand_tokens():
     delta = F.softplus(layer.dt_proj.bias)
     assert 0.99e-3 < delta.min() < 2e-3
     assert 0.05 < delta.max() < 0.101
-    assert abs(delta.log().mean() - torch.tensor(1e-2).log()) < 0.2
-    torch.testing.assert_close(layer.A_log.exp()[7], torch.arange(1.0, 17))
+    centre = torch.tensor(1e-2).log()
+    distance = delta.log().mean() - centre
+    assert abs(distance) < 0.2
+    result = layer.A_log.exp()[7]
+    assert_close(result, torch.arange(1.0, 17))
 
 
 def naive_attention(layer, h):
@@ -109,17 +115,31 @@ def naive_attention(layer, h):
     B, T, d = h.shape
     H = layer.n_heads
     P = d // layer.n_heads
-    q, k, v = (h.double() @ layer.qkv_proj.weight.double().T).view(B, T, 3, H, P).unbind(2)
-    frequency = layer.rope_base ** (-torch.arange(0, P, 2, dtype=torch.float64) / P)
-    angle = torch.arange(T)[:, None] * frequency
-    turn = torch.polar(torch.ones_like(angle), angle)[None, :, None]
-    q = torch.complex(q[..., : P // 2], q[..., P // 2 :]) * turn
-    k = torch.complex(k[..., : P // 2], k[..., P // 2 :]) * turn
+    weight = layer.qkv_proj.weight.double()
+    projected = h.double() @ weight.T
+    q, k, v = projected.view(B, T, 3, H, P).unbind(2)
+    even = torch.arange(0, P, 2, dtype=torch.float64)
+    frequency = layer.rope_base ** (-even / P)
+    positions = torch.arange(T)[:, None]
+    angle = positions * frequency
+    complex_numbers = torch.polar(torch.ones_like(angle), angle)
+    turn = complex_numbers[None, :, None]
+    real = q[..., : P // 2]
+    imag = q[..., P // 2 :]
+    q = torch.complex(real, imag) * turn
+    real = k[..., : P // 2]
+    imag = k[..., P // 2 :]
+    k = torch.complex(real, imag) * turn
     y = torch.zeros(B, T, H, P, dtype=torch.float64)
     for t in range(T):
-        scores = torch.einsum("bhp,bshp->bhs", q[:, t], k[:, : t + 1].conj()).real / P**0.5
-        y[:, t] = torch.einsum("bhs,bshp->bhp", scores.softmax(-1), v[:, : t + 1])
-    return y.flatten(2) @ layer.out_proj.weight.double().T
+        past_keys = k[:, : t + 1].conj()
+        products = torch.einsum("bhp,bshp->bhs", q[:, t], past_keys)
+        scores = products.real / P**0.5
+        weights = scores.softmax(-1)
+        past_values = v[:, : t + 1]
+        y[:, t] = torch.einsum("bhs,bshp->bhp", weights, past_values)
+    weight = layer.out_proj.weight.double()
+    return y.flatten(2) @ weight.T
 
 
 @pytest.mark.parametrize(
@@ -130,10 +150,13 @@ def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
     layer = Attention(d_model, n_heads=n_heads, rope_base=50.0)
     h = torch.randn(2, T, d_model)
     expected = naive_attention(layer, h)
-    torch.testing.assert_close(layer(h).double(), expected, atol=1e-5, rtol=1e-4)
-    _, cache = layer.prefill(h[:, : T // 2])
-    late = layer.prefill(h[:, T // 2 :], cache)[0]
-    torch.testing.assert_close(late.double(), expected[:, T // 2 :], atol=1e-5, rtol=1e-4)
+    assert_close(layer(h).double(), expected, atol=1e-5, rtol=1e-4)
+    first_half = h[:, : T // 2]
+    _, cache = layer.prefill(first_half)
+    second_half = h[:, T // 2 :]
+    late = layer.prefill(second_half, cache)[0]
+    expected_half = expected[:, T // 2 :]
+    assert_close(late.double(), expected_half, atol=1e-5, rtol=1e-4)
     if T > 1:  # a single token looks at itself, whatever its query
         agree(layer, lambda h: naive_attention(layer, h).float(), h)
 
@@ -142,17 +165,25 @@ def test_attention_caches_one_column_a_token():
     layer = Attention(32, n_heads=2)
     cache = None
     for length in (3, 1, 5):
-        _, cache = layer.prefill(torch.randn(2, length, 32), cache)
+        h = torch.randn(2, length, 32)
+        _, cache = layer.prefill(h, cache)
     assert cache.k.shape == cache.v.shape == (2, 2, 9, 16)
-    assert layer.empty_cache(4).k.shape == (4, 2, 0, 16)
+    empty = layer.empty_cache(4)
+    assert empty.k.shape == (4, 2, 0, 16)
 
 
 def test_rotation_keeps_lengths_and_sees_only_distances():
     x = torch.randn(2, 3, 5, 8)
-    torch.testing.assert_close(rotate(x, 100).norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(rotate(x, 0)[:, :, 0], x[:, :, 0])
-    later = torch.cat([torch.zeros(2, 3, 2, 8), x], 2)
-    torch.testing.assert_close(rotate(x, 2), rotate(later, 0)[:, :, 2:])
+    result = rotate(x, 100).norm(dim=-1)
+    expected = x.norm(dim=-1)
+    assert_close(result, expected)
+    result = rotate(x, 0)[:, :, 0]
+    expected = x[:, :, 0]
+    assert torch.equal(result, expected)
+    zeros = torch.zeros(2, 3, 2, 8)
+    later = torch.cat([zeros, x], 2)
+    expected = rotate(later, 0)[:, :, 2:]
+    assert_close(rotate(x, 2), expected)
 
 
 def test_mask_lets_new_tokens_see_the_past_and_themselves():
@@ -177,11 +208,24 @@ def test_heads_are_of_a_size_near_64(d_model, heads):
 def split(t, heads, *sizes):
     "(B,T,C) -> pieces (B,T,H,F) of these sizes a head."
     pieces = t.split([heads * size for size in sizes], -1)
-    return [piece.reshape(*t.shape[:2], heads, size) for piece, size in zip(pieces, sizes)]
+    B, T, _ = t.shape
+    return [piece.reshape(B, T, heads, size) for piece, size in zip(pieces, sizes)]
+
+
+def project(h, linear):
+    "The product with the weight of a linear layer, without its bias."
+    return h @ linear.weight.T
+
+
+def unit(v):
+    "Keys or queries divided by their length."
+    length = v.square().sum(-1, keepdim=True).sqrt()
+    return v / length
 
 
 def rms(y, weight=1.0):
-    return y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    variance = y.square().mean(-1, keepdim=True)
+    return y / (variance + 1e-5).sqrt() * weight
 
 
 def short_conv(layer, t):
@@ -189,80 +233,101 @@ def short_conv(layer, t):
     weight = layer.conv1d.weight[:, 0]
     T = t.shape[1]
     taps = weight.shape[1]
-    padded = torch.cat([torch.zeros(len(t), taps - 1, t.shape[2]), t], 1)
-    return F.silu(sum(padded[:, i : i + T] * weight[:, i] for i in range(taps)))
+    zeros = torch.zeros(len(t), taps - 1, t.shape[2])
+    padded = torch.cat([zeros, t], 1)
+    copies = [padded[:, i : i + T] * weight[:, i] for i in range(taps)]
+    return F.silu(sum(copies))
 
 
 def previous(h):
-    return torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1)
+    zeros = torch.zeros_like(h[:, :1])
+    earlier = h[:, :-1]
+    return torch.cat([zeros, earlier], 1)
 
 
 def naive_retnet(layer, h):
     H = layer.n_heads
     N = layer.d_key
     P = layer.d_value
-    q, k, v, g = split(h @ layer.in_proj.weight.T, H, N, N, P, P)
-    angle = torch.arange(h.shape[1])[:, None] * layer.rope_base ** (-torch.arange(0, N, 2) / N)
-    turn = torch.polar(torch.ones_like(angle), angle)[:, None]
+    q, k, v, g = split(project(h, layer.in_proj), H, N, N, P, P)
+    positions = torch.arange(h.shape[1])[:, None]
+    frequency = layer.rope_base ** (-torch.arange(0, N, 2) / N)
+    angle = positions * frequency
+    complex_numbers = torch.polar(torch.ones_like(angle), angle)
+    turn = complex_numbers[:, None]
 
     def turned(t):
-        t = torch.complex(t[..., : N // 2], t[..., N // 2 :]) * turn
-        return torch.cat([t.real, t.imag], -1).transpose(1, 2)
+        real = t[..., : N // 2]
+        imag = t[..., N // 2 :]
+        t = torch.complex(real, imag) * turn
+        halves = torch.cat([t.real, t.imag], -1)
+        return halves.transpose(1, 2)
 
     retention = naive("retention/naive", "naive_retention")
-    y = retention(turned(q), turned(k), v.transpose(1, 2)).transpose(1, 2)
-    return (rms(y) * F.silu(g)).flatten(2) @ layer.out_proj.weight.T
+    v_by_head = v.transpose(1, 2)
+    y = retention(turned(q), turned(k), v_by_head).transpose(1, 2)
+    gated = rms(y) * F.silu(g)
+    return project(gated.flatten(2), layer.out_proj)
 
 
 def naive_gla(layer, h):
     H = layer.n_heads
     N = layer.d_key
     P = layer.d_value
-    q, k, v, g = split(h @ layer.in_proj.weight.T, H, N, N, P, P)
+    q, k, v, g = split(project(h, layer.in_proj), H, N, N, P, P)
     down, up = layer.decay_proj
-    logits = h @ down.weight.T @ up.weight.T + up.bias
-    gate = torch.sigmoid(logits).log() / layer.temperature
+    logits = project(project(h, down), up) + up.bias
+    log_gate = torch.sigmoid(logits).log()
+    gate = log_gate / layer.temperature
     y, _ = naive("gla/naive", "naive_recurrent_gla")(q, k, v, gate.view(q.shape))
-    return (rms(y, layer.norm_weight) * F.silu(g)).flatten(2) @ layer.out_proj.weight.T
+    gated = rms(y, layer.norm_weight) * F.silu(g)
+    return project(gated.flatten(2), layer.out_proj)
 
 
 def naive_hgrn2(layer, h):
     H = layer.n_heads
     N = layer.d_key
     P = layer.d_value
-    q, f, v = split(h @ layer.in_proj.weight.T, H, N, N, P)
-    decay = layer.lower_bound + (1 - layer.lower_bound) * torch.sigmoid(f)
+    q, f, v = split(project(h, layer.in_proj), H, N, N, P)
+    share = (1 - layer.lower_bound) * torch.sigmoid(f)
+    decay = layer.lower_bound + share
     y, _ = naive("gla/naive", "naive_recurrent_gla")(F.silu(q), 1 - decay, v, decay.log())
-    return rms(y.flatten(2), layer.norm_weight) @ layer.out_proj.weight.T
+    normed = rms(y.flatten(2), layer.norm_weight)
+    return project(normed, layer.out_proj)
 
 
 def naive_deltanet(layer, h):
     H = layer.n_heads
     N = layer.d_key
     P = layer.d_value
-    convolved = short_conv(layer, h @ layer.in_proj.weight.T)
+    convolved = short_conv(layer, project(h, layer.in_proj))
     q, k, v = (t.transpose(1, 2) for t in split(convolved, H, N, N, P))
-    q = q / q.square().sum(-1, keepdim=True).sqrt()
-    k = k / k.square().sum(-1, keepdim=True).sqrt()
-    beta = torch.sigmoid(h @ layer.beta_proj.weight.T).transpose(1, 2)
+    q = unit(q)
+    k = unit(k)
+    beta = torch.sigmoid(project(h, layer.beta_proj)).transpose(1, 2)
     y, _ = naive("delta_rule/naive", "delta_rule_recurrence")(q, k, v, beta)
-    return rms(y.transpose(1, 2), layer.norm_weight).flatten(2) @ layer.out_proj.weight.T
+    normed = rms(y.transpose(1, 2), layer.norm_weight)
+    return project(normed.flatten(2), layer.out_proj)
 
 
 def naive_gated_deltanet(layer, h):
     H = layer.n_heads
     N = layer.d_key
     P = layer.d_value
-    qkv, g = (h @ layer.in_proj.weight.T).split([H * (2 * N + P), H * P], -1)
+    sizes = [H * (2 * N + P), H * P]
+    qkv, g = project(h, layer.in_proj).split(sizes, -1)
     q, k, v = split(short_conv(layer, qkv), H, N, N, P)
-    q = q / q.square().sum(-1, keepdim=True).sqrt()
-    k = k / k.square().sum(-1, keepdim=True).sqrt()
-    beta, dt = (h @ layer.rate_proj.weight.T).chunk(2, -1)
-    decay = -layer.A_log.exp() * torch.log1p((dt + layer.dt_bias).exp())
+    q = unit(q)
+    k = unit(k)
+    beta, dt = project(h, layer.rate_proj).chunk(2, -1)
+    rate = layer.A_log.exp()
+    step = torch.log1p((dt + layer.dt_bias).exp())
+    decay = -rate * step
     rule = naive("gated_delta_rule/naive", "naive_recurrent_gated_delta_rule")
     y, _ = rule(q, k, v, beta.sigmoid(), decay)
-    y = rms(y, layer.norm_weight) * F.silu(g.view(y.shape))
-    return y.flatten(2) @ layer.out_proj.weight.T
+    gate = F.silu(g.view(y.shape))
+    y = rms(y, layer.norm_weight) * gate
+    return project(y.flatten(2), layer.out_proj)
 
 
 def naive_rwkv(layer, h, r, k, v, g, log_decay, bonus):
@@ -273,52 +338,64 @@ def naive_rwkv(layer, h, r, k, v, g, log_decay, bonus):
     y, _ = rwkv6(r, k, v, log_decay, bonus, scale=1.0)
     y = y.transpose(1, 2)
     variance = y.var(-1, keepdim=True, unbiased=False)
-    y = (y - y.mean(-1, keepdim=True)) / (variance + 64e-5).sqrt()
-    y = y.flatten(2) * layer.norm.weight + layer.norm.bias
-    return (y * F.silu(g)) @ layer.out_proj.weight.T
+    centred = y - y.mean(-1, keepdim=True)
+    y = centred / (variance + 64e-5).sqrt()
+    scaled = y.flatten(2) * layer.norm.weight
+    y = scaled + layer.norm.bias
+    gated = y * F.silu(g)
+    return project(gated, layer.out_proj)
 
 
 def naive_rwkv5(layer, h):
     def mixed(i):
-        return h + (previous(h) - h) * layer.mix[i]
+        change = previous(h) - h
+        return h + change * layer.mix[i]
 
     k, v, r, g = (
-        mixed(i) @ getattr(layer, f"{name}_proj").weight.T for i, name in enumerate("kvrg")
+        project(mixed(i), getattr(layer, f"{name}_proj")) for i, name in enumerate("kvrg")
     )
-    decay = -layer.decay.exp().repeat_interleave(layer.d_key).expand(k.shape)
-    bonus = layer.bonus[:, None].expand(-1, layer.d_key)
+    rate = layer.decay.exp().repeat_interleave(layer.d_key)
+    decay = -rate.expand(k.shape)
+    column = layer.bonus[:, None]
+    bonus = column.expand(-1, layer.d_key)
     return naive_rwkv(layer, h, r, k, v, g, decay, bonus)
 
 
 def naive_rwkv6(layer, h):
     delta = previous(h) - h
     mixed = []
-    low = torch.tanh((h + delta * layer.mix[0]) @ layer.mix_down.weight.T).chunk(5, -1)
+    mixed_input = h + delta * layer.mix[0]
+    low = torch.tanh(project(mixed_input, layer.mix_down)).chunk(5, -1)
     for i in range(5):
-        mixed.append(h + delta * (layer.mix[i + 1] + low[i] @ layer.mix_up[i]))
-    low = torch.tanh(mixed[0] @ layer.decay_down.weight.T)
-    w = low @ layer.decay_up.weight.T + layer.decay_up.bias
-    k, v, r, g = (t @ getattr(layer, f"{name}_proj").weight.T for t, name in zip(mixed[1:], "kvrg"))
+        shift = layer.mix[i + 1] + low[i] @ layer.mix_up[i]
+        mixed.append(h + delta * shift)
+    low = torch.tanh(project(mixed[0], layer.decay_down))
+    w = project(low, layer.decay_up) + layer.decay_up.bias
+    k, v, r, g = (project(t, getattr(layer, f"{name}_proj")) for t, name in zip(mixed[1:], "kvrg"))
     return naive_rwkv(layer, h, r, k, v, g, -w.exp(), layer.bonus)
 
 
 def naive_mamba_input_a(layer, h):
     "The parts of mamba.py, whose scan takes any A that can be broadcast."
-    x, z = (h @ layer.in_proj.weight.T).chunk(2, -1)
+    x, z = project(h, layer.in_proj).chunk(2, -1)
     taps = layer.conv1d.weight[:, 0]
     T = h.shape[1]
-    padded = torch.cat([torch.zeros(len(h), taps.shape[1] - 1, x.shape[2]), x], 1)
+    zeros = torch.zeros(len(h), taps.shape[1] - 1, x.shape[2])
+    padded = torch.cat([zeros, x], 1)
     copies = [padded[:, i : i + T] * taps[:, i] for i in range(taps.shape[1])]
-    x = F.silu(layer.conv1d.bias + sum(copies))
+    convolved = layer.conv1d.bias + sum(copies)
+    x = F.silu(convolved)
     sizes = [layer.rank, layer.d_state, layer.d_state]
-    dt_low_rank, k, q = (x @ layer.x_proj.weight.T).split(sizes, -1)
-    rate = x @ layer.A_proj.weight.T + layer.A_proj.bias
+    dt_low_rank, k, q = project(x, layer.x_proj).split(sizes, -1)
+    rate = project(x, layer.A_proj) + layer.A_proj.bias
     A = -torch.log1p(rate.exp())
     reference = MambaBlock(MambaConfig(layer.d_model, 1, d_state=layer.d_state))
-    delta = dt_low_rank @ layer.dt_proj.weight.T + layer.dt_proj.bias
+    delta = project(dt_low_rank, layer.dt_proj) + layer.dt_proj.bias
     delta = torch.log1p(delta.exp())
-    y = reference.selective_scan_seq(x, delta, A[:, :, None], k, q, layer.D_skip)
-    return (y * F.silu(z)) @ layer.out_proj.weight.T
+    A_by_channel = A[:, :, None]
+    y = reference.selective_scan_seq(x, delta, A_by_channel, k, q, layer.D_skip)
+    gated = y * F.silu(z)
+    return project(gated, layer.out_proj)
 
 
 REFERENCES = {
@@ -349,12 +426,14 @@ def agree(layer, reference, h):
         x = h.clone().requires_grad_()
         y = function(x)
         named = {"input": x, **dict(layer.named_parameters())}
-        gradients = torch.autograd.grad(y, list(named.values()), dy)
+        tensors = list(named.values())
+        gradients = torch.autograd.grad(y, tensors, dy)
         return {"output": y, **dict(zip(named, gradients))}
 
     results = with_gradients(layer)
     for name, expected in with_gradients(reference).items():
-        assert (results[name] - expected).norm() <= 1e-4 * expected.norm(), name
+        difference = (results[name] - expected).norm()
+        assert difference <= 1e-4 * expected.norm(), name
         assert expected.norm() > 0, name
 
 
@@ -404,8 +483,10 @@ def with_reference(kind, d_model, **options):
     renamed = {"D_skip": "D", "norm_weight": "norm.weight"}
 
     def run(h):
-        weights = {renamed.get(name, name): p for name, p in layer.named_parameters()}
-        assert weights.keys() == dict(module.named_parameters()).keys()
+        parameters = layer.named_parameters()
+        weights = {renamed.get(name, name): p for name, p in parameters}
+        expected_keys = dict(module.named_parameters()).keys()
+        assert weights.keys() == expected_keys
         return torch.func.functional_call(module, weights, (h,))
 
     return layer, run
@@ -438,8 +519,11 @@ def test_changing_a_token_changes_nothing_before_it(name):
     with torch.no_grad():
         y = layer(h)
         y_other = layer(other)
-    assert torch.equal(y[:, :67], y_other[:, :67]), "an output before the token changed"
-    changes = (y - y_other)[:, 67:].abs().amax((0, 2))
+    result = y[:, :67]
+    expected = y_other[:, :67]
+    assert torch.equal(result, expected), "an output before the token changed"
+    later = (y - y_other)[:, 67:]
+    changes = later.abs().amax((0, 2))
     assert changes.min() > 0, "an output from the token on did not change"
 
 
@@ -449,12 +533,15 @@ def test_a_state_given_in_the_cache_is_where_decoding_begins(name):
     layer = perturbed(name, 32)
     h = torch.randn(2, 9, 32)
     empty = layer.empty_cache(2)
-    cache = empty._replace(S=torch.randn_like(empty.S).requires_grad_())
+    state = torch.randn_like(empty.S)
+    cache = empty._replace(S=state.requires_grad_())
     y, _ = layer.prefill(h, cache)
     y_empty, _ = layer.prefill(h, empty)
     assert not torch.allclose(y, y_empty, atol=1e-3)
-    (grad,) = torch.autograd.grad(y.square().sum(), cache.S)
-    assert (grad.flatten(1).norm(dim=1) > 0).all()
+    loss = y.square().sum()
+    (grad,) = torch.autograd.grad(loss, cache.S)
+    sizes = grad.flatten(1).norm(dim=1)
+    assert (sizes > 0).all()
 
 
 @every_matrix
@@ -463,12 +550,20 @@ def test_sequences_may_be_at_different_positions(name):
     layer = perturbed(name, 32)
     h = torch.randn(2, 12, 32)
     with torch.no_grad():
-        _, long = layer.prefill(h[:1, :9])
-        _, short = layer.prefill(h[1:, 4:9])
-        both = type(long)(*(torch.cat(pair) for pair in zip(long, short)))
-        y, _ = layer.prefill(h[:, 9:], both)
-        torch.testing.assert_close(y[:1], layer(h[:1])[:, 9:], atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(y[1:], layer(h[1:, 4:])[:, 5:], atol=1e-5, rtol=1e-5)
+        first = h[:1, :9]
+        _, long = layer.prefill(first)
+        second = h[1:, 4:9]
+        _, short = layer.prefill(second)
+        pairs = zip(long, short)
+        both = type(long)(*(torch.cat(pair) for pair in pairs))
+        last = h[:, 9:]
+        y, _ = layer.prefill(last, both)
+        outputs = layer(h[:1])
+        expected = outputs[:, 9:]
+        assert_close(y[:1], expected, atol=1e-5, rtol=1e-5)
+        outputs = layer(h[1:, 4:])
+        expected = outputs[:, 5:]
+        assert_close(y[1:], expected, atol=1e-5, rtol=1e-5)
 
 
 @every_mixer
@@ -476,8 +571,10 @@ def test_gradients_are_finite_after_a_long_sequence_of_large_inputs(name):
     "After 300 large inputs all gradients are finite."
     layer = perturbed(name, 16)
     h = 30 * torch.randn(1, 300, 16)
-    layer(h).square().mean().backward()
-    assert all(p.grad.isfinite().all() for p in layer.parameters())
+    loss = layer(h).square().mean()
+    loss.backward()
+    for p in layer.parameters():
+        assert p.grad.isfinite().all()
 
 
 SIZES = {
@@ -499,14 +596,17 @@ def config_at(size, name):
 @cache
 def one_block(config):
     with torch.device("meta"):
-        return SequenceLM(LMConfig.from_dict(json.loads(config)))
+        settings = json.loads(config)
+        return SequenceLM(LMConfig.from_dict(settings))
 
 
 def count_alike(config):
     "`count_parameters` without building every block: they are all alike."
-    one = one_block(json.dumps(replace(config, n_layer=1).to_dict()))
+    settings = replace(config, n_layer=1).to_dict()
+    one = one_block(json.dumps(settings))
     per_block = sum(parameter.numel() for parameter in one.blocks.parameters())
-    return one.num_parameters() + (config.n_layer - 1) * per_block
+    other_blocks = (config.n_layer - 1) * per_block
+    return one.num_parameters() + other_blocks
 
 
 @every_family
@@ -520,9 +620,11 @@ def test_all_models_of_a_size_have_the_same_number_of_parameters(name, size, mon
     assert target == count_alike(config_at(size, "longhorn"))
     config = config_at(size, name)
     matched = match_parameters(config, target)
-    assert abs(count_alike(matched) / target - 1) <= 0.01
+    ratio = count_alike(matched) / target
+    assert abs(ratio - 1) <= 0.01
     _, d_model, _ = SIZES[size]
-    assert abs(matched.d_model / d_model - 1) <= 0.02
+    ratio = matched.d_model / d_model
+    assert abs(ratio - 1) <= 0.02
     assert replace(matched, d_model=d_model, d_mlp=0) == replace(config, d_mlp=0)
 
 
@@ -532,15 +634,21 @@ def test_every_model_learns_a_short_text_and_goes_on_with_it(name):
     torch.manual_seed(0)
     d_mlp = 0 if name.startswith(("longhorn", "mamba")) else 48
     model = SequenceLM(LMConfig(16, 32, 1, name, d_mlp=d_mlp))
-    tokens = torch.randint(16, (1, 12)).repeat(1, 3)
+    part = torch.randint(16, (1, 12))
+    tokens = part.repeat(1, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-2)
     for _ in range(60):
         optimizer.zero_grad()
-        loss = model(tokens[:, :-1], tokens[:, 1:])[1]
+        inputs = tokens[:, :-1]
+        targets = tokens[:, 1:]
+        loss = model(inputs, targets)[1]
         loss.backward()
         optimizer.step()
-    continued = model.generate(tokens[:, :24], 12, temperature=0)[0, 24:]
-    assert torch.equal(continued, tokens[0, :12]), (
+    prompt = tokens[:, :24]
+    result = model.generate(prompt, 12, temperature=0)
+    continued = result[0, 24:]
+    expected = tokens[0, :12]
+    assert torch.equal(continued, expected), (
         f"it continues with {continued.tolist()} at a loss of {loss.item():.2f} nats"
     )
 
@@ -552,8 +660,9 @@ def sizes_of_heads(layer):
 def test_starting_values_are_those_of_the_sources():
     layer = Mamba2(768)
     assert sizes_of_heads(layer) == (24, 128, 64)
-    assert layer.A_log.exp().min() >= 1
-    assert layer.A_log.exp().max() <= 16
+    rates = layer.A_log.exp()
+    assert rates.min() >= 1
+    assert rates.max() <= 16
     assert sizes_of_heads(RetNet(768)) == (3, 256, 512)
     assert sizes_of_heads(GLA(1024)) == (4, 128, 256)
     assert sizes_of_heads(DeltaNet(1024)) == (8, 128, 128)
@@ -562,7 +671,10 @@ def test_starting_values_are_those_of_the_sources():
     assert sizes_of_heads(RWKV5(768)) == (12, 64, 64)
     assert sizes_of_heads(RWKV6(768)) == (12, 64, 64)
     x = torch.zeros(1, 1, 64)
-    torch.testing.assert_close(MambaInputA(32).rates(x)[0, 0], -torch.arange(1.0, 17))
+    rates = MambaInputA(32).rates(x)
+    result = rates[0, 0]
+    expected = -torch.arange(1.0, 17)
+    assert_close(result, expected)
 
 
 def test_heads_are_found_for_every_width():
@@ -575,7 +687,8 @@ def test_heads_are_found_for_every_width():
 
 
 def test_the_backend_can_be_told():
-    assert {scan_backend(build_mixer(name, 16)) for name in SCANS + MATRICES} == {"chunked"}
+    backends = {scan_backend(build_mixer(name, 16)) for name in SCANS + MATRICES}
+    assert backends == {"chunked"}
     assert scan_backend(build_mixer("attention", 16)) == "scaled_dot_product_attention"
 
     class Other(Mixer):
@@ -626,8 +739,10 @@ def test_the_backend_on_a_gpu_follows_the_dtype(monkeypatch):
         scan_backend(layer)
     scan_backend(build_mixer("gla", 16).bfloat16())
     dtypes = [q.dtype for _, _, q, _ in calls]
-    assert dtypes == [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
-    assert [beta is None for *_, beta in calls] == [False, False, False, True]
+    expected = [torch.float32, torch.bfloat16, torch.float16, torch.bfloat16]
+    assert dtypes == expected
+    without_beta = [beta is None for *_, beta in calls]
+    assert without_beta == [False, False, False, True]
 
 
 @pytest.mark.parametrize(

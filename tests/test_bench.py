@@ -11,6 +11,7 @@ import types
 
 import pytest
 import torch
+from torch.testing import assert_close
 from triton.compiler import CompiledKernel
 
 from sweep import slow_case
@@ -49,9 +50,12 @@ def test_a_wrong_scan_prints_no_time_and_fails(words, wrong, time, monkeypatch, 
         "chunked",
         lambda *inputs, form: bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001,
     )
-    assert bench.main([*words, "--out", str(tmp_path / "new.json")]) == 1
+    result = bench.main([*words, "--out", str(tmp_path / "new.json")])
+    assert result == 1
     printed = capsys.readouterr().out
-    assert wrong in printed and time not in printed and not list(tmp_path.iterdir())
+    assert wrong in printed
+    assert time not in printed
+    assert not list(tmp_path.iterdir())
 
 
 def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path):
@@ -59,10 +63,8 @@ def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path)
     file = tmp_path / "cpu.json"
     assert bench.main([*SMALL, "--form", "diagonal", "--out", str(file)]) == 0
     results = json.loads(file.read_text())
-    assert (
-        results["environment"]["torch"] == torch.__version__
-        and "--rounds 2" in results["environment"]["command"]
-    )
+    assert results["environment"]["torch"] == torch.__version__
+    assert "--rounds 2" in results["environment"]["command"]
     assert results["results"][0]["candidates"]["chunked"]["ratio"] > 0
     assert "parity with float64 checked" in capsys.readouterr().out
 
@@ -78,17 +80,14 @@ def test_only_a_run_of_everything_takes_the_place_of_a_record(monkeypatch, capsy
         ["--state", "2", "--shape", "1,9,3"],
     ):
         assert bench.main([*part, "--rounds", "1"]) == 0
-        assert (
-            "nothing is written without --out" in capsys.readouterr().out
-            and record.read_text() == "{}"
-        )
+        assert "nothing is written without --out" in capsys.readouterr().out
+        assert record.read_text() == "{}"
     monkeypatch.setattr(
         bench, "CPU_DEFAULTS", dict(shape=[(1, 9, 3)], form=["diagonal"], state=[2])
     )
     assert bench.main(["--rounds", "1"]) == 0
-    assert json.loads(record.read_text())["results"] and [f.name for f in tmp_path.iterdir()] == [
-        "cpu.json"
-    ]
+    assert json.loads(record.read_text())["results"]
+    assert [f.name for f in tmp_path.iterdir()] == ["cpu.json"]
 
 
 def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
@@ -103,9 +102,8 @@ def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
         ["--state", "4"],
         ["--dtype", "float16"],
     ):
-        assert where(*part) is None and where(*part, "--out", "mine.json") == pathlib.Path(
-            "mine.json"
-        )
+        assert where(*part) is None
+        assert where(*part, "--out", "mine.json") == pathlib.Path("mine.json")
     for results in (dict(wrong=["S1"]), dict(left_out=["S1: out of time"])):
         assert where(**results) == bench.RESULTS / "gpu.partial.json"
     assert where("--out", "mine.json", left_out=["S1"]) == pathlib.Path("mine.json")
@@ -125,7 +123,8 @@ def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
 def test_a_bad_shape_and_a_form_that_the_device_does_not_time_are_one_line(words, says, capsys):
     with pytest.raises(SystemExit) as stop:
         bench.main(words)
-    assert stop.value.code == 2 and says in capsys.readouterr().err
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
 
 
 @without_gpu
@@ -142,21 +141,22 @@ def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(f
     file = tmp_path / "gpu.json"
     assert bench.main([*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]) == 0
     results = json.loads(file.read_text())
-    assert (
-        results["commit"] == "abc"
-        and results["triton"]
-        and results["seed"] == 0
-        and "--device interpret" in results["command"]
-    )
+    assert results["commit"] == "abc"
+    assert results["triton"]
+    assert results["seed"] == 0
+    assert "--device interpret" in results["command"]
     (row,) = results["rows"]
-    assert row["form"] == form and row["forward_share"] > 0 and row["kept_bytes_per_x"] > 0
+    assert row["form"] == form
+    assert row["forward_share"] > 0
+    assert row["kept_bytes_per_x"] > 0
     for way in ("forward", "backward"):
         for what in (way, f"eager_{way}"):
             low, high = row[f"{what}_quartiles"]
             ms = row[f"{what}_ms"]
             assert 0 < low <= ms <= high
         assert row[f"host_{way}_us"] > 0
-    assert results["worst_error"] == {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
+    expected = {f"{form} portable bfloat16": pytest.approx(0, abs=6e-3)}
+    assert results["worst_error"] == expected
 
 
 def main_row(**other):
@@ -188,9 +188,9 @@ def main_row(**other):
 )
 def test_slower_is_beyond_the_quartiles_and_the_margin(new, results):
     said = gpu.slower(dict(rows=[main_row(**new)]), dict(rows=[main_row()]))
-    assert len(said) == results and all(
-        line.startswith("S1, exact, exact kernels: ") for line in said
-    )
+    assert len(said) == results
+    for line in said:
+        assert line.startswith("S1, exact, exact kernels: ")
 
 
 @without_gpu
@@ -210,7 +210,8 @@ def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch,
         return (bench.main(words), capsys.readouterr().out)
 
     status, said = check()
-    assert status == 2 and "nothing to compare with" in said
+    assert status == 2
+    assert "nothing to compare with" in said
     times = {
         f"{what}_ms": 1e9 for what in ("forward", "backward", "eager_forward", "eager_backward")
     }
@@ -220,27 +221,21 @@ def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch,
     old = dict(gpu="interpreter", torch="2.0", triton=None, commit="abc", rows=rows)
     record.write_text(json.dumps(old))
     status, said = check()
-    assert (
-        status == 0
-        and "against commit abc" in said
-        and "nothing is slower" in said
-        and "the record has torch 2.0" in said
-    )
+    assert status == 0
+    assert "against commit abc" in said
+    assert "nothing is slower" in said
+    assert "the record has torch 2.0" in said
     rows[0]["eager_backward_ms"] = 1e-9
     record.write_text(json.dumps(old))
     status, said = check()
-    assert (
-        status == 1
-        and "S1, diagonal, portable kernels: eager call, backward" in said
-        and said.count("was 0.000") == 1
-    )
+    assert status == 1
+    assert "S1, diagonal, portable kernels: eager call, backward" in said
+    assert said.count("was 0.000") == 1
     record.write_text(json.dumps(old | dict(gpu="NVIDIA H100")))
     status, said = check()
-    assert (
-        status == 2
-        and "is of NVIDIA H100, this is interpreter" in said
-        and {f.name for f in tmp_path.iterdir()} == {"old.json"}
-    )
+    assert status == 2
+    assert "is of NVIDIA H100, this is interpreter" in said
+    assert {f.name for f in tmp_path.iterdir()} == {"old.json"}
 
 
 def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
@@ -290,10 +285,9 @@ def test_eager_calls_have_columns_once_a_record_has_them():
         host_backward_us=123.4,
     )
     new = table.gpu_table(record, compiled)
-    assert (
-        not any("eager" in line for line in old)
-        and "| eager call, S1 | host's part, S1 (µs) | share" in new[2]
-    )
+    for line in old:
+        assert "eager" not in line
+    assert "| eager call, S1 | host's part, S1 (µs) | share" in new[2]
     assert "| 0.234 / 0.568 | 71 / 123 | " in next(
         line for line in new if line.startswith("| exact, Gluon")
     )
@@ -301,12 +295,15 @@ def test_eager_calls_have_columns_once_a_record_has_them():
         line for line in new if line.startswith("| diagonal, Gluon")
     )
     cells = {line.count("|") for line in new[2 : new.index("", 2)]}
-    assert len(cells) == 1 and cells == {len(new[2].split("|")) - 1}
+    assert len(cells) == 1
+    expected = {len(new[2].split("|")) - 1}
+    assert cells == expected
 
 
 @without_gpu
 def test_a_record_is_drawn(tmp_path):
-    assert bench.main([*INTERPRET, "--plot", str(tmp_path / "new")]) == 0
+    result = bench.main([*INTERPRET, "--plot", str(tmp_path / "new")])
+    assert result == 0
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".png"]
     committed = json.loads((bench.RESULTS / "h200.json").read_text())
     roof, *sizes = bench.draw_record(committed).axes
@@ -327,15 +324,17 @@ def test_a_record_is_drawn(tmp_path):
                 and (axis == "N" or row["N"] == 16)
             }
             drawn = dict(zip(*lines[form].get_data()))
-            assert right and all(drawn[size] == ms for size, ms in right.items())
+            assert right
+            for size, ms in right.items():
+                assert drawn[size] == ms
 
 
 @without_gpu
 def test_every_case_is_in_a_section_and_peers_match_their_oracles():
     results = list(gpu.cases())
-    assert {c.section for c in results} | {"peers", "decode"} == set(bench.SECTIONS) and len(
-        set(results)
-    ) == len(results)
+    result = {c.section for c in results} | {"peers", "decode"}
+    assert result == set(bench.SECTIONS)
+    assert len(set(results)) == len(results)
     for peer in gpu.PEERS:
         if peer.package == "torch":
             errors = gpu.peer_errors(peer, (2, 9, 4), seed=0)
@@ -346,14 +345,14 @@ def test_every_case_is_in_a_section_and_peers_match_their_oracles():
 def test_the_delta_rule_oracle_is_the_exact_recurrence():
     a, *_ = gpu.draw(gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False), 0)
     a = {n: None if t is None else t.double() for n, t in a.items()}
-    rate = 1 / (1 + a["k"].square().sum(-1, keepdim=True) + torch.exp(-a["b"] - a["b_bias"]))
+    length = a["k"].square().sum(-1, keepdim=True)
+    inverse = torch.exp(-a["b"] - a["b_bias"])
+    rate = 1 / (1 + length + inverse)
     results = (
         peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), rate[:, :, None])[:, :, 0]
         + a["D_skip"] * a["x"]
     )
-    torch.testing.assert_close(
-        results, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0]
-    )
+    assert_close(results, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0])
 
 
 def test_an_error_that_is_no_number_is_wrong():
@@ -367,8 +366,11 @@ def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
     monkeypatch.setattr(gpu, "INTERPRETED", True)  # small
     nothing = dataclasses.replace(peer, run=lambda **leaves: peer.run(**leaves) * math.nan)
     row, *_ = gpu.peer_rows(nothing, types.SimpleNamespace(seed=0))
-    assert row["error"] is None and row["wrong"]["out"] is None and "forward_ms" not in row
-    assert json.loads(gpu.one_row_a_line(dict(seed=0, rows=[row])))["rows"] == [row]
+    assert row["error"] is None
+    assert row["wrong"]["out"] is None
+    assert "forward_ms" not in row
+    result = json.loads(gpu.one_row_a_line(dict(seed=0, rows=[row])))["rows"]
+    assert result == [row]
 
 
 def test_the_tables_of_the_readme_are_what_the_records_say_and_nothing_else_is_rewritten():
@@ -376,7 +378,8 @@ def test_the_tables_of_the_readme_are_what_the_records_say_and_nothing_else_is_r
         "run python kernels/table.py"
     )
     text = "a\n<!-- cpu: written by table.py -->\nold\n<!-- end of cpu -->\nb\n"
-    assert table.filled(text, "cpu", ["new"]) == text.replace("old", "new")
+    result = table.filled(text, "cpu", ["new"])
+    assert result == text.replace("old", "new")
 
 
 def test_the_anchors_in_the_readme_are_those_of_the_benchmark():

@@ -31,7 +31,8 @@ def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
-        return torch.randn(*s, generator=gen).to(DEVICE)
+        drawn = torch.randn(*s, generator=gen)
+        return drawn.to(DEVICE)
 
     a = dict(q=new(B, T, N), k=new(B, T, N) / 2, x=new(B, T, D), b=new(B, T, D))
     a["z"] = new(B, T, D) if gate else None
@@ -42,7 +43,8 @@ def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
 def fill(t, content, seed=0):
     "`t` with other contents, in place."
     gen = torch.Generator().manual_seed(seed)
-    values = torch.randn(t.shape, generator=gen).to(t)
+    drawn = torch.randn(t.shape, generator=gen)
+    values = drawn.to(t)
     if content in ("large", "huge"):
         values = values.sign() * (4e18 if content == "large" else 3e38)
     elif content != "random":
@@ -55,12 +57,15 @@ def spoiled(a, names, rows, content, seed=0):
     a = {n: t if t is None else t.clone() for n, t in a.items()}
     for i, name in enumerate(names):
         if a[name] is not None:
-            fill(a[name][:, rows], content, seed + i)
+            part = a[name][:, rows]
+            fill(part, content, seed + i)
     return a
 
 
 def same_bits(one, other):
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    bits = one.contiguous().view(torch.uint8)
+    other_bits = other.contiguous().view(torch.uint8)
+    return torch.equal(bits, other_bits)
 
 
 def assert_causal(scan, a, steps, inputs=(INPUTS,), contents=CONTENTS, seed=0):
@@ -68,7 +73,9 @@ def assert_causal(scan, a, steps, inputs=(INPUTS,), contents=CONTENTS, seed=0):
     want = scan(a)
     for at, content, names in product(steps, contents, inputs):
         got = scan(spoiled(a, names, slice(at, None), content, seed))
-        assert same_bits(got[:, :at], want[:, :at]), (names, at, content)
+        before = got[:, :at]
+        expected = want[:, :at]
+        assert same_bits(before, expected), (names, at, content)
 
 
 cases = st.tuples(
@@ -136,9 +143,8 @@ def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(d
     a = draw(decay, delta, bonus, B=1, T=40, H=2, dtype=FP32)
 
     def scan(a):
-        return torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))(
-            {n: t[None] for n, t in a.items()}
-        )[0]
+        batch = {n: t[None] for n, t in a.items()}
+        return torch.func.vmap(lambda a: matrix_scan(**a, backend="chunked"))(batch)[0]
 
     assert_causal(scan, a, (20,), (("k",), ("x",)))
 
@@ -158,7 +164,8 @@ def test_later_steps_change_no_output_compiled(form, N):
 
     scan = torch.compile(step, fullgraph=True)
     for dtype, gate in product((FP32, BF16), (True, False)):
-        assert_causal(scan, make(2, 70, 3, N, dtype, gate), (1, 20, 33, 64), (INPUTS, ("k",)))
+        a = make(2, 70, 3, N, dtype, gate)
+        assert_causal(scan, a, (1, 20, 33, 64), (INPUTS, ("k",)))
 
 
 @pytest.mark.cuda
@@ -201,11 +208,15 @@ def test_gradients_of_earlier_outputs_by_later_inputs_are_zero(form, backend):
         a = make(2, 70, 40, 16, BF16 if GPU else FP32)
         leaves = {n: a[n].requires_grad_() for n in INPUTS}
         out = longhorn_scan(**a, form=form, backend=backend)
-        loss = out[:, :at].float().square().sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()))
+        before = out[:, :at].float()
+        loss = before.square().sum()
+        tensors = list(leaves.values())
+        grads = torch.autograd.grad(loss, tensors)
         for name, grad in zip(INPUTS, grads):
-            assert grad[:, at:].eq(0).all(), (name, at)
-            assert grad[:, :at].ne(0).any(), (name, at)
+            later = grad[:, at:]
+            assert later.eq(0).all(), (name, at)
+            earlier = grad[:, :at]
+            assert earlier.ne(0).any(), (name, at)
 
 
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
@@ -220,7 +231,9 @@ def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
     def gradients(a, at):
         leaves = {n: t.requires_grad_() for n, t in a.items()}
         out = matrix_scan(**leaves, backend="chunked")
-        grads = torch.autograd.grad(out[:, :at].sum(), list(leaves.values()))
+        loss = out[:, :at].sum()
+        tensors = list(leaves.values())
+        grads = torch.autograd.grad(loss, tensors)
         return dict(zip(leaves, grads))
 
     for at in (16, 20, 33):
@@ -229,8 +242,10 @@ def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
         other["k"][:, 40] *= 1 if delta else 1e30  # the delta rule would square it
         got = gradients(other, at)
         for name in set(a) - {"bonus", "initial_state"}:
-            assert want[name][:, at:].eq(0).all(), (name, at)
-            assert want[name][:, :at].ne(0).any(), (name, at)
+            later = want[name][:, at:]
+            assert later.eq(0).all(), (name, at)
+            earlier = want[name][:, :at]
+            assert earlier.ne(0).any(), (name, at)
             assert same_bits(got[name], want[name]), (name, at)
 
 
@@ -246,11 +261,15 @@ def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
     def run(a, rows):
         leaves = {n: a[n].detach().requires_grad_() for n in INPUTS}
         out, final = scan(**(a | leaves))
-        loss = out[:, rows].float().square().sum()
-        grads = torch.autograd.grad(loss, list(leaves.values()))
-        return out.detach()[:, rows], final.detach(), [g[:, rows] for g in grads]
+        squares = out[:, rows].float().square()
+        loss = squares.sum()
+        tensors = list(leaves.values())
+        grads = torch.autograd.grad(loss, tensors)
+        parts = [g[:, rows] for g in grads]
+        return out.detach()[:, rows], final.detach(), parts
 
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+    pairs = zip(bounds, bounds[1:])
+    for i, (lo, hi) in enumerate(pairs):
         out, final, grads = run(a, slice(lo, hi))
         for content in CONTENTS:
             others = spoiled(a, INPUTS, slice(0, lo), content)
@@ -283,5 +302,8 @@ def test_padding_behind_a_text_changes_no_output_of_a_layer(name, options):
             want = layer(u)
             for at, content in product((1, 17, 20, 64), CONTENTS):
                 padded = u.clone()
-                fill(padded[:, at:], content)
-                assert same_bits(layer(padded)[:, :at], want[:, :at]), (at, content)
+                behind = padded[:, at:]
+                fill(behind, content)
+                before = layer(padded)[:, :at]
+                expected = want[:, :at]
+                assert same_bits(before, expected), (at, content)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from longhorn_kit.scan import chunked
@@ -64,8 +65,10 @@ def agree(results, references, tolerance):
     for name, expected in references.items():
         assert results[name].shape == expected.shape, name
         if expected.numel():
-            difference = (results[name].double() - expected.double()).abs().max()
-            error = (difference / expected.abs().max().clamp(min=1)).item()
+            wide = expected.double()
+            difference = (results[name].double() - wide).abs().max()
+            size = expected.abs().max().clamp(min=1)
+            error = (difference / size).item()
             assert error <= tolerance, (name, error)
 
 
@@ -98,7 +101,7 @@ def test_sums_over_states_equal_a_sum_of_products(N, D, given_out):
     out = torch.empty(5, 2, D, dtype=torch.float64)[1:4] if given_out else None
     result = chunked.over_states(row, M, out)
     assert out is None or result.data_ptr() == out.data_ptr()
-    torch.testing.assert_close(result, torch.einsum("lbn,lbnd->lbd", row, M), rtol=0, atol=1e-13)
+    assert_close(result, torch.einsum("lbn,lbnd->lbd", row, M), rtol=0, atol=1e-13)
 
 
 @given(
@@ -140,7 +143,10 @@ def test_any_shape_chunk_strides_and_outputs_in_use(
     back = [order.index(i) for i in range(3)]
 
     def restride(v):  # the same values in another memory order
-        return v if v is None or v.dim() != 3 else v.permute(order).contiguous().permute(back)
+        if v is None or v.dim() != 3:
+            return v
+        permuted = v.permute(order).contiguous()
+        return permuted.permute(back)
 
     moved = {n: restride(v) for n, v in t.items()}
     agree(
@@ -159,7 +165,8 @@ def test_extreme_keys_and_rates(form, scale, logit):
     agree(everything(form, t, chunk=16), everything(form, t, reference=True), 1e-11)
     single = everything(form, leaves(t, torch.float32), chunk=16)
     exact = everything(form, t, reference=True)
-    assert all(torch.isfinite(value).all() for value in single.values())
+    for value in single.values():
+        assert torch.isfinite(value).all()
     agree(single, {n: exact[n] for n in ("out", "state", "x")}, 2e-5)
 
 
@@ -169,18 +176,24 @@ def test_a_step_size_of_zero_changes_nothing_and_passes_gradients_on(form):
     t["b"] = torch.full_like(t["b"], -1e4)
     results = everything(form, t, weights=(0, 1), chunk=16)
     assert torch.equal(results["state"], t["initial_state"])
-    assert results["x"].abs().max() < 1e-30
-    assert results["initial_state"].abs().min() > 0
+    largest = results["x"].abs().max()
+    assert largest < 1e-30
+    smallest = results["initial_state"].abs().min()
+    assert smallest > 0
 
 
 def test_long_run_of_nearly_equal_keys_in_float32():
     t = make(1, 700, 4, 16, form="exact", key_scale=0.02)
-    t["k"] = t["k"] + 5 * torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
+    generator = torch.Generator().manual_seed(1)
+    common = torch.randn(16, generator=generator)
+    t["k"] = t["k"] + 5 * common.double()
     results = everything("exact", leaves(t, torch.float32))
     references = everything("exact", t, reference=True)
     for name, expected in references.items():
-        difference = (results[name].double() - expected).abs().max()
-        error = difference / expected.abs().max()
+        errors = (results[name].double() - expected).abs()
+        difference = errors.max()
+        largest = expected.abs().max()
+        error = difference / largest
         assert error < 1e-3, (name, error)
 
 
@@ -191,8 +204,10 @@ def test_float32_at_layer_like_sizes(form, N):
     results = everything(form, leaves(t, torch.float32))
     references = everything(form, t, reference=True)
     for name, expected in references.items():
-        difference = (results[name].double() - expected).abs().max()
-        assert difference <= 2e-5 * expected.abs().max(), name
+        errors = (results[name].double() - expected).abs()
+        difference = errors.max()
+        largest = expected.abs().max()
+        assert difference <= 2e-5 * largest, name
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -205,8 +220,11 @@ def test_no_second_derivative_is_taken_for_zero(form):
     for first in (v for n, v in given.items() if n not in outside):
         for second in given.values():
             out, _ = run(form, t)
-            (grad,) = torch.autograd.grad(out.square().sum(), first, create_graph=True)
-            loss = grad.square().sum() + second.square().sum()
+            loss = out.square().sum()
+            (grad,) = torch.autograd.grad(loss, first, create_graph=True)
+            first_loss = grad.square().sum()
+            second_loss = second.square().sum()
+            loss = first_loss + second_loss
             with pytest.raises(RuntimeError, match=refusal + ".partial"):
                 torch.autograd.grad(loss, second)
 
@@ -218,10 +236,12 @@ def opaque_inputs(form, packed, B=2):
     N = 4
     torch.manual_seed(0)
     inputs = [torch.randn(B, T, width) for width in (N, N, D, D)]
-    shape = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N)).get(form)
+    shapes = dict(s6=(D, N), s6_given=(D, N), s6_time_varying=(B, T, N))
+    shape = shapes.get(form)
     A = None if shape is None else -torch.rand(shape)
     S = torch.randn(3 if packed else B, D, N)
-    return [t if t is None else t.requires_grad_() for t in (*inputs, A, S)]
+    tensors = (*inputs, A, S)
+    return [t if t is None else t.requires_grad_() for t in tensors]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +254,8 @@ def test_the_opaque_operation_is_well_formed(form, packed, keep):
     "PyTorch's test: schema, registered gradients, fake tensors, tracing with dynamic shapes."
     bounds = torch.tensor([0, 5, 5, 30]) if packed else None
     arguments = (*opaque_inputs(form, packed), bounds, form, 8, keep)
-    torch.library.opcheck(torch.ops.longhorn_kit.chunked_scan.default, arguments)
+    operation = torch.ops.longhorn_kit.chunked_scan.default
+    torch.library.opcheck(operation, arguments)
 
 
 @pytest.mark.parametrize("B, packed", [slow_case(1, False), (2, False), (1, True)])
@@ -253,14 +274,17 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     options = dict(D_skip=skip, initial_state=S, output_final_state=True, backend="chunked")
 
     def scan(bounds):
-        more = dict(z=z.expand(B, -1, -1), cu_seqlens=bounds, **options)
+        z_by_row = z.expand(B, -1, -1)
+        more = dict(z=z_by_row, cu_seqlens=bounds, **options)
         if A is None:
             return longhorn_scan(q, k, x, b, form=form, **more)
         return selective_scan(q, k, x, b, A, **more)
 
     def everything_of(scan, bounds):
         out, state = scan(bounds and torch.tensor(bounds))
-        loss = out.square().sum() + state.square().sum()
+        out_loss = out.square().sum()
+        state_loss = state.square().sum()
+        loss = out_loss + state_loss
         return [out, state, *torch.autograd.grad(loss, leaves)]
 
     compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
@@ -268,7 +292,7 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     def compare(bounds, expected_bounds):
         results = everything_of(compiled, bounds)
         for result, expected in zip(results, everything_of(scan, expected_bounds)):
-            torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
+            assert_close(result, expected, rtol=1e-4, atol=1e-5)
 
     if not packed:
         compare(None, None)
@@ -277,9 +301,12 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     compare([-3, 20, 7, 99], [0, 20, 20, 37])  # moved into the range
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
-            assert part[:, :3].eq(0).all()
-            assert part[:, 30:].eq(0).all()
-            assert part[:, 3:30].ne(0).any()
+            before = part[:, :3]
+            assert before.eq(0).all()
+            behind = part[:, 30:]
+            assert behind.eq(0).all()
+            between = part[:, 3:30]
+            assert between.ne(0).any()
 
 
 @pytest.mark.parametrize("way", ["eager", slow_case("compiled"), "recomputed"])
@@ -299,7 +326,8 @@ def test_finite_differences_confirm_the_operation(form, way):
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
     t = leaves(make(1, 5, 2, 2, form=form))
-    names, given = zip(*((n, v) for n, v in t.items() if v is not None))
+    given_tensors = {n: v for n, v in t.items() if v is not None}
+    names, given = zip(*given_tensors.items())
 
     def scan(*tensors):
         a = dict(zip(names, tensors))
@@ -334,9 +362,11 @@ def test_no_checkpoints_without_gradients(form, monkeypatch):
     run(form, t, chunk=4)
     with torch.no_grad():
         run(form, leaves(t), chunk=4)
-    assert [tape[-1].numel() for tape in tapes] == [0, 0]
+    sizes = [tape[-1].numel() for tape in tapes]
+    assert sizes == [0, 0]
     run(form, leaves(t), chunk=4)
-    assert tapes[-1][-1].shape == (5, 1, 3, 2)
+    shape = tapes[-1][-1].shape
+    assert shape == (5, 1, 3, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -348,7 +378,7 @@ def test_only_some_inputs_need_gradients(form):
         out, _ = run(form, t, reference, 4)
         return torch.autograd.grad(out.sum(), k)[0]
 
-    torch.testing.assert_close(gradient(False), gradient(True), rtol=1e-11, atol=1e-11)
+    assert_close(gradient(False), gradient(True), rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
@@ -358,4 +388,5 @@ def test_batched_gradients_are_refused_in_one_line(form):
     q, k, x, b = (torch.randn(1, 5, n, requires_grad=True) for n in (4, 4, 3, 3))
     out = longhorn_scan(q, k, x, b, form=form, backend="chunked")
     with pytest.raises(RuntimeError, match="^this scan has no batched gradients"):
-        torch.autograd.grad(out, q, torch.randn(2, *out.shape), is_grads_batched=True)
+        directions = torch.randn(2, *out.shape)
+        torch.autograd.grad(out, q, directions, is_grads_batched=True)

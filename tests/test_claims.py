@@ -50,11 +50,12 @@ def test_published_numbers_of_the_rows_are_those_of_the_tables():
     for name, size in (("language", "120M"), ("language-350m", "350M")):
         for model in ("longhorn", "mamba", "attention", "gla"):
             assert f"{published.OPENWEBTEXT[size][model]:.3f}" in stated[name]
-    assert str(published.OPENWEBTEXT["120M"]["longhorn_scalar"]) in stated["scalar-rate"]
-    assert str(published.OPENWEBTEXT["350M"]["mamba_input_a"]) in stated["input-dependent-a"]
-    assert all(
-        f"{value:.2f}" in stated["downstream"] for value in published.DOWNSTREAM_PERPLEXITY.values()
-    )
+    number = published.OPENWEBTEXT["120M"]["longhorn_scalar"]
+    assert str(number) in stated["scalar-rate"]
+    number = published.OPENWEBTEXT["350M"]["mamba_input_a"]
+    assert str(number) in stated["input-dependent-a"]
+    for value in published.DOWNSTREAM_PERPLEXITY.values():
+        assert f"{value:.2f}" in stated["downstream"]
 
 
 def kernel_record(**ms):
@@ -96,9 +97,10 @@ def kernel_record(**ms):
     ],
 )
 def test_kernel_rows_follow_the_times(claim, ms, words):
-    assert [
+    result = [
         judgement.verdict for _, judgement in claims.find_claim(claim).timed(kernel_record(**ms))
-    ] == words
+    ]
+    assert result == words
 
 
 def test_times_of_code_that_is_not_in_the_repository_say_what_they_lack():
@@ -106,18 +108,22 @@ def test_times_of_code_that_is_not_in_the_repository_say_what_they_lack():
         judgement.why
         for _, judgement in claims.find_claim("kernel-official").timed(kernel_record())
     ]
-    assert all("no versions, commit, spread or raw log" in why[i] for i in (0, 2))
+    for i in (0, 2):
+        assert "no versions, commit, spread or raw log" in why[i]
     assert "no commit, spread" in why[1]
-    official, kit = claims.find_claim("kernel-time").timed(kernel_record())
+    claim = claims.find_claim("kernel-time")
+    official, kit = claim.timed(kernel_record())
     assert "nothing in the repository runs that code" in official[1].why
     assert not kit[1].why
-    assert not compare.no_fast_kernel(kernel_record())[0][1].why
+    judgement = compare.no_fast_kernel(kernel_record())[0][1]
+    assert not judgement.why
 
 
 def test_a_claim_that_holds_at_one_shape_only_is_undecided():
     uneven = kernel_record()
     uneven["rows"][0]["forward_ms"] = 3.0
-    comparison, judgement = claims.find_claim("kernel-time").timed(uneven)[0]
+    claim = claims.find_claim("kernel-time")
+    comparison, judgement = claim.timed(uneven)[0]
     assert judgement.verdict == "undecided"
     assert comparison.differences == pytest.approx((1 / 3, 1, 1))
     assert judgement.low == pytest.approx(1 / 3)
@@ -135,9 +141,10 @@ def test_learning_rates_have_to_be_bracketed(best, tried, message):
     assert message in compare.edge(
         {name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)}
     )
-    assert bool(message) == bool(
+    expected = bool(
         compare.edge({name: (rate, tried) for name, rate in zip(("longhorn", "mamba"), best)})
     )
+    assert bool(message) == expected
 
 
 def recall_record(lr=0.03, **scores):
@@ -151,7 +158,8 @@ def recall_record(lr=0.03, **scores):
 
 
 def test_recall_is_compared_seed_by_seed_in_points():
-    first, *rest = compare.compare_recall(recall_record(longhorn_exact=[0.9, 0.91, 0.92]))
+    record = recall_record(longhorn_exact=[0.9, 0.91, 0.92])
+    first, *rest = compare.compare_recall(record)
     assert first.label == "keys once: exact above diagonal"
     assert first.differences == pytest.approx((40, 40, 40))
     assert first.searched == 2
@@ -189,12 +197,14 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
         cell("longhorn", [0.9] * 3, 512, rewritten=8),
         cell("mamba", [0.1] * 3, 512, rewritten=8),
     ]
-    (comparison,) = compare.compare_mqar({"results": {"cells": cells}}, (("longhorn", "mamba"),))
+    record = {"results": {"cells": cells}}
+    (comparison,) = compare.compare_mqar(record, (("longhorn", "mamba"),))
     assert comparison.label == "diagonal above Mamba (2 of 3 cells)"
     assert comparison.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), (
         "limited to 1.2 guesses, averaged over two cells"
     )
-    (alone,) = compare.compare_mqar({"results": {"cells": cells[4:6]}}, (("longhorn", "mamba"),))
+    record = {"results": {"cells": cells[4:6]}}
+    (alone,) = compare.compare_mqar(record, (("longhorn", "mamba"),))
     assert alone.doubt
     assert not alone.differences
     assert "with d_model –" in compare.about_mqar(
@@ -205,7 +215,8 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
 def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
     tried = {"longhorn": (0.001, 0.01, 0.1), "mamba": (0.01,), "gla": (0.01, 0.1)}
     cells = [cell(name, [0.9], rates=rates, state_bytes=0) for name, rates in tried.items()]
-    text = compare.about_mqar({"settings": {"lrs": [0.01]}, "results": {"cells": cells}})
+    record = {"settings": {"lrs": [0.01]}, "results": {"cells": cells}}
+    text = compare.about_mqar(record)
     assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in text
     for name in ("mqar", "exact-mqar", "larger-state"):
         assert "chosen on seed 0, which is judged too" in claims.find_claim(name).about(
@@ -286,12 +297,11 @@ def test_repeated_text_is_compared_after_one_pass_and_at_the_end():
         )
     )
     first, last = compare.compare_language(record, (("longhorn", "mamba"),))
-    assert (first.label, first.differences) == ("diagonal below Mamba, after one pass", (1, 1.5))
+    assert first.label == "diagonal below Mamba, after one pass"
+    assert first.differences == (1, 1.5)
     assert first.published == pytest.approx(0.013)
-    assert (last.label, last.differences) == (
-        "diagonal below Mamba, after 2.0 passes",
-        (-0.5, -0.5),
-    )
+    assert last.label == "diagonal below Mamba, after 2.0 passes"
+    assert last.differences == (-0.5, -0.5)
     assert "one learning rate" in last.doubt
     text = compare.about_language(record)
     assert "2.0 passes" in text
@@ -314,7 +324,8 @@ def test_tokens_saved_are_read_off_the_curves(losses, saved):
     (comparison,) = compare.compare_tokens(
         grid_record(run("longhorn", 0, losses), run("mamba", 0, (5, 4, 3.0)), unique=40)
     )
-    assert comparison.differences == (() if saved is None else (saved,))
+    expected = () if saved is None else (saved,)
+    assert comparison.differences == expected
     assert ("not reached" in comparison.doubt) == (saved is None)
 
 
@@ -344,10 +355,8 @@ def test_needles_are_compared_at_the_longest_text_after_lessons():
     (comparison,) = compare.compare_needles(
         {"results": {"models": [model("longhorn", 1), model("mamba", 0)]}}
     )
-    assert (comparison.label, comparison.differences) == (
-        "fact, finetuned, 128 tokens: diagonal above Mamba",
-        (50,),
-    )
+    assert comparison.label == "fact, finetuned, 128 tokens: diagonal above Mamba"
+    assert comparison.differences == (50,)
 
 
 def test_state_numbers_of_the_records_are_those_of_the_models():
@@ -357,9 +366,8 @@ def test_state_numbers_of_the_records_are_those_of_the_models():
     from longhorn_kit.models.lm import LMConfig, SequenceLM
 
     for name in ("gpu", "gpu_160m", "laptop"):
-        for run in json.loads((RECORDED / "language" / f"{name}.json").read_text())["results"][
-            "runs"
-        ]:
+        record = json.loads((RECORDED / "language" / f"{name}.json").read_text())
+        for run in record["results"]["runs"]:
             with torch.device("meta"):
                 assert (
                     state_numbers(SequenceLM(LMConfig(**run["model"]))) == run["state_numbers"]
@@ -383,29 +391,34 @@ AUDITED = {  # computed from the same record by other code, with the variance po
 
 
 def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
-    record = json.loads((RECORDED / "one-pass" / "gpu.json").read_text())
+    text = (RECORDED / "one-pass" / "gpu.json").read_text()
+    record = json.loads(text)
     title, header, rows = compare.explored(record)
     printed = {row[1]: float(row[2]) for row in rows}
     assert printed == pytest.approx(AUDITED, abs=0.0005)
     assert "xploratory" in title
     assert len(header) == len(rows[0])
     text = " ".join([title, *header, *(cell for row in rows for cell in row)])
-    assert not any(
-        word in text
-        for word in ("holds", "does not hold", "undecided", "ahead", "behind", "cannot")
-    )
-    assert all(0 <= float(row[4]) <= 1 and row[5] in ("3", "5", "8") for row in rows)
+    for word in ("holds", "does not hold", "undecided", "ahead", "behind", "cannot"):
+        assert word not in text
+    for row in rows:
+        assert 0 <= float(row[4]) <= 1
+        assert row[5] in ("3", "5", "8")
     first = record["results"]["groups"]["paper"][0]
     first["runs"][0]["bits_per_byte"] = None  # diverged
-    lost = [row for row in compare.explored(record)[2] if first["name"] in row[1]]
+    explored = compare.explored(record)[2]
+    lost = [row for row in explored if first["name"] in row[1]]
     assert len(lost) == 2
-    assert all("1 of " in row[2] and row[3:] == ["", "", ""] for row in lost)
+    for row in lost:
+        assert "1 of " in row[2]
+        assert row[3:] == ["", "", ""]
 
 
 def test_a_claim_can_read_the_records_of_a_further_experiment():
     claim = claims.find_claim("scalar-rate")
     assert set(claims.readers(claim)) == {"language", "one-pass"}
-    assert set(claims.readers(claims.find_claim("stable"))) == set()
+    result = set(claims.readers(claims.find_claim("stable")))
+    assert result == set()
     first = {"experiment": "one-pass", "results": {"plan": {}}}
     assert claims.outcomes("scalar-rate", first) == [], "the first plan has no such pair"
     second = {

@@ -114,9 +114,12 @@ def test_each_of_several_processes_prints_a_mistake_as_one_line(monkeypatch, cap
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(cli, "agreed", lambda function, argv: function(argv))
     assert cli.main(["claims", "--oops"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    err = capsys.readouterr().err
+    (line,) = err.splitlines()
     assert line.startswith("longhorn: error: Unrecognized options")
-    assert "Unrecognized options: --oops" in line and "│" not in line and "---" not in line
+    assert "Unrecognized options: --oops" in line
+    assert "│" not in line
+    assert "---" not in line
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], *([name, "--help"] for name in cli.COMMANDS)])
@@ -145,14 +148,15 @@ def test_help_lists_presets_mixers_and_what_a_preset_fills_in(
     monkeypatch.setenv("COLUMNS", "200")
     assert cli.main([command, "--help"]) == 0
     out = capsys.readouterr().out
-    words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split()).partition("settings options")[2]
-    assert all(f"  {name}: {preset.description}" in out for name, preset in presets.items())
+    shown = re.sub("[│╭╮╰╯─]", " ", out)
+    words = " ".join(shown.split()).partition("settings options")[2]
+    for name, preset in presets.items():
+        assert f"  {name}: {preset.description}" in out
     assert command != "train-lm" or f"Mixers: {', '.join(MIXERS)}\n" in out
-    for name in {field.name for field in settings} - {
-        "train",
-        "description",
-        *("steps", "warmup", "eval_every") * (command == "train-vision"),
-    }:
+    without_flag = {"train", "description"}
+    if command == "train-vision":
+        without_flag |= {"steps", "warmup", "eval_every"}
+    for name in {field.name for field in settings} - without_flag:
         explanation, _ = re.search(
             rf"--{name.replace('_', '-')} (.*?)\(default: (.*?)\)", words
         ).groups()
@@ -168,12 +172,14 @@ def test_help_lists_presets_mixers_and_what_a_preset_fills_in(
     for name, text in ((shown, out), (other, named)):
         learning_rate = re.search(r"highest learning rate.*?\(default: (.*?)\)", text)[1]
         preset = presets[name]
-        assert float(learning_rate) == (preset.train if command == "train-lm" else preset.config).lr
+        expected = (preset.train if command == "train-lm" else preset.config).lr
+        assert float(learning_rate) == expected
 
 
 def test_version(capsys):
     assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"longhorn {__version__}\n"
+    out = capsys.readouterr().out
+    assert out == f"longhorn {__version__}\n"
 
 
 # reproduce
@@ -185,11 +191,13 @@ def test_reproduce_runs_reports_and_does_not_repeat(here, capsys):
     assert fakes.calls == ["fake", "second"]
     assert "at scale laptop: fake, second; about 2 min on two CPU cores" in out
     assert out.count("score: +2.0 points, n = 3, holds") == 2
-    assert out.splitlines()[-1] == f"report: {Path('runs/report.html')}"
+    last = out.splitlines()[-1]
+    assert last == f"report: {Path('runs/report.html')}"
     assert (here / "runs" / "report.html").exists()
     assert cli.main(["reproduce"]) == 0
     assert len(fakes.calls) == 2
-    assert capsys.readouterr().out.count("already finished") == 2
+    out = capsys.readouterr().out
+    assert out.count("already finished") == 2
 
 
 def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, capsys):
@@ -197,7 +205,8 @@ def test_the_first_finding_stands_in_the_page_while_the_second_claim_runs(here, 
     shown = []
 
     def look():
-        pages.append((here / "runs" / "report.html").read_text(encoding="utf-8"))
+        text = (here / "runs" / "report.html").read_text(encoding="utf-8")
+        pages.append(text)
         shown.append(capsys.readouterr().out)
 
     fakes.during["second"] = look
@@ -288,16 +297,21 @@ def test_reproduce_runs_only_what_is_missing(here, capsys):
 def test_fresh_touches_its_own_claim_only_and_keeps_the_earlier_run(here, capsys):
     cli.main(["reproduce"])
     second = here / "runs" / "second" / "laptop" / "record.json"
-    (here / "runs" / "fake" / "laptop" / "note").write_text("mine")
+    note = here / "runs" / "fake" / "laptop" / "note"
+    note.write_text("mine")
     before = second.read_bytes()
     at = second.stat().st_mtime_ns
     assert cli.main(["reproduce", "fake", "--fresh"]) == 0
     assert fakes.calls == ["fake", "second", "fake"]
-    assert (second.read_bytes(), second.stat().st_mtime_ns) == (before, at)
-    assert (here / "runs" / "fake" / "laptop.previous" / "note").read_text() == "mine"
-    assert not (here / "runs" / "fake" / "laptop" / "note").exists()
+    assert second.read_bytes() == before
+    assert second.stat().st_mtime_ns == at
+    text = (here / "runs" / "fake" / "laptop.previous" / "note").read_text()
+    assert text == "mine"
+    note = here / "runs" / "fake" / "laptop" / "note"
+    assert not note.exists()
     assert cli.main(["reproduce", "fake", "--fresh"]) == 0
-    assert not (here / "runs" / "fake" / "laptop.previous" / "note").exists()
+    note = here / "runs" / "fake" / "laptop.previous" / "note"
+    assert not note.exists()
 
 
 def test_damaged_record_is_summarized_again(here, capsys):
@@ -327,16 +341,15 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
         "  a trial, since its settings are not those of the scale; the ledger does not count it"
         in out
     )
-    assert not any(row.file for row in cli.ledger("runs"))
+    for row in cli.ledger("runs"):
+        assert not row.file
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
     assert '<section id="fake-laptop-trial">' in page
     assert "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
     for names in ([], ["fake"]):
         assert cli.main(["claims", *names]) == 0
-        assert (
-            f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n  steps 3 -> 4, seeds [0] -> [5, 6]\n"
-            in capsys.readouterr().out
-        )
+        trial = f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n"
+        assert f"{trial}  steps 3 -> 4, seeds [0] -> [5, 6]\n" in capsys.readouterr().out
     assert cli.main(["claims", "second"]) == 0
     assert "trial" not in capsys.readouterr().out
     damaged = here / "runs" / "fake" / "gpu.trial" / "record.json"
@@ -392,18 +405,22 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
     assert cli.main(["reproduce"]) == 1
     out, err = capsys.readouterr()
     assert err.endswith(
-        "longhorn: error: not done: fake (no room for fake), third (no room for third); what is finished is kept\n"
+        "longhorn: error: not done: fake (no room for fake), third (no room for third); "
+        "what is finished is kept\n"
     )
     assert "score: +2.0 points, n = 3, holds" in out
     assert f"report: {Path('runs/report.html')}" in out
-    assert [path.parts[-3] for path in here.glob("runs/*/*/record.json")] == ["second"]
+    records_of_run = here.glob("runs/*/*/record.json")
+    result = [path.parts[-3] for path in records_of_run]
+    assert result == ["second"]
 
 
 def test_jobs_that_are_left_are_a_failure(here, capsys):
     assert "1 job not done; the same command continues" in fails(
         capsys, ["reproduce", "second", "--minutes", "0"]
     )
-    assert (here / "runs" / "second" / "laptop" / "partial.json").exists()
+    partial = here / "runs" / "second" / "laptop" / "partial.json"
+    assert partial.exists()
     assert cli.main(["reproduce", "second"]) == 0
 
 
@@ -467,7 +484,8 @@ def test_report_that_cannot_be_written_keeps_the_runs(here, capsys):
     (here / "runs" / "report.html").mkdir(parents=True)
     assert "report.html" in fails(capsys, ["reproduce"])
     assert len(fakes.calls) == 2
-    assert (here / "runs" / "fake" / "laptop" / "record.json").exists()
+    record = here / "runs" / "fake" / "laptop" / "record.json"
+    assert record.exists()
 
 
 def test_claims_prints_what_was_found(here, capsys):
@@ -501,7 +519,8 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     (tmp_path / "stopped.py").write_text(STOPPED)
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    folders = [str(Path(__file__).parent), *sys.path]
+    path = os.pathsep.join(folders)
     child = subprocess.Popen(
         [sys.executable, "stopped.py"],
         cwd=tmp_path,
@@ -519,9 +538,11 @@ def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     assert child.returncode == 130
     assert "Traceback" not in out + err
     errors = [line for line in err.splitlines() if line.startswith("longhorn: error: ")]
-    assert errors == [
-        "longhorn: error: stopped by SIGTERM; what is finished is kept, and the same command resumes"
-    ]
+    expected = (
+        "longhorn: error: stopped by SIGTERM; "
+        "what is finished is kept, and the same command resumes"
+    )
+    assert errors == [expected]
     assert "BrokenPipe" not in err, err
     assert "a job failed" not in err, err
 
@@ -570,7 +591,9 @@ print(child.exitcode)
     shown = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=100
     )
-    assert shown.stdout.strip() == str(-signal.SIGTERM), shown.stderr
+    result = shown.stdout.strip()
+    expected = str(-signal.SIGTERM)
+    assert result == expected, shown.stderr
 
 
 # generate
@@ -628,15 +651,16 @@ def test_generate_agrees_with_the_model(model, capsys):
         .eval()
         .generate(torch.tensor([list(b"abc")]), 12, temperature=0)
     )
-    assert (
-        capsys.readouterr().out
-        == readable(get_tokenizer("bytes").decode(tokens[0].tolist())) + "\n"
-    )
+    result = capsys.readouterr().out
+    text = get_tokenizer("bytes").decode(tokens[0].tolist())
+    expected = readable(text) + "\n"
+    assert result == expected
 
 
 def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
     pytest.importorskip("transformers")
-    assert cli.main(["export", str(model), str(tmp_path / "out")]) == 0
+    result = cli.main(["export", str(model), str(tmp_path / "out")])
+    assert result == 0
     capsys.readouterr()
     texts = set()
     for folder in (model, tmp_path / "out"):
@@ -652,7 +676,8 @@ def test_generate_reads_what_export_wrote(model, tmp_path, capsys):
 
 def test_generate_and_export_tell_checkpoints_apart_alike(model, tmp_path, capsys):
     pytest.importorskip("transformers")
-    (tmp_path / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    weights = (model / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights)
     config = json.loads((model / "config.json").read_text()) | {
         "mixer_options": {"model_type": "longhorn"}
     }
@@ -684,7 +709,8 @@ def test_generate_sends_no_control_characters(model, capsys):
     cli.main(["generate", str(model), "--prompt", "\x1b[2J", "--tokens", "300"])
     out = capsys.readouterr().out
     assert out.startswith("\ufffd[2J")
-    assert not any(ord(letter) < 32 and letter not in "\n\t" for letter in out)
+    for letter in out:
+        assert not (ord(letter) < 32 and letter not in "\n\t")
 
 
 @pytest.mark.parametrize(
@@ -726,7 +752,8 @@ def test_generate_refuses_a_prompt_that_is_not_utf_8(model, capsys, monkeypatch)
         capsys, ["generate", str(model), "--prompt", os.fsdecode(b"caf\xe9")], 2
     )
     for errors in ("strict", "surrogateescape"):  # the second where the locale is C
-        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors))
+        stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
+        monkeypatch.setattr("sys.stdin", stream)
         assert reported in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
 
 
@@ -736,7 +763,8 @@ def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
     assert "nowhere does not exist" in fails(capsys, ["generate", str(tmp_path / "nowhere")])
     assert "holds no model" in fails(capsys, ["generate", str(tmp_path)])
     (tmp_path / "config.json").write_text(config)
-    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    half = weights[: len(weights) // 2]
+    (tmp_path / "model.safetensors").write_bytes(half)
     assert "model.safetensors" in fails(capsys, ["generate", str(tmp_path)])
     (tmp_path / "model.safetensors").write_bytes(weights)
     for damaged in (
@@ -760,7 +788,8 @@ def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_a
 
     pieces = []
     use.stream_text(data, get_tokenizer("bytes"), pieces.append)
-    assert "".join(pieces).replace("\ufffd", "" if text == "ab" else "\ufffd") == text
+    result = "".join(pieces).replace("\ufffd", "" if text == "ab" else "\ufffd")
+    assert result == text
 
 
 # Through the real command
@@ -792,7 +821,8 @@ def test_help_is_quick_and_starts_no_torch():
     )
     assert done.returncode == 0
     assert "usage: longhorn" in done.stdout
-    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    lines = done.stderr.splitlines()
+    imported = {line.split("|")[-1].strip() for line in lines}
     assert "tyro" in imported
     assert not imported & {"torch", "matplotlib", "numpy", "datasets"}
     assert time.monotonic() - start < 10  # generous: measured 0.2 s alone
@@ -854,7 +884,8 @@ def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_w
 def text(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for i in range(40):
-        (folder / f"{i}.txt").write_text(f"the cow says moo {i} times\n" * 40)
+        content = f"the cow says moo {i} times\n" * 40
+        (folder / f"{i}.txt").write_text(content)
     return folder
 
 
@@ -895,11 +926,14 @@ def cache(tmp_path, monkeypatch):
 
 def test_train_then_generate(text, tmp_path, cache, capsys):
     assert cli.main(tiny(text, tmp_path / "a run")) == 0
-    assert f"longhorn generate '{tmp_path}/a run/model' --prompt" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"longhorn generate '{tmp_path}/a run/model' --prompt" in out
     for checkpoint in (tmp_path / "a run", tmp_path / "a run" / "model"):
         assert cli.main(["generate", str(checkpoint), "--prompt", "the", "--tokens", "5"]) == 0
         assert capsys.readouterr().out.startswith("the")
-    assert json.loads((tmp_path / "a run" / "config.json").read_text())["config"]["steps"] == 4
+    config = json.loads((tmp_path / "a run" / "config.json").read_text())
+    result = config["config"]["steps"]
+    assert result == 4
     assert "holds a run of train-lm" in fails(
         capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "a run")]
     )
@@ -926,7 +960,8 @@ def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
     )
     assert not (tmp_path / "run").exists()
     assert cli.main([*words, "--text-column", "body"]) == 0
-    index = json.loads(next((tmp_path / "cache").glob("*/index.json")).read_text())
+    path = next((tmp_path / "cache").glob("*/index.json"))
+    index = json.loads(path.read_text())
     assert index["train"]["documents"] == index["val"]["documents"] == 40
     assert (
         next((tmp_path / "cache").glob("*/train.bin"))
@@ -941,7 +976,8 @@ def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
 
 def test_hold_out_moves_long_documents_and_names_a_mistake(tmp_path, capsys):
     (tmp_path / "text").mkdir()
-    for part, sizes in (("train", (3, 500, 20, 600)), ("val", (5,))):
+    parts = (("train", (3, 500, 20, 600)), ("val", (5,)))
+    for part, sizes in parts:
         (tmp_path / "text" / f"toy.{part}.txt").write_text(
             "".join("x" * size + "\n<|endoftext|>\n" for size in sizes)
         )
@@ -959,10 +995,9 @@ def test_hold_out_moves_long_documents_and_names_a_mistake(tmp_path, capsys):
         capsys.readouterr().out
         == f"toy: 2 documents held out, 1,100 bytes\nwritten: {tmp_path / 'out'}\n"
     )
-    assert (
-        lzma.open(tmp_path / "out/toy.train.txt.xz").read()
-        == b"xxx\n<|endoftext|>\n" + b"x" * 20 + b"\n<|endoftext|>\n"
-    )
+    with lzma.open(tmp_path / "out/toy.train.txt.xz") as file:
+        content = file.read()
+    assert content == b"xxx\n<|endoftext|>\n" + b"x" * 20 + b"\n<|endoftext|>\n"
     assert cli.main(words) == 1
     assert (
         capsys.readouterr().err
@@ -986,7 +1021,8 @@ def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys)
         )
     )
     assert cli.main([*words, "--limit", "150", "--workers", "1"]) == 0
-    trained, held, kind, folder = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    trained, held, kind, folder = out.splitlines()
     assert trained.startswith("to train on: ")
     assert " tokens of 1" in trained
     assert held.startswith("held out: ")
@@ -995,10 +1031,12 @@ def test_prepared_text_is_data_wherever_its_folder_lies(tmp_path, cache, capsys)
     (tmp_path / "ours").rename(tmp_path / "theirs")
     source.unlink()
     folder = next((tmp_path / "theirs").iterdir())
-    assert cli.main(tiny(tmp_path, tmp_path / "run", "--data", str(folder))) == 0
+    words = tiny(tmp_path, tmp_path / "run", "--data", str(folder))
+    assert cli.main(words) == 0
     assert not (tmp_path / "cache").exists()
     assert "checked by size and samples" in capsys.readouterr().out
-    assert cli.main(tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")) == 0
+    words = tiny(tmp_path, tmp_path / "again", "--data", str(folder), "--verify")
+    assert cli.main(words) == 0
     assert "checked in full" in capsys.readouterr().out
     (folder / "val.bin").write_bytes(b"moo")
     assert "val.bin is missing or has the wrong size" in fails(
@@ -1045,7 +1083,8 @@ def test_training_that_cannot_start_says_why(
     (tmp_path / "file").write_text("mine")
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "images.json").touch()
-    assert says in fails(capsys, [*tiny(text, "run"), *flags], code)
+    message = fails(capsys, [*tiny(text, "run"), *flags], code)
+    assert says in message
     assert (tmp_path / "file").read_text() == "mine"
     assert not (tmp_path / "run" / "model").exists()
 
@@ -1054,7 +1093,8 @@ def test_training_that_cannot_start_says_why(
     "error",
     [
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 160 bytes. Error code 12"
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+            "memory: you tried to allocate 160 bytes. Error code 12"
         ),
         torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
@@ -1063,7 +1103,8 @@ def test_training_that_cannot_start_says_why(
 )
 def test_too_little_memory_is_one_sentence(error):
     assert re.fullmatch(
-        r"not enough memory: PyTorch tried to allocate (160 bytes|2.00 GiB); lower the sizes of model or batch",
+        r"not enough memory: PyTorch tried to allocate (160 bytes|2.00 GiB); "
+        r"lower the sizes of model or batch",
         cli.one_line(error),
     )
 
@@ -1130,7 +1171,8 @@ def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_p
         )
         == 0
     )
-    assert given == [({}, ""), ({"d_state": 32, "expand": 0, "key_norm": True}, str(model))]
+    expected = [({}, ""), ({"d_state": 32, "expand": 0, "key_norm": True}, str(model))]
+    assert given == expected
     assert "checkpoint nowhere does not exist" in fails(capsys, [*words, "--init-from", "nowhere"])
 
 
@@ -1139,10 +1181,11 @@ def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):
         text, tmp_path / "run", "--mixer", "attention", "--decay", "official", "--sizes", "official"
     )
     assert cli.main(words) == 0
-    assert (
-        json.loads((tmp_path / "run" / "config.json").read_text())["config"]["decay"] == "official"
-    )
-    assert json.loads((tmp_path / "run" / "lm_config.json").read_text())["d_mlp"] == 64
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    result = config["config"]["decay"]
+    assert result == "official"
+    result = json.loads((tmp_path / "run" / "lm_config.json").read_text())["d_mlp"]
+    assert result == 64
     capsys.readouterr()
     assert "holds a run with decay=official; this one has decay=matrices" in fails(
         capsys, [*words, "--decay", "matrices"]
@@ -1176,7 +1219,8 @@ def test_folder_of_another_run_is_not_overwritten(text, tmp_path, cache, capsys)
     weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert "holds a run with" in fails(capsys, tiny(text, tmp_path / "run", "--lr", "0.5"))
     assert "holds a run with" in fails(capsys, tiny(text, tmp_path / "run", "--mixer", "attention"))
-    assert (tmp_path / "run" / "model" / "model.safetensors").read_bytes() == weights
+    content = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
+    assert content == weights
 
 
 def test_divergence_is_one_line(text, tmp_path, cache, capsys):
@@ -1207,9 +1251,10 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
-    assert [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count(
+    result = [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count(
         "resumes from there"
-    ) == 1
+    )
+    assert result == 1
     assert "Traceback" not in err
     no_leftovers(tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
@@ -1239,7 +1284,8 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
         err.splitlines()[-1]
         == "longhorn: error: interrupted; what is finished is kept, and the same command resumes"
     )
-    assert not (tmp_path / "runs" / "recall" / "laptop" / "record.json").exists()
+    record = tmp_path / "runs" / "recall" / "laptop" / "record.json"
+    assert not record.exists()
     no_leftovers(tmp_path / "runs")
     for path in (tmp_path / "runs").rglob("*.json"):
         json.loads(path.read_text())

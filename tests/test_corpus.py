@@ -28,19 +28,22 @@ from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, 
 
 
 def write(path, n=200):
-    path.write_text(SEPARATOR.join(documents(n)), encoding="utf-8")
+    text = SEPARATOR.join(documents(n))
+    path.write_text(text, encoding="utf-8")
     return str(path)
 
 
 def bytes_of(result):
-    return {path.name: path.read_bytes() for path in sorted(result.folder.glob("*.bin"))}
+    paths = sorted(result.folder.glob("*.bin"))
+    return {path.name: path.read_bytes() for path in paths}
 
 
 def expected(source, **options):
     "Return the expected bytes of both parts, from the documents and the rule of the split."
     parts = {"train.bin": b"", "val.bin": b""}
     for part, text in split(load_documents(source), by_name=source == "stdlib", **options):
-        parts[f"{part}.bin"] += text.encode() + b"\0"
+        content = text.encode()
+        parts[f"{part}.bin"] += content + b"\0"
     return parts
 
 
@@ -61,7 +64,8 @@ def in_processes(work, *arguments):
     for child in children:
         child.join(60)
     codes = [child.exitcode for child in children]
-    return [results.get() for code in codes if code == 0], codes
+    finished = [results.get() for code in codes if code == 0]
+    return finished, codes
 
 
 def at_call(monkeypatch, owner, name, call, what, before=True):
@@ -96,28 +100,30 @@ def interrupted(monkeypatch, call, source, **options):
 def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt")
     few = str(tmp_path / "few.txt")
-    (tmp_path / "few.txt").write_text(
-        SEPARATOR.join("".join(f"{i}, line {j}\n" for j in range(99)) for i in range(20))
-    )
+    texts = []
+    for i in range(20):
+        lines = [f"{i}, line {j}\n" for j in range(99)]
+        texts.append("".join(lines))
+    (tmp_path / "few.txt").write_text(SEPARATOR.join(texts))
     for options in ({}, {"fraction": 0.3}):
         result = prepare(source, cache=tmp_path / "cache", **options)
         assert bytes_of(result) == expected(source, **options)
         assert isinstance(result.train, np.memmap)
-    assert bytes_of(prepare(few, cache=tmp_path / "cache")) == expected(
-        few
-    )  # the ends of a few documents
+    # the ends of a few documents
+    result = bytes_of(prepare(few, cache=tmp_path / "cache"))
+    assert result == expected(few)
     monkeypatch.setattr(corpus, "LEAST", 1)
     monkeypatch.setattr(corpus, "PIECE", 5000)
     for workers in (1, 3):
-        assert bytes_of(
-            prepare(source, cache=tmp_path / f"{workers}", workers=workers)
-        ) == expected(source)
-    for part, content in expected(source).items():
+        result = prepare(source, cache=tmp_path / f"{workers}", workers=workers)
+        assert bytes_of(result) == expected(source)
+    for part in expected(source):
         metadata = result.index[part.removesuffix(".bin")]
         assert metadata["documents"] > 0
         assert metadata["tokens"] == metadata["bytes"]
     monkeypatch.undo()
-    assert bytes_of(prepare("stdlib", cache=tmp_path / "cache")) == expected("stdlib")
+    result = bytes_of(prepare("stdlib", cache=tmp_path / "cache"))
+    assert result == expected("stdlib")
     assert (
         prepare("stdlib", cache=tmp_path / "cache").index["text_sha256"]
         == data.embedded_corpus_hash()
@@ -126,12 +132,15 @@ def test_tokens_are_those_of_the_text_however_it_is_cut(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
 def test_a_file_may_have_any_name(tmp_path):
-    text, folder = b"a line of text\n" * 500, os.fsencode(tmp_path) + b"/b\xff\xfe"
+    name = os.fsencode(tmp_path)
+    text = b"a line of text\n" * 500
+    folder = name + b"/b\xff\xfe"
     os.mkdir(folder)
     with open(folder + b"/\xff \x1b[31m.txt", "wb") as file:
         file.write(text)
     made = prepare(os.fsdecode(folder), cache=tmp_path / "cache")
-    assert sum(made.index[part]["bytes"] for part in ("train", "val")) > len(text)
+    total = sum(made.index[part]["bytes"] for part in ("train", "val"))
+    assert total > len(text)
 
 
 def test_limits_and_a_named_held_out_part(tmp_path):
@@ -142,18 +151,23 @@ def test_limits_and_a_named_held_out_part(tmp_path):
     assert 9000 <= len(some.train) < 9300
     assert some.folder != whole.folder
     assert some.train[-1] == 0
-    assert bytes(some.train) == bytes(whole.train[: len(some.train)])
-    rest = [text for _, text in load_documents(source)][
-        some.index["train"]["documents"] + some.index["val"]["documents"] :
-    ]
-    assert bytes(whole.train[len(some.train) :]).startswith(
-        rest[0].encode()
-    )  # it stopped before a training document
+    start = whole.train[: len(some.train)]
+    expected = bytes(start)
+    assert bytes(some.train) == expected
+    texts = [text for _, text in load_documents(source)]
+    n_documents = some.index["train"]["documents"] + some.index["val"]["documents"]
+    rest = texts[n_documents:]
+    end = bytes(whole.train[len(some.train) :])
+    assert end.startswith(rest[0].encode())  # it stopped before a training document
     limited = prepare(source, cache=tmp_path, limit=150)
-    assert limited.index["train"]["documents"] + limited.index["val"]["documents"] == 150
+    index = limited.index
+    result = index["train"]["documents"] + limited.index["val"]["documents"]
+    assert result == 150
     both = prepare(source, cache=tmp_path, val=other, limit=7)
-    assert bytes(both.train) == "".join(text + "\0" for text in documents(7)).encode()
-    assert bytes(both.val) == "".join(text + "\0" for text in documents(20)).encode()
+    expected = "".join(text + "\0" for text in documents(7)).encode()
+    assert bytes(both.train) == expected
+    expected = "".join(text + "\0" for text in documents(20)).encode()
+    assert bytes(both.val) == expected
 
 
 @pytest.mark.parametrize("documents, tokens", [(1, 1000), (1, 100_000), (3, 1000), (3, 100_000)])
@@ -179,19 +193,25 @@ def test_a_target_of_tokens_leaves_a_held_out_part(tmp_path, documents, tokens):
 )
 def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, capsys, name, compress):
     texts = [text + "β {}\n" * (i % 3) for i, text in enumerate(documents(300))]
-    (tmp_path / "plain.txt").write_text(SEPARATOR.join(texts) + SEPARATOR, encoding="utf-8")
+    text = SEPARATOR.join(texts)
+    (tmp_path / "plain.txt").write_text(text + SEPARATOR, encoding="utf-8")
     path = tmp_path / "records" / name.replace("hf:", "rows.jsonl")
     path.parent.mkdir()
-    written = [text.replace("\n", "\r\n") for text in texts] + [None]
+    in_windows = [text.replace("\n", "\r\n") for text in texts]
+    written = in_windows + [None]
     if compress:
         path.write_bytes(
             compress(json_lines(*({"id": i, "text": text} for i, text in enumerate(written))))
         )
     else:
-        write_records(path, id=list(range(301)), text=pa.array(written).dictionary_encode())
-    result = prepare(f"hf:{path.parent}" if name == "hf:" else str(path), cache=tmp_path / "cache")
+        ids = list(range(301))
+        texts_in_arrow = pa.array(written).dictionary_encode()
+        write_records(path, id=ids, text=texts_in_arrow)
+    source = f"hf:{path.parent}" if name == "hf:" else str(path)
+    result = prepare(source, cache=tmp_path / "cache")
     assert bytes_of(result) == expected(str(tmp_path / "plain.txt"))
-    assert capsys.readouterr().err.count("1 of 301 records") == 1
+    err = capsys.readouterr().err
+    assert err.count("1 of 301 records") == 1
 
 
 def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
@@ -201,15 +221,17 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
         for name in (f"gpt2:{gpt2_folder}", "bytes")
     )
     assert bpe.train.dtype == np.uint16
-    assert bpe.index["val"]["bytes"] > bpe.index["val"]["tokens"]
-    assert bpe.tokenizer.decode(bpe.train).startswith("text 0 the")
+    index = bpe.index["val"]
+    assert index["bytes"] > index["tokens"]
+    text = bpe.tokenizer.decode(bpe.train)
+    assert text.startswith("text 0 the")
     assert bpe.train[-1] == bpe.tokenizer.end == 50256
-    assert str(gpt2_folder) not in json.dumps(bpe.index)
+    index = json.dumps(bpe.index)
+    assert str(gpt2_folder) not in index
     for result in (bpe, plain):
         total_bits = 1000 / math.log(2)  # as if a model spent 1000 nats on the whole part
-        assert math.isclose(
-            result.bits_per_byte(1000 / len(result.val)) * result.index["val"]["bytes"], total_bits
-        )
+        bits = result.bits_per_byte(1000 / len(result.val))
+        assert math.isclose(bits * result.index["val"]["bytes"], total_bits)
     repeated = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
     assert repeated.folder == bpe.folder
     assert bytes_of(repeated) == bytes_of(bpe)
@@ -256,8 +278,10 @@ def sources(folder):
     "Write the same documents as four kinds of source."
     (folder / "rows").mkdir()
     for i in range(3):
-        write_records(folder / "rows" / f"{i}.jsonl", text=documents(300)[100 * i : 100 * i + 100])
-    (folder / "a.txt").write_text(SEPARATOR.join(documents(300)))
+        part = documents(300)[100 * i : 100 * i + 100]
+        write_records(folder / "rows" / f"{i}.jsonl", text=part)
+    text = SEPARATOR.join(documents(300))
+    (folder / "a.txt").write_text(text)
     return {
         "text": str(folder / "a.txt"),
         "hub": f"hf:{folder / 'rows'}",
@@ -329,7 +353,8 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(
     result, whole = (
         prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole")
     )
-    assert list(cache.iterdir()) == [result.folder]
+    folders = list(cache.iterdir())
+    assert folders == [result.folder]
     assert bytes_of(result) == bytes_of(whole)
     assert (
         bytes_of(whole) == expected(str(tmp_path / "a.txt"))
@@ -363,7 +388,8 @@ def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch
         "--workers",
         "2",
     ]
-    child = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(cli.main(words)))
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=lambda: sys.exit(cli.main(words)))
     child.start()
 
     def alive():
@@ -373,7 +399,8 @@ def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch
     while len(alive()) < 2 and time.monotonic() < end:
         time.sleep(0.05)
     assert len(alive()) == 2
-    for process in [*(int(path.stem) for path in alive() if sent == signal.SIGINT), child.pid]:
+    workers = [*(int(path.stem) for path in alive() if sent == signal.SIGINT), child.pid]
+    for process in workers:
         os.kill(process, sent)  # as Ctrl-C does
     child.join()
     while alive() and time.monotonic() < end:
@@ -433,7 +460,8 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
         raise ConnectionError("read timed out\nand more")
 
     def full():
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        message = os.strerror(errno.ENOSPC)
+        raise OSError(errno.ENOSPC, message)
 
     on_the_hub(monkeypatch, documents(1500))
     monkeypatch.setattr(corpus, "PIECE", 50_000)
@@ -454,9 +482,12 @@ def test_what_fails_is_one_line_and_keeps_the_work(tmp_path, monkeypatch, what, 
             )
         prepare("hf:owner/books", cache=tmp_path / "cache", workers=2)
     assert "\n" not in str(caught.value)
-    assert caught.value.errno == (errno.ENOSPC if what == "disk" else None)
-    assert next((tmp_path / "cache").glob(".*.partial/train.bin")).stat().st_size > 10_000
-    assert bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache")) == bytes_of(whole)
+    expected = errno.ENOSPC if what == "disk" else None
+    assert caught.value.errno == expected
+    partial = next((tmp_path / "cache").glob(".*.partial/train.bin"))
+    assert partial.stat().st_size > 10_000
+    result = bytes_of(prepare("hf:owner/books", cache=tmp_path / "cache"))
+    assert result == bytes_of(whole)
 
 
 def no_locks(monkeypatch, number):
@@ -476,10 +507,12 @@ def test_a_file_system_without_locks_prepares_and_resumes(tmp_path, monkeypatch,
     no_locks(monkeypatch, number)
     interrupted(monkeypatch, 3, source, cache=tmp_path / "cache")
     partial = next((tmp_path / "cache").glob(".*.partial"))
-    assert f"the file system of {partial} has no locks" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert f"the file system of {partial} has no locks" in err
     result = prepare(source, cache=tmp_path / "cache")
     assert bytes_of(result) == expected(source)
-    assert list((tmp_path / "cache").iterdir()) == [result.folder]
+    folders = list((tmp_path / "cache").iterdir())
+    assert folders == [result.folder]
 
 
 def test_other_errors_of_a_lock_name_the_folder(tmp_path, monkeypatch):
@@ -512,28 +545,26 @@ def test_without_locks_no_other_run_has_the_result_open(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt")
     publish = corpus.publish
     opened = []
-    monkeypatch.setattr(
-        corpus,
-        "publish",
-        lambda folder, *more: (
-            opened.append(open(folder / "train.bin", "r+b")),
-            publish(folder, *more),
-        ),
-    )
+
+    def opened_first(folder, *more):
+        opened.append(os.open(folder / "train.bin", os.O_WRONLY))
+        publish(folder, *more)
+
+    monkeypatch.setattr(corpus, "publish", opened_first)
     result = prepare(source, cache=tmp_path / "cache")
-    with opened[0] as file:
-        file.write(b"overwritten")
+    os.write(opened[0], b"overwritten")
+    os.close(opened[0])
     assert bytes_of(result) == expected(source)
 
 
-@pytest.mark.parametrize("apart", [slow_case("locks"), slow_case("ranks"), None])
-def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
-    if apart != "locks":
+@pytest.mark.parametrize("separately", [slow_case("locks"), slow_case("ranks"), None])
+def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, separately):
+    if separately != "locks":
         no_locks(monkeypatch, errno.ENOSYS)
     source = write(tmp_path / "a.txt", 1000)
 
     def work(results, rank):
-        if apart == "ranks":
+        if separately == "ranks":
             os.environ["RANK"] = str(rank)
         time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to arrive
         try:
@@ -546,13 +577,15 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, apart):
     results, codes = in_processes(work, 0, 1, 2)
     assert codes == [0, 0, 0]
     assert len(results) == 3
-    if apart:
+    if separately:
         assert set(results) == {True}
-        assert len(list((tmp_path / "cache").iterdir())) == 1  # prepared once, with no work left
+        folders = list((tmp_path / "cache").iterdir())
+        assert len(folders) == 1  # prepared once, with no work left
     assert set(results) <= {True, "refused"}  # two separate runs may stop each other
     for _ in range(3):  # a damaged file is refused and named
         try:
-            assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
+            result = bytes_of(prepare(source, cache=tmp_path / "cache"))
+            assert result == expected(source)
             break
         except ValueError as error:
             assert "starts again" in str(error) or "prepare it again" in str(error)
@@ -569,7 +602,8 @@ def read_bytes():
 @pytest.mark.skipif(sys.platform != "linux", reason="counts through /proc")
 def test_a_second_start_reads_nothing_of_the_source(tmp_path, monkeypatch):
     monkeypatch.undo()
-    (tmp_path / "a.txt").write_text(SEPARATOR.join(documents(20_000)))
+    text = SEPARATOR.join(documents(20_000))
+    (tmp_path / "a.txt").write_text(text)
     for source in ("stdlib", str(tmp_path / "a.txt")):
         read = []
         for _ in range(2):
@@ -596,11 +630,13 @@ def test_a_changed_source_is_another_corpus(tmp_path, monkeypatch):
         for column in ("text", "body")
     ]
     assert len(set(folders)) == 8
-    assert prepare(source, cache=tmp_path / "cache").folder == folders[5]
+    result = prepare(source, cache=tmp_path / "cache").folder
+    assert result == folders[5]
     at_call(monkeypatch, corpus.CorpusBuilder, "save", 1, lambda: write(tmp_path / "a.txt", 152))
     with pytest.raises(ValueError, match="a.txt' changed while it was read; start again"):
         prepare(source, cache=tmp_path / "other")
-    assert not list((tmp_path / "other").iterdir())
+    leftover = list((tmp_path / "other").iterdir())
+    assert not leftover
 
 
 @pytest.mark.parametrize(
@@ -642,7 +678,9 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
     )
 
     def damaged(at):
-        path.write_bytes(content[:at] + b"?" + content[at + 1 :])
+        before = content[:at]
+        after = content[at + 1 :]
+        path.write_bytes(before + b"?" + after)
         os.utime(path, ns=(date, date))  # as on a failing disk: date and size are unchanged
 
     between = 1024 + (len(content) - 1024) // 63 // 2  # between the first two samples
@@ -653,12 +691,14 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
     assert not hashed
     with pytest.raises(ValueError, match="train.bin is damaged .its SHA-256 differs"):
         prepare(source, **cache, verify=True)
-    assert cli.main(["prepare", source, "--cache", str(cache["cache"]), "--verify"]) == 1
+    words = ["prepare", source, "--cache", str(cache["cache"]), "--verify"]
+    assert cli.main(words) == 1
     assert "damaged" in capsys.readouterr().err
     damaged(100)
     with pytest.raises(
         ValueError,
-        match=f"train.bin is damaged .its SHA-256 differs from the index.; delete the folder {path.parent}",
+        match="train.bin is damaged .its SHA-256 differs from the index.; "
+        f"delete the folder {path.parent}",
     ):
         prepare(source, **cache)
     for repeated in (lambda: path.with_name("checked.json").unlink(), lambda: os.utime(path)):
@@ -667,8 +707,10 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
             prepare(source, **cache)
     path.write_bytes(content)
     assert prepare(source, **cache, verify=True).checked == corpus.IN_FULL
-    assert cli.main(["prepare", source, "--cache", str(cache["cache"])]) == 0
-    assert f"tokenizer: bytes; {corpus.SAMPLED}" in capsys.readouterr().out
+    words = ["prepare", source, "--cache", str(cache["cache"])]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    assert f"tokenizer: bytes; {corpus.SAMPLED}" in out
 
 
 @pytest.mark.parametrize("note", ["", "[]", "[1]", "{", '{"train": 3}'])
@@ -679,24 +721,29 @@ def test_a_damaged_note_is_made_again_and_a_damaged_index_is_named(tmp_path, not
     (folder / "checked.json").write_text(note)
     prepare(source, cache=tmp_path / "cache")
     assert (folder / "checked.json").read_text() == good
-    for index in (note, (folder / "index.json").read_text().replace('"bytes": 1', '"bytes": 2')):
+    changed = (folder / "index.json").read_text().replace('"bytes": 1', '"bytes": 2')
+    for index in (note, changed):
         (folder / "index.json").write_text(index)
         with pytest.raises(ValueError, match="index.json.*delete it and run"):
             prepare(source, cache=tmp_path / "cache")
     (folder / "index.json").unlink()  # the remedy
-    assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
+    result = bytes_of(prepare(source, cache=tmp_path / "cache"))
+    assert result == expected(source)
 
 
 def test_a_damaged_state_is_named_and_not_believed(tmp_path, monkeypatch):
     source = write(tmp_path / "a.txt", 300)
     for name in ("train.bin", "val.bin", "state.json"):
         interrupted(monkeypatch, 5, source, cache=tmp_path / "cache", workers=1)
-        path = next((tmp_path / "cache").glob(f".*.partial/{name}"))
+        partial = (tmp_path / "cache").glob(f".*.partial/{name}")
+        path = next(partial)
         content = path.read_bytes()
-        path.write_bytes(content[:99] + bytes([content[99] ^ 1]) + content[100:])
+        flipped = bytes([content[99] ^ 1])
+        path.write_bytes(content[:99] + flipped + content[100:])
         with pytest.raises(ValueError, match=f"{name}.*damaged|{name} is not"):
             prepare(source, cache=tmp_path / "cache")
-    assert bytes_of(prepare(source, cache=tmp_path / "cache")) == expected(source)
+    result = bytes_of(prepare(source, cache=tmp_path / "cache"))
+    assert result == expected(source)
 
 
 # ---- nanoGPT's files
@@ -713,12 +760,16 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
     gpt2 = f"gpt2:{gpt2_folder}"
     texts = [f"text {i} the in the\n" for i in range(400)]
     ids = [tokenizer.encode(text).tolist() + [50256] for text in texts]
-    (tmp_path / "a.txt").write_text(SEPARATOR.join(texts))
+    text = SEPARATOR.join(texts)
+    (tmp_path / "a.txt").write_text(text)
     own = prepare(str(tmp_path / "a.txt"), gpt2, cache=tmp_path / "cache")
     for part in ("train", "val"):
-        write_bin(tmp_path / "nano" / f"{part}.bin", getattr(own, part))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()}
-    for source in (tmp_path / "nano", tmp_path / "nano" / "train.bin", own.folder):
+        path = tmp_path / "nano" / f"{part}.bin"
+        write_bin(path, getattr(own, part))
+    paths = (tmp_path / "nano").iterdir()
+    before = {path: path.stat().st_mtime_ns for path in paths}
+    nano = tmp_path / "nano"
+    for source in (nano, tmp_path / "nano" / "train.bin", own.folder):
         with pytest.raises(
             ValueError, match=f"{source} has a held-out part; fraction=0.5 does not apply"
         ):
@@ -727,27 +778,35 @@ def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
         assert isinstance(result.train, np.memmap)
         assert np.array_equal(result.train, own.train)
         assert np.array_equal(result.val, own.val)
-        assert result.bits_per_byte(2.0) == own.bits_per_byte(2.0)
+        bits = result.bits_per_byte(2.0)
+        expected_bits = own.bits_per_byte(2.0)
+        assert bits == expected_bits
         assert all(
             result.index[part] == {**result.index[part], **own.index[part]}
             for part in ("train", "val")
         )
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "nano").iterdir()} == before
+    paths = (tmp_path / "nano").iterdir()
+    result = {path: path.stat().st_mtime_ns for path in paths}
+    assert result == before
     alone = prepare(
         write_bin(tmp_path / "alone" / "train.bin", sum(ids, [])),
         gpt2,
         cache=tmp_path,
         fraction=0.1,
     )
-    assert len(alone.val) == round(0.1 * len(sum(ids, [])))
-    assert [*alone.train, *alone.val] == sum(ids, [])
+    every = sum(ids, [])
+    expected = round(0.1 * len(every))
+    assert len(alone.val) == expected
+    result = [*alone.train, *alone.val]
+    assert result == sum(ids, [])
     named = prepare(
         str(tmp_path / "alone" / "train.bin"),
         gpt2,
         str(tmp_path / "nano" / "val.bin"),
         cache=tmp_path,
     )
-    assert len(named.train) == len(sum(ids, []))
+    expected = len(sum(ids, []))
+    assert len(named.train) == expected
     assert np.array_equal(named.val, own.val)
 
 
@@ -772,11 +831,15 @@ def test_a_bad_bin_is_named(tmp_path):
         with pytest.raises(ValueError, match=says) as caught:
             prepare(write_bin(path, ids), cache=tmp_path / "cache", **options)
         assert str(path) in str(caught.value)
-    assert len(prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache").train) == 3
-    path.write_bytes(path.read_bytes() + b"\1")
+    corpus_of_four = prepare(write_bin(path, [1, 2, 3, 4]), cache=tmp_path / "cache")
+    result = len(corpus_of_four.train)
+    assert result == 3
+    content = path.read_bytes()
+    path.write_bytes(content + b"\1")
     with pytest.raises(
         ValueError,
-        match=f"{path} has 9 bytes, but a token has 2: it was cut off, or holds integers of another width",
+        match=f"{path} has 9 bytes, but a token has 2: "
+        "it was cut off, or holds integers of another width",
     ):
         prepare(str(path), cache=tmp_path / "cache")
 
@@ -785,10 +848,12 @@ def test_a_bad_bin_is_named(tmp_path):
 @pytest.mark.parametrize("alone", [True, False])
 def test_integers_of_another_width_are_refused(tmp_path, dtype, alone):
     for name in ("train.bin", "val.bin")[: 2 - alone]:
-        np.arange(1, 101).astype(dtype).tofile(tmp_path / name)
+        numbers = np.arange(1, 101).astype(dtype)
+        numbers.tofile(tmp_path / name)
     with pytest.raises(
         ValueError,
-        match="train.bin holds 0 at every second place: its integers have 4 or 8 bytes; write them as np.uint16",
+        match="train.bin holds 0 at every second place: its integers have 4 or 8 bytes; "
+        "write them as np.uint16",
     ):
         prepare(str(tmp_path), cache=tmp_path / "cache")
 
@@ -798,10 +863,12 @@ def test_bytes_are_not_read_as_ids_of_16_bits(tmp_path):
     text.tofile(tmp_path / "train.bin")
     with pytest.raises(
         ValueError,
-        match="the tokenizer bytes has 256; name the tokenizer that it was made with, and write the ids as np.uint16",
+        match="the tokenizer bytes has 256; name the tokenizer that it was made with, "
+        "and write the ids as np.uint16",
     ):
         prepare(str(tmp_path), cache=tmp_path / "cache")
-    large = corpus.CharTokenizer([chr(i) for i in range(1 << 15)])
+    characters_of_16_bits = [chr(i) for i in range(1 << 15)]
+    large = corpus.CharTokenizer(characters_of_16_bits)
     with pytest.raises(
         ValueError, match="train.bin holds no token below 256: its integers have 1 byte"
     ):
@@ -821,7 +888,8 @@ def characters(folder, text="to be or not to be, that is the question\n" * 40, *
         "itos": dict(enumerate(table)),
         "stoi": {letter: i for i, letter in enumerate(table)},
     } | metadata
-    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    content = pickle.dumps(meta)
+    (folder / "meta.pkl").write_bytes(content)
     return table
 
 
@@ -829,11 +897,15 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     table = characters(tmp_path / "char")
     for name in ("bytes", f"chars:{tmp_path / 'char'}"):
         result = prepare(str(tmp_path / "char"), name, cache=tmp_path / "cache")
-        assert result.tokenizer.decode(result.train[:14]) == "to be or not t"
+        text = result.tokenizer.decode(result.train[:14])
+        assert text == "to be or not t"
         assert result.tokenizer.vocab_size == len(table) == 15
         assert result.index["train"]["documents"] == 1
-        assert result.index["val"] == result.index["val"] | {"tokens": 200, "bytes": 200}
-        assert np.array_equal(result.tokenizer.encode("to be"), result.train[:5])
+        expected = result.index["val"] | {"tokens": 200, "bytes": 200}
+        assert result.index["val"] == expected
+        expected = result.train[:5]
+        encoded = result.tokenizer.encode("to be")
+        assert np.array_equal(encoded, expected)
     assert (
         f"{tmp_path / 'char' / 'train.bin'}: read as ids of the tokenizer chars"
         in capsys.readouterr().err
@@ -841,17 +913,23 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     with pytest.raises(ValueError, match="the character 'Z' is not in the tokenizer's table of 15"):
         result.tokenizer.encode("toZ")
     with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot prepare text"):
-        prepare(write(tmp_path / "a.txt"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
+        text = write(tmp_path / "a.txt")
+        table = f"chars:{tmp_path / 'char'}"
+        prepare(text, table, cache=tmp_path / "cache")
     greek = characters(tmp_path / "greek", "αβγ\n" * 100)
     result = prepare(str(tmp_path / "greek"), cache=tmp_path / "cache")
     assert len(greek) == 4
     assert result.index["val"]["bytes"] == 350
-    assert result.tokenizer.decode([*result.train[:3], 99]) == "αβγ"
+    text = result.tokenizer.decode([*result.train[:3], 99])
+    assert text == "αβγ"
     with pytest.raises(
         ValueError,
-        match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, and the right one is chars:.*greek",
+        match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, "
+        "and the right one is chars:.*greek",
     ):
-        prepare(str(tmp_path / "greek"), f"chars:{tmp_path / 'char'}", cache=tmp_path / "cache")
+        greek = str(tmp_path / "greek")
+        table = f"chars:{tmp_path / 'char'}"
+        prepare(greek, table, cache=tmp_path / "cache")
     with pytest.raises(
         ValueError, match="the tokenizer that was named is gpt2, and the right one is chars:.*greek"
     ):
@@ -931,14 +1009,19 @@ def test_a_size_without_a_table_must_be_the_tokenizers(tmp_path):
         )
 
 
+def kill_this_process(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def test_the_next_start_removes_the_pieces_of_a_killed_one(tmp_path):
     source = write(tmp_path / "a.txt", 300)
 
     def killed(results, _):
-        corpus.write_piece = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        corpus.write_piece = kill_this_process
         prepare(source, cache=tmp_path / "cache", workers=1)
 
-    assert in_processes(killed, 0)[1] == [-signal.SIGKILL]
+    expected = [-signal.SIGKILL]
+    assert in_processes(killed, 0)[1] == expected
     (left,) = (tmp_path / "cache").glob(".*.partial/.piece*")
     with pytest.MonkeyPatch.context() as patch:
         at_call(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from longhorn_kit.lab.claims.compare import about_length, compare_length, compare_needles
 from longhorn_kit.lab.data.text import get_tokenizer
@@ -63,14 +64,16 @@ def model(mixer="longhorn", seed=0):
 def test_streamed_losses_are_those_of_the_whole_text(name):
     "A text read in chunks has the losses of the whole text."
     lm = model(name)
-    windows = torch.randint(256, (2, 38), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    windows = torch.randint(256, (2, 38), generator=generator)
     with torch.no_grad():
-        whole = F.cross_entropy(
-            lm(windows[:, :-1]).transpose(1, 2), windows[:, 1:], reduction="none"
-        )
+        scores = lm(windows[:, :-1]).transpose(1, 2)
+        targets = windows[:, 1:]
+        whole = F.cross_entropy(scores, targets, reduction="none")
     for chunk in (1, 7, 16, 100):
-        pieces = torch.cat([losses for losses, _ in ex.stream_losses(lm, windows, chunk)], 1)
-        torch.testing.assert_close(pieces, whole, rtol=1e-3, atol=1e-4)
+        parts = [losses for losses, _ in ex.stream_losses(lm, windows, chunk)]
+        pieces = torch.cat(parts, 1)
+        assert_close(pieces, whole, rtol=1e-3, atol=1e-4)
 
 
 def test_losses_by_hand_with_the_state_reset_and_carried():
@@ -78,14 +81,20 @@ def test_losses_by_hand_with_the_state_reset_and_carried():
     s = replace(CONFIG, tokens_at_once=48)
     windows = {length: ex.cut(TEXT, length, 128) for length in (8, 16, 64)}
     # the same tokens are predicted
-    assert all(cut[:, 1:].flatten().tolist() == TEXT[1:129].tolist() for cut in windows.values())
-    losses = {length: ex.window_losses(lm, cut, s) for length, cut in windows.items()}
+    for cut in windows.values():
+        after_start = cut[:, 1:]
+        result = after_start.flatten().tolist()
+        expected = TEXT[1:129].tolist()
+        assert result == expected
+    cuts = windows.items()
+    losses = {length: ex.window_losses(lm, cut, s) for length, cut in cuts}
     for length, loss in losses.items():
         assert loss.shape == (128 // length, length)
         with torch.no_grad():
-            assert loss.mean() == pytest.approx(
-                float(lm(windows[length][:, :-1], windows[length][:, 1:])[1]), rel=1e-4
-            )
+            inputs = windows[length][:, :-1]
+            targets = windows[length][:, 1:]
+            expected = float(lm(inputs, targets)[1])
+            assert loss.mean() == pytest.approx(expected, rel=1e-4)
     added = ex.added(losses[64], losses[16])  # what the state adds is nothing in the first stretch
     by_hand = []
     for i in range(4):
@@ -96,13 +105,16 @@ def test_losses_by_hand_with_the_state_reset_and_carried():
     assert abs(added[0]) < 1e-4 < abs(added[1])
     for longest in (16, 100, 4096):  # bins of positions cover every position once
         edges = ex.position_bins(longest)
-        noise = np.random.default_rng(0).random((2, longest))
+        generator = np.random.default_rng(0)
+        noise = generator.random((2, longest))
         assert edges[0] == 0
         assert edges[-1] == longest
-        assert (np.diff(edges) > 0).all()
-        assert np.average(ex.by_position(noise)["nats"], weights=np.diff(edges)) == pytest.approx(
-            noise.mean(), abs=1e-4
-        )
+        widths = np.diff(edges)
+        assert (widths > 0).all()
+        nats = ex.by_position(noise)["nats"]
+        result = np.average(nats, weights=widths)
+        expected = noise.mean()
+        assert result == pytest.approx(expected, abs=1e-4)
 
 
 def test_sliding_windows_predict_each_token_once_with_half_a_window_before_it():
@@ -116,18 +128,20 @@ def test_sliding_windows_predict_each_token_once_with_half_a_window_before_it():
             return torch.zeros(*tokens.shape, 256), cache
 
     sizes = []
-    loss = ex.sliding_loss(Spy(), np.arange(70) % 256, 64, CONFIG)
+    tokens = np.arange(70) % 256
+    loss = ex.sliding_loss(Spy(), tokens, 64, CONFIG)
     # the mean of 56 terms
-    assert loss == pytest.approx(math.log(256), rel=bound(torch.float32, 56))
-    assert sorted(int(token) + 1 for part in sizes for row in part for token in row[8:]) == list(
-        range(9, 65)
-    )
+    tolerance = bound(torch.float32, 56)
+    assert loss == pytest.approx(math.log(256), rel=tolerance)
+    result = sorted(int(token) + 1 for part in sizes for row in part for token in row[8:])
+    assert result == list(range(9, 65))
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba"])
 def test_memory_is_flat_while_a_long_text_goes_by(mixer):
     def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        pages = Path("/proc/self/statm").read_text().split()[1]
+        return int(pages) * 4096
 
     lm = model(mixer)
     text = torch.zeros(1, 60_001, dtype=torch.uint8)
@@ -138,7 +152,8 @@ def test_memory_is_flat_while_a_long_text_goes_by(mixer):
         memory.append(resident())
     # the losses and states of 40,000 tokens would be 100 MB
     assert len(sizes) == 1
-    assert max(memory[20:]) - memory[19] < 8e6
+    growth = max(memory[20:]) - memory[19]
+    assert growth < 8e6
 
 
 @pytest.mark.parametrize("kind, times", [*product(ex.NEEDLES, (1, 2))])
@@ -150,22 +165,31 @@ def test_the_needle_is_in_the_text_at_its_depth(kind, times):
         size = 300 - len(question)
         assert text.count(sentence) == times
         assert text.endswith(question)
-        assert text[:size] == text[-len(question) - size : -len(question)]
-        assert text.index(sentence) == round(depth * (size - len(sentence)))
-        assert len(context) == times * size + len(question)
+        end = len(question)
+        expected = text[-end - size : -len(question)]
+        assert text[:size] == expected
+        expected = round(depth * (size - len(sentence)))
+        assert text.index(sentence) == expected
+        expected = times * size + len(question)
+        assert len(context) == expected
         assert [BYTES.decode(answer) for answer in tokens] == answers
         assert len(set(answers)) == 8
-        assert {len(answer) for answer in tokens} == {ex.LONGEST}
+        lengths = {len(answer) for answer in tokens}
+        assert lengths == {ex.LONGEST}
         assert answers[0] in sentence
-        assert not any(answer in text for answer in answers[1:])
+        for answer in answers[1:]:
+            assert answer not in text
     # right colours are balanced
-    assert len({ex.needle("fact", seed, 8)[2][0] for seed in range(10)}) == 10
+    facts = {ex.needle("fact", seed, 8)[2][0] for seed in range(10)}
+    result = len(facts)
+    assert result == 10
 
 
 def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_writes():
     lm = model("attention")
     rng = np.random.default_rng(0)
-    contexts = torch.from_numpy(rng.integers(256, size=(2, 20)))
+    numbers = rng.integers(256, size=(2, 20))
+    contexts = torch.from_numpy(numbers)
     answers = []
     for _ in contexts:
         answers.append([rng.integers(256, size=size) for size in (1, 3, 2)])
@@ -176,34 +200,47 @@ def test_scores_of_answers_are_the_models_and_written_is_what_greedy_decoding_wr
     ):
         for context, row, row_scores in zip(contexts, answers, scores):
             for answer, score in zip(row, row_scores):
-                ids = torch.cat([context, torch.from_numpy(answer)])[None]
+                text = torch.cat([context, torch.from_numpy(answer)])
+                ids = text[None]
                 with torch.no_grad():
-                    log = lm(ids[:, :-1]).log_softmax(-1)[0, 19:]
-                assert score == pytest.approx(
-                    float(log.gather(1, ids[0, 20:, None]).sum()), rel=1e-4
-                )
-    greedy = lm.generate(contexts, 3, temperature=0)[:, 20:].numpy()
-    assert ex.answer_scores(lm, contexts, [[row] for row in greedy])[1].all()
-    assert not ex.answer_scores(lm, contexts, [[row] for row in (greedy + [0, 1, 0]) % 256])[
-        1
-    ].any()
+                    logits = lm(ids[:, :-1])
+                    log = logits.log_softmax(-1)[0, 19:]
+                chosen = log.gather(1, ids[0, 20:, None])
+                assert score == pytest.approx(float(chosen.sum()), rel=1e-4)
+    tokens = lm.generate(contexts, 3, temperature=0)
+    greedy = tokens[:, 20:].numpy()
+    right = ex.answer_scores(lm, contexts, [[row] for row in greedy])[1]
+    assert right.all()
+    changed = (greedy + [0, 1, 0]) % 256
+    rows = [[row] for row in changed]
+    wrong = ex.answer_scores(lm, contexts, rows)[1]
+    assert not wrong.any()
 
 
 def test_finetuning_asks_for_the_answer_alone_and_never_for_a_test_needle():
     s = replace(CONFIG, finetune_lengths=(80, 96), finetuned=ex.NEEDLES)
     batches = list(ex.lessons(TEXT, BYTES, s, "cpu"))
-    assert len({inputs.shape for inputs, _ in batches}) == 1  # as a CUDA graph needs it
-    for step, length, (inputs, targets) in zip(range(4), (80, 80, 96, 96), batches):
+    shapes = {inputs.shape for inputs, _ in batches}
+    assert len(shapes) == 1  # as a CUDA graph needs it
+    expected_lengths = (80, 80, 96, 96)
+    for step, length, (inputs, targets) in zip(range(4), expected_lengths, batches):
         for row_in, row_out in zip(inputs, targets):
-            positions = (row_out != -100).nonzero()[:, 0].tolist()
+            learned = (row_out != -100).nonzero()
+            positions = learned[:, 0].tolist()
             kind = ex.NEEDLES[step % 2]
             answer = BYTES.decode(row_out[positions])
             text = BYTES.decode(row_in)
-            assert positions == list(range(length - 1, length - 1 + len(answer)))
+            start = length - 1
+            expected = list(range(start, length - 1 + len(answer)))
+            assert positions == expected
             assert f"is{answer}." in text
             assert answer[1:].isdigit() if kind == "passkey" else answer[1:] in ex.COLOURS
-    assert torch.equal(list(ex.lessons(TEXT, BYTES, s, "cpu"))[1][0], batches[1][0])
-    assert not torch.equal(batches[0][0], batches[2][0])
+    lesson = list(ex.lessons(TEXT, BYTES, s, "cpu"))[1]
+    result = lesson[0]
+    assert torch.equal(result, batches[1][0])
+    first = batches[0][0]
+    third = batches[2][0]
+    assert not torch.equal(first, third)
 
 
 def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypatch):
@@ -219,9 +256,10 @@ def test_what_is_finetuned_in_bf16_is_what_is_read_and_the_model_stays(monkeypat
         (base, before), (finetuned, after) = read
         for reader, logits in read:
             with torch.autocast("cpu", torch.bfloat16):
-                torch.testing.assert_close(reader(tokens), logits, rtol=0, atol=0)
+                assert_close(reader(tokens), logits, rtol=0, atol=0)
     assert torch.equal(start, lm.embedding.weight)
-    assert not torch.equal(start, finetuned.embedding.weight)
+    weight = finetuned.embedding.weight
+    assert not torch.equal(start, weight)
     assert not finetuned.training
     assert math.isfinite(result["finetune_loss"])
     assert not torch.equal(before, after)
@@ -253,14 +291,16 @@ def test_what_cannot_be_is_refused():
             replace(CONFIG, **{name: value})
     with pytest.raises(ValueError, match="65 are needed"):
         ex.cut(TEXT[:64], 16, 64)
-    for text, length in ((TEXT, 40), (TEXT[:50], 200)):
+    cases = ((TEXT, 40), (TEXT[:50], 200))
+    for text, length in cases:
         with pytest.raises(ValueError, match="does not fit: the needle and its question"):
             ex.haystack(text, BYTES, "fact", 0, length, 0.5)
 
 
 def save_job(run, mixer, seed, weights, done=True):
     "Leave what a job of the language experiment leaves."
-    save_lm(model(mixer, weights), "bytes", run / "jobs" / f"{mixer}{seed}" / "model")
+    folder = run / "jobs" / f"{mixer}{seed}" / "model"
+    save_lm(model(mixer, weights), "bytes", folder)
     if done:
         write_record(
             run / "jobs" / f"{mixer}{seed}" / "metrics.json",
@@ -269,29 +309,33 @@ def save_job(run, mixer, seed, weights, done=True):
 
 
 def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
-    for mixer, seed in (("longhorn", 1), ("longhorn", 0), ("mamba", 0), ("attention", 0)):
+    trained = (("longhorn", 1), ("longhorn", 0), ("mamba", 0), ("attention", 0))
+    for mixer, seed in trained:
         save_job(tmp_path / "grid", mixer, seed, seed, done=mixer != "attention")
     for domain in ("prose", "docs"):
         for part, times in (("train", 40), ("val", 20)):
-            (tmp_path / f"{domain}.{part}.txt").write_text(
-                f"This is {domain}, and nothing but {domain}. " * times
-            )
+            text = f"This is {domain}, and nothing but {domain}. " * times
+            (tmp_path / f"{domain}.{part}.txt").write_text(text)
     measured = []
     measure = ex.measure
     monkeypatch.setattr(ex, "measure", lambda *words: measured.append(1) or measure(*words))
-    here = TINY | dict(checkpoints=str(tmp_path / "grid"), data=str(tmp_path))
+    folders = dict(checkpoints=str(tmp_path / "grid"), data=str(tmp_path))
+    here = TINY | folders
 
     def go(minutes=math.inf, **more):
         return run(
             ex.EXPERIMENT, "gpu", tmp_path / "here", workers=0, minutes=minutes, **here | more
         )
 
-    assert len(go(minutes=-1)["results"]["not_run"]) == 3
+    left = go(minutes=-1)["results"]["not_run"]
+    assert len(left) == 3
     assert measured == []
     record = go()
     assert len(measured) == 3
-    assert [row["seed"] for row in record["results"]["models"]] == [0, 0, 1]
-    assert set(record["results"]["text"]) == {"prose", "docs"}
+    seeds = [row["seed"] for row in record["results"]["models"]]
+    assert seeds == [0, 0, 1]
+    domains = set(record["results"]["text"])
+    assert domains == {"prose", "docs"}
     assert record["results"]["not_run"] == []
     assert [
         len(comparison.differences)
@@ -299,14 +343,13 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
     ] == [2, 2, 1]
     assert about_length(record).startswith("0.0")
     # where the models lie does not matter
-    moved = str((tmp_path / "grid").rename(tmp_path / "moved"))
+    moved_folder = (tmp_path / "grid").rename(tmp_path / "moved")
+    moved = str(moved_folder)
     assert go(checkpoints=moved)["results"] == record["results"]
     assert len(measured) == 3
     save_job(tmp_path / "other", "longhorn", 0, weights=7)  # a model of the same name
-    assert (
-        go(checkpoints=str(tmp_path / "other"))["results"]["models"][0]["text"]
-        != record["results"]["models"][0]["text"]
-    )
+    other = go(checkpoints=str(tmp_path / "other"))
+    assert other["results"]["models"][0]["text"] != record["results"]["models"][0]["text"]
     go(checkpoints=moved, windows=1)
     assert len(measured) == 7
     for wrong, message in (
@@ -328,17 +371,25 @@ def test_tiny_run_has_the_structure_of_the_committed_records(tmp_path):
         preset=preset,
         mixers=("longhorn", "mamba"),
     )
-    assert len(compare_length(record, ("longhorn",))) == len(compare_needles(record)) == 1
+    lengths = compare_length(record, ("longhorn",))
+    assert len(lengths) == len(compare_needles(record)) == 1
     for path in RECORDS.glob("*.json"):
         recorded = read_record(path)
         fields = set(record["settings"]) - {"preset"}
-        assert set(recorded["settings"]) - {"preset"} == fields
-        assert recorded["results"].keys() == record["results"].keys()
+        names = set(recorded["settings"]) - {"preset"}
+        assert names == fields
+        keys = recorded["results"].keys()
+        expected_keys = record["results"].keys()
+        assert keys == expected_keys
         model = record["results"]["models"][0]
         reference = recorded["results"]["models"][0]
         assert model.keys() == reference.keys()
-        assert model["text"]["held out"].keys() == next(iter(reference["text"].values())).keys()
-        assert all(
-            maps["once"].keys() == model["needles"]["fact, finetuned"]["once"].keys()
-            for maps in reference["needles"].values()
-        )
+        keys = model["text"]["held out"].keys()
+        text = next(iter(reference["text"].values()))
+        expected_keys = text.keys()
+        assert keys == expected_keys
+        for maps in reference["needles"].values():
+            keys = maps["once"].keys()
+            once = model["needles"]["fact, finetuned"]["once"]
+            expected_keys = once.keys()
+            assert keys == expected_keys

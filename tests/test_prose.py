@@ -1,18 +1,21 @@
-"""Every number in the book's prose has a source: the page prints it, a record holds it, or it was published.
+"""Every number in the book's prose has a source.
 
-A *stated number* is one with a unit of measurement (ms, %, times, bits per byte, ...) and at least two digits, or any
-decimal of three digits or more, in a Markdown cell, the README or the index. Round words ("a factor of two", "2 %"),
-powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must agree, to all its
-digits, with a number in one of these places:
+The page prints it, a record holds it, or it was published. A *stated number* is one with a unit of
+measurement (ms, %, times, bits per byte, ...) and at least two digits, or any decimal of three
+digits or more, in a Markdown cell, the README or the index. Round words ("a factor of two", "2 %"),
+powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must
+agree, to all its digits, with a number in one of these places:
 
 1. the page itself: its committed outputs, or a constant of its code;
-2. for all pages except those on theory and the lab: a field of `kernels/results` that is measured in that
-   unit (`forward_ms`, `scan_us`, `kept_bytes_per_x`, `scan_over_bytes`, ...);
-3. the published numbers of `longhorn_kit.lab.claims.published`; for README and index also the ledger as it prints.
+2. for all pages except those on theory and the lab: a field of `kernels/results` that is measured
+   in that unit (`forward_ms`, `scan_us`, `kept_bytes_per_x`, `scan_over_bytes`, ...);
+3. the published numbers of `longhorn_kit.lab.claims.published`; for README and index also the
+   ledger as it prints.
 
-A wrong number of two digits often agrees by accident: about half of random numbers do. It is best to print the number
-in the cell above it. The others are listed below: in `DERIVED` with the formula that gives the number from a record,
-which is checked, or in `GIVEN` with the reason why no record of ours can hold it.
+A wrong number of two digits often agrees by accident: about half of random numbers do. It is best
+to print the number in the cell above it. The others are listed below: in `DERIVED` with the formula
+that gives the number from a record, which is checked, or in `GIVEN` with the reason why no record
+of ours can hold it.
 """
 
 import json
@@ -43,7 +46,8 @@ PAGES = [
 
 NUMBER = r"(?<![\w.,/^−-])([+−-]?\d+(?:,\d{3})*(?:\.\d+)?)"
 SPACE = r"[\s\u00a0\u202f$]*"
-UNITS = {  # unit as written -> (factors from a printed or recorded value, fields of a record that are in this unit)
+# unit as written -> (factors from a printed or recorded value, fields of a record in this unit)
+UNITS = {
     r"%|per cent": ((1, 100), r"share|percent"),
     r"points": ((1, 100), "-"),
     r"ms|milliseconds": ((1,), r"_ms$|^S\d$"),
@@ -61,14 +65,12 @@ UNITS = {  # unit as written -> (factors from a printed or recorded value, field
     r"nats|bits (?:a|per) byte|tokens/s|(?:tokens|images) (?:a|per) second": ((1,), "-"),
     r"times|×(?!\s*[\d$])": ((1,), r"_over_"),
 }
-BARE = (
-    (1, 100),
-    r"_ms$|_us$|^S\d$|_over_|share|per_x|error",
-)  # a number without a unit, of a table for example
+# a number without a unit, of a table for example
+BARE = ((1, 100), r"_ms$|_us$|^S\d$|_over_|share|per_x|error")
 UNIT = "|".join(UNITS)
-LIST = re.compile(
-    rf"{NUMBER}(?:{SPACE}±{SPACE}[\d.]+)?(?:{SPACE}(?:/|,|and|or|to|by|at|and at|and by){SPACE}{NUMBER})*{SPACE}(?P<unit>{UNIT})(?![\w])"
-)
+RANGE = rf"(?:{SPACE}±{SPACE}[\d.]+)?"
+NEXT = rf"{SPACE}(?:/|,|and|or|to|by|at|and at|and by){SPACE}{NUMBER}"
+LIST = re.compile(rf"{NUMBER}{RANGE}(?:{NEXT})*{SPACE}(?P<unit>{UNIT})(?![\w])")
 DECIMAL = re.compile(rf"{NUMBER}(?![\w.,]*\w)")
 
 
@@ -151,22 +153,19 @@ def leaves(value, key=""):
     "Return (key, number) of every number in a JSON value."
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return {(key, float(value))}
-    parts = (
-        value.items()
-        if isinstance(value, dict)
-        else ((key, part) for part in value)
-        if isinstance(value, (list, tuple))
-        else ()
-    )
+    parts = ()
+    if isinstance(value, dict):
+        parts = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = ((key, part) for part in value)
     return set().union(*(leaves(part, str(name)) for name, part in parts))
 
 
 @cache
 def measured():
     "Return (field, number) of the committed kernel records."
-    return frozenset().union(
-        *(leaves(read_json(path)) for path in (ROOT / "kernels/results").glob("*.json"))
-    )
+    paths = (ROOT / "kernels/results").glob("*.json")
+    return frozenset().union(*(leaves(read_json(path)) for path in paths))
 
 
 @cache
@@ -271,12 +270,8 @@ def language_cache():
 
 def backward_counter(name):
     "Return a profiler counter of the diagonal backward whose lanes meet, in per cent."
-    return (
-        100
-        * read_json(ROOT / "kernels/results/h200_diagonal_steps.json")["counters"][
-            "backward_meetings"
-        ][name]
-    )
+    record = read_json(ROOT / "kernels/results/h200_diagonal_steps.json")
+    return 100 * record["counters"]["backward_meetings"][name]
 
 
 DERIVED = {  # page -> number as written -> the formula, which has to give it
@@ -362,7 +357,7 @@ def test_derived_numbers_are_what_their_formulas_give_and_no_exception_outlives_
 
 
 @pytest.mark.parametrize(
-    "prose, found",
+    "prose, expected",
     [
         ("takes 0.18 ms, or 1.5 times as long", ["0.18 ms", "1.5 times"]),
         ("0.17 / 0.55 and 3.3 ms", ["0.17 ms", "0.55 ms", "3.3 ms"]),
@@ -376,8 +371,8 @@ def test_derived_numbers_are_what_their_formulas_give_and_no_exception_outlives_
         ("`0.123 ms` in [x](../a/12_b.ipynb) of arXiv 2407.14207 on Python 3.11 to 3.13", []),
     ],
 )
-def test_what_counts_as_stated(prose, found):
-    assert [written for _, _, written, _ in stated(prose)] == found
+def test_what_counts_as_stated(prose, expected):
+    assert [written for _, _, written, _ in stated(prose)] == expected
 
 
 def test_a_wrong_number_is_found(monkeypatch):

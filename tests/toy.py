@@ -28,13 +28,16 @@ def tried(config, results, model):
 def jobs(config, results):
     for model in config.models:
         settings, best = tried(config, results, model)
-        yield from settings + [best | {"seed": seed} for seed in config.seeds[1:] if best]
+        yield from settings
+        if best:
+            yield from [best | {"seed": seed} for seed in config.seeds[1:]]
 
 
 def later(config, results):
     for model in config.models:
         settings, best = tried(config, results, model)
-        yield from [] if best else [settings[0] | {"seed": seed} for seed in config.seeds[1:]]
+        if not best:
+            yield from [settings[0] | {"seed": seed} for seed in config.seeds[1:]]
 
 
 def run_job(settings, folder):
@@ -54,15 +57,17 @@ def run_job(settings, folder):
     }
 
 
+def accuracies(config, results, settings):
+    "Accuracies of the finished jobs with these settings, by seed."
+    rows = [results.get(settings | {"seed": seed}) for seed in config.seeds]
+    return [row["accuracy"] for row in rows if row]
+
+
 def summarize(config, results):
     best = {model: tried(config, results, model)[1] for model in config.models}
     return {
-        model: [
-            row["accuracy"]
-            for seed in config.seeds
-            if at and (row := results.get(at | {"seed": seed}))
-        ]
-        for model, at in best.items()
+        model: accuracies(config, results, settings) if settings else []
+        for model, settings in best.items()
     }
 
 

@@ -1,6 +1,7 @@
-"""A Python that imports PyTorch and Triton once and forks a child per command, which saves each command the import.
+"""A Python that imports PyTorch and Triton once and forks a child per command.
 
-As a program it reads lines of JSON, [command, file for the output, file for the errors], and answers with exit codes."""
+This saves each command the import. As a program it reads lines of JSON, [command, file for the
+output, file for the errors], and answers with exit codes."""
 
 import json
 import os
@@ -13,7 +14,9 @@ from pathlib import Path
 
 
 class WarmPython:
-    "Run commands as `python -c CODE` or `python FILE ARGUMENTS` would. environment: of all of them."
+    """Run commands as `python -c CODE` or `python FILE ARGUMENTS` would.
+
+    environment: of all of them."""
 
     def __init__(self, environment, cwd):
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
