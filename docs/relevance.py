@@ -16,7 +16,7 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.search.en import SearchEnglish
 
-# What a word counts by its place. A page that explains a name has it in its text as code; one that uses it, in its cells.
+# The weight of a word by its place. A page that explains a name has it in its text as code; one that uses it, in its cells.
 WEIGHTS = {
     "definition": 40,
     "title": 20,

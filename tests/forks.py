@@ -1,4 +1,4 @@
-"""What forked processes of several tests share."""
+"""Shared parts of tests with forked processes."""
 
 import os
 import sys
