@@ -237,7 +237,7 @@ def restructured(text: str) -> str:
         elif piece.startswith("`"):
             pieces[i] = f"``{piece.strip('`')}``"
         else:
-            pieces[i] = re.sub(r"([\\*_|<>`])", r"\\\1", piece)
+            pieces[i] = re.sub(r"([\\*_|<>`])", r"\\\1", piece.replace("...", "…"))
     return "".join(pieces)
 
 
@@ -245,6 +245,11 @@ def directive(full_name: str, kind: str) -> str:
     "The lines that have autodoc describe a name."
     options = {"class": "\n   :members:\n   :undoc-members:", "data": "\n   :no-value:"}
     return f".. auto{kind}:: {full_name}{options.get(kind, '')}\n"
+
+
+def table(names: list) -> str:
+    "The lines that have autosummary list names with their first sentences."
+    return "\n   ".join([".. autosummary::", ":nosignatures:", "", *(f"~{name}" for name in names)])
 
 
 def myst(*directives: str) -> str:

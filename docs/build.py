@@ -385,13 +385,6 @@ def public_section() -> str:
     return api.myst(*cards)
 
 
-def escaped(text: str) -> str:
-    "A docstring's sentence for a cell of a Markdown table: what would be markup by accident is escaped."
-    pieces = re.split(r"(`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
-    pieces[::2] = [re.sub(r"([<$\[\]*_{}~])", r"\\\1", piece) for piece in pieces[::2]]
-    return "".join(pieces).replace("|", r"\|")
-
-
 def package_page(books: dict) -> str:
     "The public names with their signatures; then every other name with its first sentence, module by module."
     lines = [
@@ -427,13 +420,9 @@ def package_page(books: dict) -> str:
             "",
             f"From [{title}]({page_name(path)}.ipynb).",
             "",
-            "| name | what it is |",
-            "|---|---|",
+            api.myst(api.table([entry.full_name for entry in found])),
+            "",
         ]
-        for entry in found:
-            first = re.split(r"(?<=\.)\s", " ".join(entry.doc.split()))[0]
-            lines.append(f"| {{py:obj}}`~{entry.full_name}` | {escaped(first)} |")
-        lines.append("")
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ extensions = [
     "myst_nb",
     "sphinx_copybutton",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.linkcode",
     "sphinx-mathjax-offline",
     "relevance",
@@ -54,6 +55,7 @@ autodoc_typehints = "description"  # types stand beside the comments of the para
 autodoc_typehints_description_target = "documented_params"
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
+autosummary_generate = False  # the pages are the notebooks
 copybutton_selector = "div.highlight:not(.output *) pre"
 # MathJax comes from an installed package, so mathematics is there with the network off.
 mathjax3_config = {"tex": {"tags": "none"}, "options": {"enableMenu": False}}

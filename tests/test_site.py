@@ -177,6 +177,10 @@ def test_the_page_of_the_package_begins_with_the_public_names(site, pages):
     }
     assert {"forward", "generate", "save_pretrained", "from_pretrained"} <= methods
     assert "load_state_dict" not in methods
+    rows = {row.find("code").get_text(): row for row in internal.select("tbody tr")}
+    assert "…" in rows["round_width"].get_text(), "the dots of a list end no sentence"
+    assert rows["symbol_table"].find("a")["title"] == "longhorn_kit.theory.notation.symbol_table"
+    assert len(rows) > 1000
 
 
 def test_parameters_are_folded_except_those_of_the_public_names(site):
