@@ -1051,7 +1051,7 @@ def test_code_of_a_hundred_columns_is_not_cut_and_what_scrolls_shows_it(browser,
     for name in LONG:
         browser.open(site / f"{name}.html", width)
         blocks = browser.run(BLOCKS)
-        assert len(blocks) > 20
+        assert len(blocks) > 10
         for block in blocks:
             assert block["shown"] == block["scrolls"], (name, block)
             assert block["copied"] or not block["input"], (name, block)
@@ -1140,7 +1140,8 @@ def test_pages_work_by_keyboard(browser, site, width):
     steps = [tab() for _ in range(20)]
     assert {step.get("place") for step in steps} == {"ARTICLE"}
     assert all(step["seen"] for step in steps)
-    assert {"SUMMARY", "PRE", "A"} <= {step["tag"] for step in steps}
+    scrolled = {"PRE"} if width == 390 else set()
+    assert {"SUMMARY", "BUTTON", "A"} | scrolled <= {step["tag"] for step in steps}
     browser.run("document.querySelector('article summary').focus()")
     browser.press("Enter")
     assert browser.run("document.activeElement.parentElement.open")
