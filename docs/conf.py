@@ -30,7 +30,7 @@ html_theme = "furo"
 html_theme_options = {
     "top_of_page_buttons": [],
     "light_css_variables": {"code-font-size": "0.78rem", "figure-filter": "none"},
-    "dark_css_variables": {"figure-filter": "invert(0.925) hue-rotate(180deg)"},
+    "dark_css_variables": {"figure-filter": "invert(0.94) hue-rotate(180deg) brightness(1.25)"},
 }
 html_search_scorer = str(ROOT / "docs" / "scorer.js")
 html_static_path = ["static"]
@@ -148,6 +148,9 @@ def without_entry(app, what, name, thing, skip, options):
 
 def fold_parameters(app, doctree, doc):
     "Parameters stand behind a line that opens them; the page of the package and public names show them."
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":  # between a parameter and its comment
+            text.parent.replace(text, nodes.Text(" – "))
     if doc == "api":
         return
     for content in doctree.findall(addnodes.desc_content):

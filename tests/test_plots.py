@@ -1,5 +1,7 @@
 """Figures and tables of pages: a mean with its range, names beside the ends of lines, cells in Markdown."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("matplotlib")
@@ -11,6 +13,8 @@ import numpy as np
 from colours import contrast
 from longhorn_kit import plots
 from longhorn_kit.plots import COLORS, LABELS, label_ends, plot_seeds, show_table, use_style
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture
@@ -105,10 +109,16 @@ def test_labels_move_as_little_as_possible():
 
 
 def in_the_dark_theme(colour):
-    "Return what docs/static/site.css makes of a figure's colour: inverted to 92.5 %, hues turned by 180 degrees."
-    channels = 0.925 - 0.85 * np.array(mpl.colors.to_rgb(colour))
+    "Return what the filter of docs/conf.py makes of a figure's colour."
+    channels = 0.94 - 0.88 * np.array(mpl.colors.to_rgb(colour))
     turned = 2 * (channels @ [0.213, 0.715, 0.072]) - channels
-    return mpl.colors.to_hex(turned.clip(0, 1))
+    return mpl.colors.to_hex((1.25 * turned.clip(0, 1)).clip(0, 1))
+
+
+def test_the_dark_theme_is_the_one_of_the_site():
+    configuration = (ROOT / "docs/conf.py").read_text()
+    assert "invert(0.94) hue-rotate(180deg) brightness(1.25)" in configuration
+    assert contrast(in_the_dark_theme("white"), "#131416") < 1.01, "the canvas is the page"
 
 
 @pytest.mark.parametrize("colour", [*COLORS.values(), plots.INK, "#000000", "#ffff00"])
@@ -116,6 +126,8 @@ def test_words_in_figures_can_be_read_in_both_themes(colour):
     words = plots.readable(colour)
     assert contrast(words, "#ffffff") >= 4.5
     assert contrast(in_the_dark_theme(words), in_the_dark_theme("white")) >= 4.5
+    if colour in COLORS.values():  # of a line
+        assert contrast(in_the_dark_theme(colour), in_the_dark_theme("white")) >= 4.5
     assert contrast(mpl.colors.to_hex(plots.letters_on(colour)), colour) >= 4.5
     if contrast(colour, "#ffffff") >= 4.6:
         assert words == colour.lower()
