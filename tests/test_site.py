@@ -883,7 +883,7 @@ def test_the_search_has_a_score_of_every_page_for_the_words_that_it_explains(sit
         return table["pages"][max(zip(flat[1::2], flat[::2]))[1]]
 
     assert best("exact_step") == "theory/02_closed_forms"
-    assert best("longhorn_scan") == "scan/15_op"
+    assert best("longhorn_scan") == "machine/operation"
     assert "Scorer.score" in (site / "_static/language_data.js").read_text()
 
 
@@ -1067,7 +1067,7 @@ def test_code_of_a_hundred_columns_is_not_cut_and_what_scrolls_shows_it(browser,
             r"machine/mamba\.html.*#longhorn_kit\.scan\.mamba\.selective_scan_fn",
         ),
         ("tl.dot", r"scan/12b?_triton"),
-        ("longhorn_scan", r"scan/15_op\.html.*#longhorn_kit\.scan\.op\.longhorn_scan"),
+        ("longhorn_scan", r"machine/operation\.html.*#longhorn_kit\.scan\.op\.longhorn_scan"),
         ("short convolution", r"scan/09_short_conv\.html"),
         ("Sherman–Morrison", r"theory/02_closed_forms\.html"),
     ],
