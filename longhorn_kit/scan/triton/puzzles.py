@@ -234,7 +234,7 @@ def call_inside(function: JITFunction, *args: Any, **options: Any) -> Any:
     return InterpretedFunction(function.fn).rewrite()(*args, **options)
 
 
-WATCHED = (  # each is told to the watch, then called
+WATCHED = (  # each is reported to the watch, then called
     (InterpreterBuilder, "create_masked_load", watched_load),
     (InterpreterBuilder, "create_masked_store", watched_store),
     (InterpreterBuilder, "create_dot", watched_dot),
