@@ -309,7 +309,7 @@ class VisionBase(VisionTools):
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
 
     def _start(self):
-        "Draw the first weights; the blocks' updates add up, so each writes less the more there are."
+        "Draw the first weights; updates of blocks add up, so each is divided by sqrt(depth)."
         self.init_weights(needs_reset=False)
         for block in self.blocks:
             start_with(block.mixer.out_proj, divide_weight, math.sqrt(len(self.blocks)))

@@ -204,7 +204,8 @@ class CorpusBuilder:
         if self.path.exists():
             self.state = read_record(self.path)
         for part in PARTS:
-            self.files[part] = open(folder / f"{part}.bin", "a+b")  # noqa: SIM115: until `close`
+            # open until `close`
+            self.files[part] = open(folder / f"{part}.bin", "a+b")  # noqa: SIM115
             self.digests[part] = self.cut_back(self.files[part], self.state[part])
 
     def cut_back(

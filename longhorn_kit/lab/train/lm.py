@@ -459,12 +459,12 @@ def trained_tokenizer(folder: str | Path, vocab_size: int) -> str:  # folder: of
     "Return the name of a model's tokenizer."
     path = Path(folder) / "tokenizer.json"
     if path.exists():
-        known = read_json(path)
-        if not isinstance(known, dict) or "tokenizer" not in known:
+        stored = read_json(path)
+        if not isinstance(stored, dict) or "tokenizer" not in stored:
             raise ValueError(f"{path} names no tokenizer; name one with --tokenizer")
-        if known.get("sha256", digest := digest_of(known)) != digest:
+        if stored.get("sha256", digest := digest_of(stored)) != digest:
             raise ValueError(f"{path} is damaged; restore it or save the model again")
-        return f"chars:{folder}" if known["tokenizer"] == "chars" else known["tokenizer"]
+        return f"chars:{folder}" if stored["tokenizer"] == "chars" else stored["tokenizer"]
     if vocab_size == 256:
         return "bytes"
     raise ValueError(
