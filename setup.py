@@ -1,5 +1,6 @@
-"""What pyproject.toml cannot say: the wheel has the records that `longhorn claims` reads, but not nbdev's
-index; and once settings.ini says `published = True`, the links of the package page lead to the repository."""
+"""What pyproject.toml cannot say: the wheel has the records that `longhorn claims` reads, but not
+nbdev's index; and once settings.ini says `published = True`, the links of the package page lead to
+the repository."""
 
 import configparser
 import re

@@ -52,6 +52,7 @@ _MOVED = {
     "models.memory": "models.recompute",
     "scan.gluon_cpu": "scan.triton.gluon_cpu",
     "scan.launch": "scan.triton.launch",
+    "start": "cli.__main__",
 }
 for _room, _names in _ROOMS.items():
     _MOVED.update({f"lab.{name}": f"lab.{_room}.{name}" for name in _names.split()})

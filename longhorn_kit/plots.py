@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COLORS', 'LABELS', 'INK', 'LUMINANCE', 'LOADED', 'STORED', 'CARRIED', 'DASHED', 'linear_of', 'readable', 'letters_on',
            'use_style', 'spread', 'end_of', 'label_ends', 'plot_seeds', 'show_table', 'Paper', 'block_hull',
-           'draw_array', 'draw_grid', 'draw_programs']
+           'draw_array', 'draw_grid', 'ArrayUses', 'draw_uses', 'table_of', 'draw_programs']
 
 # %% ../nbs/machine/plots.ipynb #plots-003
 import sys
@@ -291,7 +291,7 @@ def draw_array(
     outlines: list,  # the block of every program
     numbered: bool,  # whether the cells have numbers
 ) -> None:
-    "Fill the blocks from pale to bright, and outline cells, masked cells and every program's block."
+    "Fill blocks from pale to bright; outline cells, masked cells and every program's block."
     rows, columns = shape
 
     def outline(block, **options):
@@ -343,11 +343,110 @@ def draw_grid(
         color = "white" if marked else INK
         paper.words(left + width / 2, top + height / 2, name, color=color)
 
+# %% ../nbs/machine/plots.ipynb #plots-uses
+class ArrayUses:
+    "What the programs of a kernel load and store: for each array, its shape and blocks of it."
+
+    def __init__(
+        self,
+        arrays: dict,  # this and the next six: as in `draw_programs`
+        grid: tuple,
+        program: Callable,
+        show: tuple,
+        carry: tuple,
+        steps: int | None,
+        step: int | None,
+    ):
+        self.program = program
+        self.show = show
+        self.carry = carry
+        self.steps = steps
+        # a vector is a row
+        self.shapes = {
+            name: shape if len(shape) == 2 else (1, *shape) for name, shape in arrays.items()
+        }
+        all_times = [()] if steps is None else [(t,) for t in range(steps)]
+        programs = product(*map(range, grid))
+        self.whole = {numbers: self.hulls(numbers, all_times) for numbers in programs}
+        self.now = self.hulls(show, [()] if step is None else [(step,)])
+
+    def hulls(self, numbers: tuple, times: list) -> dict:  # name -> (colour, block)
+        "Return the smallest block that holds all that a program uses at these times, per array."
+        calls = [self.program(*numbers, *time) for time in times]
+        result = {}
+        for side, colour in enumerate((LOADED, STORED)):
+            for name in calls[0][side]:
+                result[name] = (colour, block_hull([call[side][name] for call in calls]))
+        return result
+
+    def size(self, name: str) -> tuple:  # (rows, columns)
+        "Return the room of an array, with masked cells and the arrow of a carried one."
+        rows, columns = self.shapes[name]
+        _, end_row, _, end_column = self.whole[self.show].get(name, (None, (0, 0, 0, 0)))[1]
+        return max(rows, end_row), max(columns, end_column) + (name in self.carry)
+
+    def marked(self, name: str) -> tuple:  # (colour, blocks)
+        "Return the block of the marked program, and the part of it that is used now."
+        rows, columns = self.shapes[name]
+        colour, block = self.now.get(name, (CARRIED, (0, rows, 0, columns)))
+        _, whole = self.whole[self.show].get(name, (None, block))
+        if name not in self.now and name not in self.carry:
+            return colour, []
+        return colour, [whole, block] if whole != block else [block]
+
+    def outlines(self, name: str) -> list:
+        "Return the block of every program, or the whole array if no program uses it."
+        blocks = [hulls[name][1] for hulls in self.whole.values() if name in hulls]
+        rows, columns = self.shapes[name]
+        return blocks or [(0, rows, 0, columns)]
+
+    def legend(self) -> list:  # (colour or None for dashed, text)
+        "Return what the colours in the picture mean."
+        number = self.show if len(self.show) > 1 else self.show[0]
+        keys = [(LOADED, f"loaded by program {number}")]
+        if STORED in [colour for colour, _ in self.now.values()]:
+            keys.append((STORED, "stored"))
+        if self.carry:
+            keys.append((CARRIED, "carried" if self.steps else "kept"))
+        ends = [(self.shapes[name], block) for name, (_, block) in self.now.items()]
+        if any(block[1] > shape[0] or block[3] > shape[1] for shape, block in ends):
+            keys.append((None, "masked off"))
+        return keys
+
 # %% ../nbs/machine/plots.ipynb #plots-draw
+def draw_uses(
+    paper: Paper,
+    x: float,
+    y: float,
+    uses: ArrayUses,
+    name: str,  # of the array
+    numbered: bool,  # whether its cells have numbers
+    label: str,  # above it
+) -> None:
+    "Draw an array with what programs use of it, its label, and the arrow of a loop."
+    rows, columns = uses.size(name)
+    colour, blocks = uses.marked(name)
+    draw_array(paper, x, y, uses.shapes[name], colour, blocks, uses.outlines(name), numbered)
+    carried = name in uses.carry
+    paper.words(x + (columns - carried) / 2, y - 0.42 * paper.line, label)
+    if carried and uses.steps:
+        paper.loop(x + columns - 0.9, y + rows / 2)
+
+
+def table_of(
+    grid: tuple,  # number of programs along each axis
+    down: bool,  # one axis: whether it points down
+) -> tuple:  # (rows, columns)
+    "Return how the boxes of a grid lie."
+    if len(grid) == 2:
+        return grid
+    return (grid[0], 1) if down else (1, grid[0])
+
+
 def draw_programs(
     arrays: dict,  # name -> shape; a vector lies in a row, (n, 1) stands upright
     grid: tuple,  # number of programs along each axis
-    program: Callable,  # (program's numbers, step if there are steps) -> (loads, stores): name -> slices
+    program: Callable,  # (its numbers, step if there are steps) -> (loads, stores): name -> slices
     show: tuple,  # numbers of the program that is marked
     layout: list,  # rows of names; "grid" is the grid, ">" an arrow, "" an empty place
     carry: tuple = (),  # names of the arrays that a loop carries, or that stay in registers
@@ -360,28 +459,10 @@ def draw_programs(
 ) -> None:
     "Draw the grid of a kernel, and what one of its programs loads, stores and carries."
     labels = labels or {}
-
-    def blocks_of(numbers, times):  # name -> (colour, hull of the blocks over these times)
-        calls = [program(*numbers, *time) for time in times]
-        hulls = {}
-        for side, colour in enumerate((LOADED, STORED)):
-            for name in calls[0][side]:
-                hulls[name] = (colour, block_hull([call[side][name] for call in calls]))
-        return hulls
-
-    all_times = [()] if steps is None else [(t,) for t in range(steps)]
-    used = {numbers: blocks_of(numbers, all_times) for numbers in product(*map(range, grid))}
-    now = blocks_of(show, [()] if step is None else [(step,)])
-    shapes = {name: shape if len(shape) == 2 else (1, *shape) for name, shape in arrays.items()}
-    if len(grid) == 2:
-        table = grid
-    else:
-        table = (grid[0], 1) if down else (1, grid[0])
-
+    uses = ArrayUses(arrays, grid, program, show, carry, steps, step)
+    table = table_of(grid, down)
     sizes = {"": (0, 0), ">": (1, 0), "grid": (table[0] * box[1], table[1] * box[0])}
-    for name, (rows, columns) in shapes.items():  # with masked cells, and an arrow's room
-        _, end_row, _, end_column = used[show].get(name, (None, (0, 0, 0, 0)))[1]
-        sizes[name] = (max(rows, end_row), max(columns, end_column) + (name in carry))
+    sizes |= {name: uses.size(name) for name in arrays}
     widths = [max(sizes[name][1] for name in names) for names in zip_longest(*layout, fillvalue="")]
     heights = [max(sizes[name][0] for name in row) for row in layout]
     paper = Paper(sum(widths), len(widths), sum(heights), 1.2 + 1.55 * len(layout))
@@ -401,30 +482,6 @@ def draw_programs(
             elif name == ">":
                 paper.words(x, top + 0.5, "→", fontsize=12)
             elif name:
-                everything = (0, shapes[name][0], 0, shapes[name][1])
-                colour, block = now.get(name, (CARRIED, everything))
-                whole = used[show].get(name, (None, block))[1]
-                blocks = [whole, block] if whole != block else [block]
-                if name not in now and name not in carry:
-                    blocks = []
-                outlines = [used[key][name][1] for key in used if name in used[key]]
-                numbered = name in numbers
-                draw_array(
-                    paper, x, top, shapes[name], colour, blocks, outlines or [everything], numbered
-                )
-                centre = x + (columns - (name in carry)) / 2
-                paper.words(centre, top - 0.42 * paper.line, labels.get(name, name))
-                if name in carry and steps:
-                    paper.loop(x + columns - 0.9, top + rows / 2)
+                draw_uses(paper, x, top, uses, name, name in numbers, labels.get(name, name))
         y += height + 0.55 * paper.line
-
-    number = show if len(show) > 1 else show[0]
-    keys = [(LOADED, f"loaded by program {number}")]
-    if STORED in [colour for colour, _ in now.values()]:
-        keys.append((STORED, "stored"))
-    if carry:
-        keys.append((CARRIED, "carried" if steps else "kept"))
-    ends = [(shapes[name], block) for name, (_, block) in now.items()]
-    if any(block[1] > shape[0] or block[3] > shape[1] for shape, block in ends):
-        keys.append((None, "masked off"))
-    paper.legend(y, keys)
+    paper.legend(y, uses.legend())

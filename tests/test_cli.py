@@ -112,7 +112,7 @@ def test_mistake_in_the_command_line(here, capsys, argv, says):
 
 def test_each_of_several_processes_prints_a_mistake_as_one_line(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(cli, "agreed", lambda function, argv: function(argv))
+    monkeypatch.setattr(cli.command, "agreed", lambda function, argv: function(argv))
     assert cli.main(["claims", "--oops"]) == 2
     err = capsys.readouterr().err
     (line,) = err.splitlines()
@@ -557,7 +557,7 @@ def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(10)
 
-    monkeypatch.setattr(cli, "parse", lambda argv: Stopped())
+    monkeypatch.setattr(cli.command, "parse", lambda argv: Stopped())
     before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["stopped"]) == 130
     assert signal.getsignal(signal.SIGTERM) is before

@@ -18,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longhorn_kit import LMConfig, SequenceLM, __version__, longhorn_scan, longhorn_step
+from longhorn_kit.cli.__main__ import NEEDS
 from longhorn_kit.compat import NEEDS_TRITON, CellsWithoutTriton
 from longhorn_kit.extras import EXTRAS, PUBLISHED, need, pip_command
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.op import FORMS, pick_backend
-from longhorn_kit.start import NEEDS
 from mixers import every_matrix, every_mixer
 from sweep import slow_case
 
@@ -248,7 +248,7 @@ def find_spec(name, package=None):
     except ModuleNotFoundError:
         return None
 importlib.util.find_spec = find_spec
-from longhorn_kit.start import start
+from longhorn_kit.cli.__main__ import start
 sys.exit(start())
 """
 

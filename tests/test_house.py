@@ -25,14 +25,14 @@ FLOORS = ["ground", "theory", "scan", "models", "lab", "top"]
 RULES = ("E501", "E701", "E702", "E703", "C901")  # 100 columns, a statement per line, complexity
 # how many of each: in the package, in the tests
 LIMITS = {
-    "E501": (60, 130),
+    "E501": (30, 70),
     "E701": (0, 0),
     "E702": (0, 0),
     "E703": (0, 0),
-    "C901": (15, 3),
-    "packed": (25, 95),
-    "long functions": (24, 41),  # of more than FUNCTION lines
-    "long kernels": (3, 0),  # of more than KERNEL lines
+    "C901": (10, 1),
+    "packed": (25, 80),
+    "long functions": (15, 41),  # of more than FUNCTION lines
+    "long kernels": (3, 1),  # of more than KERNEL lines
 }
 FUNCTION = 40
 KERNEL = 150
@@ -136,9 +136,10 @@ def test_few_functions_are_long(side, kernels):
 
 def floor(name):
     "Return the floor of a module: its folder, or of a single file the ground or the top."
-    if "/" in name:
-        return name.split("/")[0]
-    return "top" if name in ("cli", "start", "timm") else "ground"
+    room = name.split("/")[0]
+    if room in ("cli", "timm"):
+        return "top"
+    return room if "/" in name else "ground"
 
 
 def imported_names(node, package):

@@ -303,6 +303,17 @@ class VisionBase(VisionTools):
         self.norm = nn.Identity() if fc_norm else norm
         self.fc_norm = norm if fc_norm else nn.Identity()
 
+    def _add_head(self, num_classes: int, drop_rate: float):
+        "Add dropout and the classifier; without classes, features are returned."
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+
+    def _start(self):
+        "Draw the first weights; updates of blocks add up, so each is divided by sqrt(depth)."
+        self.init_weights(needs_reset=False)
+        for block in self.blocks:
+            start_with(block.mixer.out_proj, divide_weight, math.sqrt(len(self.blocks)))
+
 # %% ../../nbs/models/23_vision.ipynb #23_vision-035
 @placed
 @documented
@@ -342,18 +353,15 @@ class VisionLonghorn(VisionBase):
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.dynamic_img_size = dynamic_img_size
         self.grad_checkpointing = False
-        sizes = img_size, patch_size, in_chans, embed_dim
-        self._embed(*sizes, class_token, dynamic_img_pad=dynamic_img_pad)
+        sizes = img_size, patch_size, in_chans, embed_dim, class_token
+        self._embed(*sizes, dynamic_img_pad=dynamic_img_pad)
         self._check_pool(global_pool)
         options = dict(scan=scan, d_state=d_state, key_norm=key_norm)
         self._stack(depth, drop_path_rate, patch_size, **options)
         self._add_norms(final_norm, fc_norm)
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
-        self.init_weights(needs_reset=False)
-        for block in self.blocks:  # their updates add up
-            start_with(block.mixer.out_proj, divide_weight, math.sqrt(depth))
+        self._add_head(num_classes, drop_rate)
+        self._start()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))

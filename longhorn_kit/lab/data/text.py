@@ -175,7 +175,7 @@ class ZstdFile(io.RawIOBase):
     "Decompressed bytes of a .zst file, frame by frame; OSError if it is damaged or cut off."
 
     def __init__(self, path):
-        self.file = open(path, "rb")  # noqa: SIM115: until `close`
+        self.file = open(path, "rb")  # noqa: SIM115 # until `close`
         self.frame = None
         self.data = b""
         self.ready = memoryview(b"")  # not yet decompressed; decompressed

@@ -176,7 +176,7 @@ def compare_first(
 class Retrained:
     "A run that was made again."
 
-    about: str  # model, seed and learning rate
+    label: str  # model, seed and learning rate
     bits_per_byte: float  # held out
     recorded: float  # the same number in the record
     sentence: str  # whether the first losses are the record's
@@ -259,5 +259,5 @@ def facts_of(record: Path, settings: SimpleNamespace, result: Retrained) -> dict
     here = f"{result.bits_per_byte:.4f} bits per byte, held out"
     loss = f"{here}; the record has {result.recorded:.4f}"
     made = card_facts(settings.text["corpus"], tokens, loss, environment(), command_line())
-    origin = f"{result.about}, in {record.name} of one-pass"
+    origin = f"{result.label}, in {record.name} of one-pass"
     return {"Record": origin, "First losses": result.sentence} | made

@@ -73,6 +73,17 @@ def make_step(
 
     return step, optimizer
 
+
+def fill(
+    inputs,  # tensors of a batch at a fixed place, which a graph reads; [] before the first batch
+    batch,
+):
+    "Copy a batch to its place."
+    if not inputs:
+        inputs += [torch.empty_like(tensor) for tensor in batch]
+    for buffer, tensor in zip(inputs, batch):
+        buffer.copy_(tensor)
+
 # %% ../../../nbs/machine/fit.ipynb #fit-011
 class Curve:
     "Learning curve: measures, averaged over the steps since the last point."
@@ -119,8 +130,7 @@ def fit(
     betas: tuple = (0.9, 0.999),
     clip: float = math.inf,  # largest norm of the gradient
     bf16: bool = False,  # matrix products in bfloat16
-    # called with the measures of every point; True stops the training
-    watch: Callable | None = None,
+    watch: Callable | None = None,  # called with every point's measures; True stops the training
     first: list | None = None,  # gets the measures of the first steps
     first_steps: int = 50,  # as many
     log_every: int = 50,  # steps per point of the curve
@@ -131,24 +141,19 @@ def fit(
     inputs = []
     take, optimizer = make_step(model, loss_fn, inputs, lr, groups, betas, clip, bf16)
     curve = Curve(watch, first, first_steps, log_every)
-    graph = None
 
     def step():
         curve.add(take())
 
+    run = step
     with torch.cuda.stream(torch.cuda.Stream() if on_gpu else None):
         for number in range(steps):
-            batch = next(batches)
-            inputs[:] = inputs or [torch.empty_like(tensor) for tensor in batch]
-            for buffer, tensor in zip(inputs, batch):
-                buffer.copy_(tensor)
+            fill(inputs, next(batches))
             set_lr(optimizer, fit_lr(number, steps, warmup, lr, min_lr_ratio))
             if on_gpu and number == 3:
                 graph = capture(step)  # None if an operation cannot be recorded
-            if graph:
-                graph.replay()
-            else:
-                step()
+                run = graph.replay if graph else step
+            run()
             if curve.stops(number + 1, steps):
                 break
     return curve.at[1:], torch.stack(curve.points)
