@@ -33,6 +33,7 @@ import tyro
 
 from . import __version__
 from .extras import need
+from .lab.claims.claim import PLATFORM, SCALES, Claim
 from longhorn_kit.lab.claims.ledger import (
     cells,
     ledger,
@@ -43,15 +44,7 @@ from longhorn_kit.lab.claims.ledger import (
     read_outcomes,
     reason,
 )
-from longhorn_kit.lab.claims.registry import (
-    PLATFORM,
-    SCALES,
-    Claim,
-    all_claims,
-    find_claim,
-    find_experiment,
-    runnable,
-)
+from .lab.claims.registry import all_claims, find_claim, find_experiment, runnable
 from .lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
 from longhorn_kit.records import (
     in_one_line,

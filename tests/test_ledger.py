@@ -13,6 +13,7 @@ import pytest
 import fakes
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.claim import BASES, PLATFORM
 from longhorn_kit.lab.claims.compare import contrast_rows, looks_of
 from longhorn_kit.lab.claims.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.claims.front import Finding, Shown, favours, front, leader
@@ -117,7 +118,7 @@ def test_recorded_commands_can_be_typed_into_a_shell():
         assert ";" not in command or parts[0] == "for" or "-c" in parts  # no prose behind it
         assert subprocess.run(["sh", "-n", "-c", command]).returncode == 0
     for row in rows:
-        measured = row.comparison.differences and row.scale not in claims.BASES
+        measured = row.comparison.differences and row.scale not in BASES
         assert not measured or row.command and row.file, (
             "every measured row links its record and the command that repeats it"
         )
@@ -365,7 +366,7 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, limited])
     rows = ledger(tmp_path, tmp_path)
     why = {row.claim.name: (row.judgement.verdict, row.judgement.why) for row in rows}
-    cost = f"about 1 min on {claims.PLATFORM['laptop']}"
+    cost = f"about 1 min on {PLATFORM['laptop']}"
     assert why == {
         "fake": ("not run", cost),
         "recipe": ("no code", "the full recipe; no code judges its runs"),

@@ -22,8 +22,9 @@ from tabulate import tabulate
 
 import longhorn_kit
 from . import registry as claims
+from .claim import BASES, PLATFORM, SCALES, Claim, readers
 from .forest import forest, inline
-from .registry import BASES, PLATFORM, SCALES, Claim, find_claim, outcomes
+from .registry import find_claim, outcomes
 from .stats import LEVEL, WORDS, Comparison, Judgement, effect, show
 from ...records import plural, read_record, records_root, to_plain
 
@@ -118,7 +119,7 @@ def _rows_of_record(claim, source, record, stem, shown):
     command = "" if source in claim.also else claim.commands.get(scale, "")
     command = command or rerun_command(source, scale, record)
     judged = read_outcomes(claim, record)
-    _, describe = claims.readers(claim)[source]
+    _, describe = readers(claim)[source]
     texts = [describe(record)] if describe else []
     missing = record.get("missing")
     if missing:
@@ -138,7 +139,7 @@ def _rows_of_runs(
 ) -> list[Row]:
     "Return fresh runs, then recorded runs, of every scale; then further records."
     rows = []
-    for source in claims.readers(claim):
+    for source in readers(claim):
         for scale in SCALES:
             name = f"{source}/{scale}/record.json"
             shown = f"{runs.name}/{name}"

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from . import registry as claims
+from .claim import readers
 from longhorn_kit.lab.claims.ledger import (
     Ledger,
     Row,
@@ -40,10 +41,10 @@ def rows_of(record: dict) -> list[Row]:
     command = again(record)
     rows = []
     for claim in claims.all_claims():
-        readers = claims.readers(claim)
-        if name not in readers:
+        own = readers(claim)
+        if name not in own:
             continue
-        _, describe = readers[name]
+        _, describe = own[name]
         description = describe(record) if describe else ""
         for comparison, judgement in read_outcomes(claim, record):
             rows.append(Row(claim, comparison, judgement, scale, description, command=command))
