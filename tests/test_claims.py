@@ -1,12 +1,18 @@
 """The claims: the published tables, readings of a record, and that every claim is complete."""
 
+import importlib
 import json
+import sys
+import types
 
 import pytest
 
+import fakes
 from longhorn_kit.lab.claims import compare, published
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.claim import SCALES, readers
 from longhorn_kit.lab.claims.ledger import results_folder
+from longhorn_kit.lab.claims.subjects import extrapolation, language, mqar, one_pass, recall, speed
 
 RECORDED = results_folder()
 
@@ -42,7 +48,7 @@ def test_every_claim_is_complete():
         assert claim.rule
         assert bool(claim.module) <= bool(claim.compare and claim.minutes)
         assert claim.reads is None or claim.reads in names
-        assert set(claim.minutes) <= set(claims.SCALES)
+        assert set(claim.minutes) <= set(SCALES)
 
 
 def test_published_numbers_of_the_rows_are_those_of_the_tables():
@@ -68,7 +74,7 @@ def kernel_record(**ms):
             forward_ms=ms.get(form, 1.0),
             backward_ms=0.0,
         )
-        for shape in compare.SHAPES
+        for shape in speed.SHAPES
         for form in ("diagonal", "exact", "s6")
     ]
     others = (
@@ -80,7 +86,7 @@ def kernel_record(**ms):
     return {
         "rows": rows,
         "others_measured_before": {
-            name: dict.fromkeys(compare.SHAPES, [ms.get(name, 1.0), 0]) for name in others
+            name: dict.fromkeys(speed.SHAPES, [ms.get(name, 1.0), 0]) for name in others
         },
     }
 
@@ -115,7 +121,7 @@ def test_times_of_code_that_is_not_in_the_repository_say_what_they_lack():
     official, kit = claim.timed(kernel_record())
     assert "nothing in the repository runs that code" in official[1].why
     assert not kit[1].why
-    judgement = compare.no_fast_kernel(kernel_record())[0][1]
+    judgement = speed.no_fast_kernel(kernel_record())[0][1]
     assert not judgement.why
 
 
@@ -148,7 +154,7 @@ def test_learning_rates_have_to_be_bracketed(best, tried, message):
 
 
 def recall_record(lr=0.03, **scores):
-    names = dict.fromkeys(name for pair in compare.RECALL_ORDER for name in pair)
+    names = dict.fromkeys(name for pair in recall.RECALL_ORDER for name in pair)
     task = {
         "recall": {name: scores.get(name, [0.5, 0.51, 0.52]) for name in names},
         "lr": dict.fromkeys(names, lr),
@@ -159,13 +165,13 @@ def recall_record(lr=0.03, **scores):
 
 def test_recall_is_compared_seed_by_seed_in_points():
     record = recall_record(longhorn_exact=[0.9, 0.91, 0.92])
-    first, *rest = compare.compare_recall(record)
+    first, *rest = recall.compare_recall(record)
     assert first.label == "keys once: exact above diagonal"
     assert first.differences == pytest.approx((40, 40, 40))
     assert first.searched == 2
     assert len(rest) == 3
     assert not first.doubt
-    assert compare.compare_recall(recall_record(lr=0.1))[0].doubt
+    assert recall.compare_recall(recall_record(lr=0.1))[0].doubt
 
 
 def cell(mixer, accuracy, width=64, lr=0.01, rates=(0.001, 0.01, 0.1), **more):
@@ -198,16 +204,16 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
         cell("mamba", [0.1] * 3, 512, rewritten=8),
     ]
     record = {"results": {"cells": cells}}
-    (comparison,) = compare.compare_mqar(record, (("longhorn", "mamba"),))
+    (comparison,) = mqar.compare_mqar(record, (("longhorn", "mamba"),))
     assert comparison.label == "diagonal above Mamba (2 of 3 cells)"
     assert comparison.differences == pytest.approx((20, 15, 50 * (0.7 - 0.12))), (
         "limited to 1.2 guesses, averaged over two cells"
     )
     record = {"results": {"cells": cells[4:6]}}
-    (alone,) = compare.compare_mqar(record, (("longhorn", "mamba"),))
+    (alone,) = mqar.compare_mqar(record, (("longhorn", "mamba"),))
     assert alone.doubt
     assert not alone.differences
-    assert "with d_model –" in compare.about_mqar(
+    assert "with d_model –" in mqar.about_mqar(
         {"settings": {"lrs": [0.01]}, "results": {"cells": []}}
     ), "no cell is finished"
 
@@ -216,7 +222,7 @@ def test_the_description_of_a_grid_counts_the_cells_of_every_rate():
     tried = {"longhorn": (0.001, 0.01, 0.1), "mamba": (0.01,), "gla": (0.01, 0.1)}
     cells = [cell(name, [0.9], rates=rates, state_bytes=0) for name, rates in tried.items()]
     record = {"settings": {"lrs": [0.01]}, "results": {"cells": cells}}
-    text = compare.about_mqar(record)
+    text = mqar.about_mqar(record)
     assert "Learning rates tried: 0.001 in 1, 0.01 in 3, 0.1 in 2 of 3 cells" in text
     for name in ("mqar", "exact-mqar", "larger-state"):
         assert "chosen on seed 0, which is judged too" in claims.find_claim(name).about(
@@ -245,7 +251,7 @@ def test_a_ratio_is_stale_if_only_one_of_its_models_was_timed_again():
         }
 
     def reasons(later):
-        return [judgement.why for _, judgement in compare.compare_training(record, later)]
+        return [judgement.why for _, judgement in speed.compare_training(record, later)]
 
     diagonal, exact = reasons(newer("longhorn"))
     assert diagonal == (
@@ -296,21 +302,21 @@ def test_repeated_text_is_compared_after_one_pass_and_at_the_end():
             )
         )
     )
-    first, last = compare.compare_language(record, (("longhorn", "mamba"),))
+    first, last = language.compare_language(record, (("longhorn", "mamba"),))
     assert first.label == "diagonal below Mamba, after one pass"
     assert first.differences == (1, 1.5)
     assert first.published == pytest.approx(0.013)
     assert last.label == "diagonal below Mamba, after 2.0 passes"
     assert last.differences == (-0.5, -0.5)
     assert "one learning rate" in last.doubt
-    text = compare.about_language(record)
+    text = language.about_language(record)
     assert "2.0 passes" in text
     assert "diagonal 2k" in text
     assert "mixers only for diagonal, Mamba" in text
     assert "0.001 only" in text
     assert [
         c.label
-        for c in compare.compare_language(
+        for c in language.compare_language(
             grid_record(run("longhorn", 0, (3, 2, 1)), run("mamba", 0, (3, 2, 1)), unique=40),
             (("longhorn", "mamba"),),
         )
@@ -321,7 +327,7 @@ def test_repeated_text_is_compared_after_one_pass_and_at_the_end():
     "losses, saved", [((4, 3, 2.0), 50.0), ((4, 3.5, 3.0), 0.0), ((5, 4.5, 4.0), None)]
 )
 def test_tokens_saved_are_read_off_the_curves(losses, saved):
-    (comparison,) = compare.compare_tokens(
+    (comparison,) = language.compare_tokens(
         grid_record(run("longhorn", 0, losses), run("mamba", 0, (5, 4, 3.0)), unique=40)
     )
     expected = () if saved is None else (saved,)
@@ -352,7 +358,7 @@ def test_needles_are_compared_at_the_longest_text_after_lessons():
             },
         }
 
-    (comparison,) = compare.compare_needles(
+    (comparison,) = extrapolation.compare_needles(
         {"results": {"models": [model("longhorn", 1), model("mamba", 0)]}}
     )
     assert comparison.label == "fact, finetuned, 128 tokens: diagonal above Mamba"
@@ -393,7 +399,7 @@ AUDITED = {  # computed from the same record by other code, with the variance po
 def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
     text = (RECORDED / "one-pass" / "gpu.json").read_text()
     record = json.loads(text)
-    title, header, rows = compare.explored(record)
+    title, header, rows = one_pass.explored(record)
     printed = {row[1]: float(row[2]) for row in rows}
     assert printed == pytest.approx(AUDITED, abs=0.0005)
     assert "xploratory" in title
@@ -406,7 +412,7 @@ def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
         assert row[5] in ("3", "5", "8")
     first = record["results"]["groups"]["paper"][0]
     first["runs"][0]["bits_per_byte"] = None  # diverged
-    explored = compare.explored(record)[2]
+    explored = one_pass.explored(record)[2]
     lost = [row for row in explored if first["name"] in row[1]]
     assert len(lost) == 2
     for row in lost:
@@ -416,8 +422,8 @@ def test_the_first_plan_read_again_gives_numbers_and_no_verdict():
 
 def test_a_claim_can_read_the_records_of_a_further_experiment():
     claim = claims.find_claim("scalar-rate")
-    assert set(claims.readers(claim)) == {"language", "one-pass"}
-    result = set(claims.readers(claims.find_claim("stable")))
+    assert set(readers(claim)) == {"language", "one-pass"}
+    result = set(readers(claims.find_claim("stable")))
     assert result == set()
     first = {"experiment": "one-pass", "results": {"plan": {}}}
     assert claims.outcomes("scalar-rate", first) == [], "the first plan has no such pair"
@@ -435,3 +441,36 @@ def test_unknown_name_suggests_the_nearest():
         claims.find_claim("recal")
     with pytest.raises(ValueError, match="there are: one-pass, equal-state"):
         claims.find_claim("zzzzzzzz")
+
+
+def test_every_subject_is_registered_by_name(monkeypatch):
+    registered = [claim.name for subject in claims.SUBJECTS for claim in subject.CLAIMS]
+    assert sorted(registered) == sorted(claims.LISTED)
+    assert [claim.name for claim in claims.registered()] == list(claims.LISTED)
+    monkeypatch.setattr(claims, "LISTED", (*claims.LISTED, "forgotten"))
+    with pytest.raises(ValueError, match="differ: forgotten"):
+        claims.registered()
+
+
+def test_an_experiment_of_the_list_brings_its_claims(monkeypatch):
+    module = types.ModuleType("longhorn_kit.lab.experiments.toy")
+    module.CLAIMS = [fakes.claim("toy")]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(claims, "EXPERIMENTS", ("toy",))
+    claims.claim_modules.cache_clear()
+    assert claims.all_claims()[-1].name == "toy"
+    assert claims.find_claim("toy").statement.startswith("The toy claim")
+    monkeypatch.undo()
+    claims.claim_modules.cache_clear()
+    assert claims.all_claims() == claims.CLAIMS
+
+
+def test_a_name_that_moved_to_a_subject_is_found_with_a_warning():
+    for old in (compare, claims):
+        for module, names in old._MOVED.items():
+            new = importlib.import_module(f"longhorn_kit.lab.claims.{module}")
+            for name in names.split():
+                with pytest.warns(DeprecationWarning, match=f"{name} is in {new.__name__} now"):
+                    assert getattr(old, name) is getattr(new, name)
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            importlib.import_module(old.__name__).__getattr__("nothing")

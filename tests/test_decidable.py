@@ -12,10 +12,12 @@ import pytest
 
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import published
-from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.claim import readers
 from longhorn_kit.lab.claims.looks import QUESTIONS
 from longhorn_kit.lab.claims.one_pass_plan import GROUPS
 from longhorn_kit.lab.claims.registry import all_claims, find_claim, find_experiment, outcomes
+from longhorn_kit.lab.claims.subjects import others, theory
+from longhorn_kit.lab.claims.subjects.one_pass import pools_of
 from longhorn_kit.lab.experiments import extrapolation, language, one_pass
 from longhorn_kit.records import read_record, to_plain
 from sweep import slow_case
@@ -522,7 +524,7 @@ def one_pass_metrics(sign):  # 1: for the claims
 def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_path):
     monkeypatch.setattr(one_pass, "open_texts", lambda **source: text_of(169_500_000))
     claim = find_claim(name)
-    pools = " ".join(claims.pools_of(name))
+    pools = " ".join(pools_of(name))
     command = f"longhorn reproduce one-pass --scale gpu --groups {pools} --data FOLDER"
     if "one-pass" in claim.commands.get("gpu", ""):
         command = next(iter(claim.commands.values()))
@@ -532,7 +534,7 @@ def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_p
     assert rows
     assert {(j.verdict, j.look) for _, j in rows} == {(word, 4)}
     assert len(rows) == len(QUESTIONS[name].contrasts) * len(QUESTIONS[name].families)
-    _, describe = claims.readers(claim)["one-pass"]
+    _, describe = readers(claim)["one-pass"]
     assert all(f"; {model}: " in describe(record) for model in QUESTIONS[name].models())
 
 
@@ -600,7 +602,7 @@ def judged_tables(monkeypatch, longhorn, mamba):
         "longhorn": [longhorn + 0.1 * i for i in range(4)],
         "mamba": [mamba + 0.1 * i for i in range(4)],
     }
-    monkeypatch.setattr(claims, "INDEPENDENT", dict.fromkeys(published.INDEPENDENT, runs))
+    monkeypatch.setattr(others, "INDEPENDENT", dict.fromkeys(published.INDEPENDENT, runs))
 
 
 def test_a_table_of_others_is_judged_once_it_has_four_runs_of_each_model(monkeypatch):
@@ -649,7 +651,7 @@ def test_arithmetic_follows_the_published_table(name, table, words, monkeypatch)
     ],
 )
 def test_counts_follow_the_sizes(name, setting, words, monkeypatch):
-    monkeypatch.setattr(claims, *setting)
+    monkeypatch.setattr(theory, *setting)
     assert [judgement.verdict for _, judgement in find_claim(name).settled()] == words
 
 

@@ -12,7 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
 
-from longhorn_kit.lab.claims.compare import about_length, compare_length, compare_needles
+from longhorn_kit.lab.claims.subjects.extrapolation import (
+    about_length,
+    compare_length,
+    compare_needles,
+)
 from longhorn_kit.lab.data.text import get_tokenizer
 from longhorn_kit.lab.experiments import extrapolation as ex
 from longhorn_kit.lab.experiments.language import cache_numbers

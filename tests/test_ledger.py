@@ -13,10 +13,12 @@ import pytest
 import fakes
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import registry as claims
+from longhorn_kit.lab.claims.claim import BASES, PLATFORM
 from longhorn_kit.lab.claims.compare import contrast_rows, looks_of
 from longhorn_kit.lab.claims.forest import WIDE, axis, forest, inline, mark, picture
 from longhorn_kit.lab.claims.front import Finding, Shown, favours, front, leader
 from longhorn_kit.lab.claims.ledger import (
+    Records,
     Row,
     cells,
     ledger,
@@ -29,6 +31,7 @@ from longhorn_kit.lab.claims.ledger import (
     section,
 )
 from longhorn_kit.lab.claims.one_pass_plan import models_of
+from longhorn_kit.lab.claims.report import run_of
 from longhorn_kit.lab.claims.stats import LEVEL, Comparison, Contrast, judge
 from longhorn_kit.records import read_record, records_root, write_record
 from sweep import slow_case
@@ -117,7 +120,7 @@ def test_recorded_commands_can_be_typed_into_a_shell():
         assert ";" not in command or parts[0] == "for" or "-c" in parts  # no prose behind it
         assert subprocess.run(["sh", "-n", "-c", command]).returncode == 0
     for row in rows:
-        measured = row.comparison.differences and row.scale not in claims.BASES
+        measured = row.comparison.differences and row.scale not in BASES
         assert not measured or row.command and row.file, (
             "every measured row links its record and the command that repeats it"
         )
@@ -365,7 +368,7 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), recipe, idea, limited])
     rows = ledger(tmp_path, tmp_path)
     why = {row.claim.name: (row.judgement.verdict, row.judgement.why) for row in rows}
-    cost = f"about 1 min on {claims.PLATFORM['laptop']}"
+    cost = f"about 1 min on {PLATFORM['laptop']}"
     assert why == {
         "fake": ("not run", cost),
         "recipe": ("no code", "the full recipe; no code judges its runs"),
@@ -521,3 +524,30 @@ def test_measured_minutes_are_ranges_with_their_machines(monkeypatch, tmp_path):
         {"rows": [{"machine": "a", "seconds": [150, 281]}, {"machine": "b", "seconds": [544]}]},
     )
     assert module.measured_minutes() == "2 to 5 min on a; 9 min on b"
+
+
+def test_a_record_is_read_and_judged_once_per_command(three_claims, tmp_path, monkeypatch):
+    judged = []
+
+    def compare(record):
+        judged.append(record["experiment"])
+        return fakes.compare(record)
+
+    read = []
+
+    def counted_read(path):
+        read.append(path)
+        return read_record(path)
+
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(compare=compare)])
+    monkeypatch.setattr("longhorn_kit.lab.claims.ledger.read_record", counted_read)
+    put(tmp_path, fakes.record())
+    records = Records()
+    (row,) = ledger(tmp_path, tmp_path / "none", records)
+    run = run_of(records.load(tmp_path / "fake/laptop/record.json", "fake"), records)
+    assert run.rows[0].judgement == row.judgement
+    assert len(read) == len(judged) == 1
+    write_record(tmp_path / "fake/laptop/record.json", fakes.record(results={"score": -3}))
+    (row,) = ledger(tmp_path, tmp_path / "none", records)
+    assert row.judgement.verdict == "does not hold", "a file that was replaced is read again"
+    assert len(read) == len(judged) == 2

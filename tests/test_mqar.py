@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 
-from longhorn_kit.lab.claims.compare import (
+from longhorn_kit.lab.claims.stats import WORDS, judge
+from longhorn_kit.lab.claims.subjects.mqar import (
     EXACT_PAIRS,
     MQAR_PAIRS,
     about_mqar,
     compare_mqar,
     compare_states,
 )
-from longhorn_kit.lab.claims.stats import WORDS, judge
 from longhorn_kit.lab.experiments import mqar
 from longhorn_kit.lab.experiments.mqar import (
     EXPERIMENT,

@@ -61,9 +61,9 @@ def written(tmp_path):
     settings = {"train": {"lr": 0.003, "seeds": [0, 1]}, "data": "</pre><script>1</script>\x07"}
     records = [fakes.record(settings=settings), fakes.record(scale="gpu")]
     recorded = ledger(tmp_path / "runs", tmp_path / "nbs")
-    return report.write_report(records, tmp_path / "deep/report.html", recorded).read_text(
-        encoding="utf-8"
-    )
+    runs = [report.run_of(record) for record in records]
+    path = report.write_report(runs, tmp_path / "deep/report.html", recorded)
+    return path.read_text(encoding="utf-8")
 
 
 def test_page_is_well_formed_and_loads_nothing(written):
@@ -129,8 +129,10 @@ def test_page_says_what_was_run_what_came_out_and_how_to_repeat_it(written):
 
 def test_page_names_what_is_still_to_come_and_what_is_a_trial(tmp_path):
     path = tmp_path / "report.html"
-    records = [fakes.record(), fakes.record(trial="steps 3 -> 20")]
-    text = report.write_report(records, path, later=["other", "<b>"]).read_text(encoding="utf-8")
+    trial = report.run_of(fakes.record(), trial="steps 3 -> 20")
+    runs = [report.run_of(fakes.record()), trial]
+    report.write_report(runs, path, later=["other", "<b>"])
+    text = path.read_text(encoding="utf-8")
     page = Page(text)
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert page.open == []
@@ -140,7 +142,7 @@ def test_page_names_what_is_still_to_come_and_what_is_a_trial(tmp_path):
     assert "the same command resumes" in words
     assert "fake, laptop scale (trial)" in words
     assert words.count("does not count it: steps 3 -> 20.") == 1
-    text = report.write_report([fakes.record()], path).read_text(encoding="utf-8")
+    text = report.write_report([report.run_of(fakes.record())], path).read_text(encoding="utf-8")
     assert "still to come" not in text
     assert "trial" not in text
 
@@ -155,7 +157,7 @@ def test_page_without_records_and_a_failed_write(tmp_path, monkeypatch):
         lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device")),
     )
     with pytest.raises(OSError, match="report.html"):
-        report.write_report([fakes.record()], path)
+        report.write_report([report.run_of(fakes.record())], path)
     assert path.read_text() == text
     assert [file.name for file in tmp_path.iterdir()] == ["report.html"]
 

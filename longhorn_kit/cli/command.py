@@ -6,7 +6,7 @@
 __all__ = ['S', 'Settings', 'Scale', 'COMMANDS', 'ABOUT', 'OPTIONS', 'Misread', 'one_line', 'NoSettings', 'unseen_settings',
            'one_line_per_paragraph', 'subcommand', 'typed_value', 'changed', 'trials', 'trial_settings', 'Claims',
            'recipe', 'chosen_claims', 'set_aside', 'rest_of_claims', 'time_printer', 'run_recipe', 'cluster_options',
-           'finished_or_run', 'run_claim', 'print_verdicts', 'finished_records', 'noted_failure', 'sigterm_interrupts',
+           'finished_or_run', 'run_claim', 'print_verdicts', 'finished_runs', 'noted_failure', 'sigterm_interrupts',
            'interruption', 'Reproduce', 'Prepare', 'HoldOut', 'Retrain', 'check_name', 'TrainLM', 'TrainVision',
            'accuracies', 'EvalVision', 'parse', 'open_closed_streams', 'prepare_process', 'fail', 'several_processes',
            'without_frame', 'fail_misread', 'run_command', 'agreed', 'main']
@@ -33,25 +33,18 @@ import tyro
 
 from .. import __version__
 from ..extras import need
+from ..lab.claims.claim import PLATFORM, SCALES, Claim
 from longhorn_kit.lab.claims.ledger import (
+    Records,
+    Row,
     cells,
     ledger,
     ledger_json,
     ledger_text,
-    load_record,
     measured_minutes,
-    read_outcomes,
     reason,
 )
-from longhorn_kit.lab.claims.registry import (
-    PLATFORM,
-    SCALES,
-    Claim,
-    all_claims,
-    find_claim,
-    find_experiment,
-    runnable,
-)
+from ..lab.claims.registry import all_claims, find_claim, find_experiment, runnable
 from ..lab.use import Eval, Export, Generate, NoDefault, UsageError, writable_folder
 from longhorn_kit.records import (
     in_one_line,
@@ -133,19 +126,22 @@ def changed(settings: Any, preset: Any) -> dict:
     return {name: now[name] for name in before if now[name] != before[name]}
 
 # %% ../../nbs/machine/cli.ipynb #cli-015-2
-def trials(out: Path) -> list[tuple[Path, dict]]:  # -> folder, record
+def trials(
+    out: Path,  # folder of runs
+    records: Records,
+) -> list[tuple[Path, dict]]:  # folder and record of each
     "Return the finished trials in a folder of runs: runs with other settings than their scale's."
-    records = []
+    finished = []
     for path in sorted(out.glob("*/*.trial/record.json")):
         name = path.parts[-3]
         scale = path.parts[-2].removesuffix(".trial")
         try:
-            record = load_record(path, name)
+            record = records.load(path, name)
             if scale in find_experiment(find_claim(name)).presets:
-                records.append((path.parent, record))
+                finished.append((path.parent, record))
         except ValueError as error:  # damaged, or of an experiment that is gone
             warn(f"a trial is left out: {error}")
-    return records
+    return finished
 
 
 def trial_settings(record: dict) -> str:
@@ -185,7 +181,7 @@ class Claims:
             print(ledger_json(rows))
             return
         print(ledger_text(rows, shutil.get_terminal_size((80, 24)).columns))
-        for folder, record in trials(Path(self.out)):
+        for folder, record in trials(Path(self.out), Records()):
             if not self.claims or record["experiment"] in self.claims:
                 print()
                 tell(f"trial, not counted above: {folder}")
@@ -331,10 +327,11 @@ def run_claim(
     claim: Claim,
     options: "Reproduce",
     out: Path,  # folder of runs
+    records: Records,
     later: tuple = (),  # claims to run next
 ) -> None:
     "Run one claim, or find that it is done, and print its verdict."
-    from longhorn_kit.lab.claims.report import duration
+    from longhorn_kit.lab.claims.report import duration, run_of
 
     if command := recipe(claim, options.scale):
         run_recipe(command)
@@ -353,7 +350,9 @@ def run_claim(
         tell(f"  the earlier run is now {folder}.previous")
     watch = time_printer(claim, options, out, later)
     record = finished_or_run(experiment, options, folder, watch, overrides)
-    print_verdicts(claim, record)
+    if not record["missing"]:
+        records.keep(folder / "record.json", record)
+    print_verdicts(claim, run_of(record, records).rows)
     print(f"  [{duration(record['seconds'])} of computing]", flush=True)
     if record["missing"]:
         notes = [f", see {note}" for note in sorted(folder.glob("jobs/*/error-*.txt"))[-1:]]
@@ -361,31 +360,37 @@ def run_claim(
         raise RuntimeError(f"{left} not done{''.join(notes)}; the same command continues")
 
 
-def print_verdicts(claim: Claim, record: dict) -> None:
-    "Print a line per judged comparison of a record."
-    from longhorn_kit.lab.claims.report import rows_of
-
-    rows = [row for row in rows_of(record) if row.comparison.differences or row.judgement.why]
-    own = [row for row in rows if row.claim.name == claim.name]
-    for row in own or rows:  # a part of a plan can be another claim's
+def print_verdicts(
+    claim: Claim,
+    rows: list[Row],  # of all claims that read the claim's record
+) -> None:
+    "Print a line per judged comparison."
+    judged = [row for row in rows if row.comparison.differences or row.judgement.why]
+    own = [row for row in judged if row.claim.name == claim.name]
+    for row in own or judged:  # a part of a plan can be another claim's
         label, _, here, n, verdict = cells(replace(row, scale=""))
         print(f"  {label}: {here}, n = {n}, {verdict}{reason(row)}")
 
 # %% ../../nbs/machine/cli.ipynb #cli-027
-def finished_records(out: Path) -> list[dict]:
-    "Return every record in the folder that can be read and judged, in the ledger's order."
-    records = []
+def finished_runs(
+    out: Path,  # folder of runs
+    records: Records,
+) -> list:  # of `longhorn_kit.lab.claims.report.Run`
+    "Return every run in the folder that can be read and judged, in the ledger's order."
+    from longhorn_kit.lab.claims.report import run_of
+
+    finished = []
     for scale in SCALES:
         for claim in runnable(scale):
             with contextlib.suppress(ValueError):
-                record = load_record(out / claim.name / scale / "record.json", claim.name)
-                read_outcomes(claim, record)
-                records.append(record)
-    for _, record in trials(out):
+                record = records.load(out / claim.name / scale / "record.json", claim.name)
+                records.outcomes(claim, record)
+                finished.append((record, ""))
+    for _, record in trials(out, records):
         with contextlib.suppress(ValueError):
-            read_outcomes(find_claim(record["experiment"]), record)
-            records.append(record | {"trial": trial_settings(record)})
-    return records
+            records.outcomes(find_claim(record["experiment"]), record)
+            finished.append((record, trial_settings(record)))
+    return [run_of(record, records, trial) for record, trial in finished]
 
 # %% ../../nbs/machine/cli.ipynb #cli-029
 Scale = Literal["laptop", "gpu", "paper"]
@@ -472,18 +477,19 @@ class Reproduce(Generic[S]):
         names = ", ".join(claim.name for claim in claims)
         print(f"at scale {self.scale}: {names}; {self.duration_of(claims)}", flush=True)
         failed = {}
+        records = Records()
         for i, claim in enumerate(claims):
             print(f"\n[{i + 1}/{len(claims)}] {claim.name}")
             print(f"  {claim.statement}", flush=True)
             later = tuple(claims[i + 1 :])
             with noted_failure(claim.name, failed):
-                run_claim(claim, self, out, later)
+                run_claim(claim, self, out, records, later)
             if later and claim.name not in failed:
                 with noted_failure("the report", failed):
-                    tell(f"  report so far: {self.report(out, later)}")
+                    tell(f"  report so far: {self.report(out, records, later)}")
         if len(failed) < len(claims):
             with noted_failure("the report", failed):
-                page = self.report(out)
+                page = self.report(out, records)
                 print()
                 tell(f"report: {page}")
         if failed:
@@ -522,13 +528,15 @@ class Reproduce(Generic[S]):
     def report(
         self,
         out: Path,  # folder of runs
+        records: Records,
         later: tuple[Claim, ...] = (),  # claims that run next
     ) -> Path:
         "Write the page about every finished run in the folder."
         from longhorn_kit.lab.claims.report import write_report
 
         names = [claim.name for claim in later]
-        return write_report(finished_records(out), out / "report.html", ledger(out), names)
+        rows = ledger(out, records=records)
+        return write_report(finished_runs(out, records), out / "report.html", rows, names)
 
 # %% ../../nbs/machine/cli.ipynb #cli-033
 @dataclass

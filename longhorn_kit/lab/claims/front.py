@@ -18,11 +18,11 @@ from textwrap import wrap
 from tabulate import tabulate
 
 from . import registry as claims
-from .compare import SHAPES, kernel_times
+from .claim import PLATFORM
 from .forest import axis, band, both, interval, mark, signed, svg, text_at
 from .ledger import Row, ledger
-from .registry import PLATFORM
 from .stats import EQUAL
+from .subjects.speed import SHAPES, kernel_times
 from ...records import read_json, records_root
 
 # %% ../../../nbs/machine/front.ipynb #front-007

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 
 from ... import __version__
+from .claim import Claim
 from longhorn_kit.lab.claims.ledger import (
     Row,
     by_claim,
@@ -22,7 +23,6 @@ from longhorn_kit.lab.claims.ledger import (
     ledger_markdown,
     ledger_summary,
 )
-from .registry import Claim
 from ...records import atomic_folder, commit_of_kit, contents, read_json
 
 # %% ../../../nbs/machine/logbook.ipynb #logbook-011

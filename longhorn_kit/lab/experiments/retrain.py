@@ -20,7 +20,6 @@ import torch
 from ..claims.ledger import load_record
 from ..claims.looks import POOLS, by_looks, rate_at
 from ..claims.one_pass_plan import GROUPS, RECIPE, plan_hash
-from ..claims.registry import suggest
 from longhorn_kit.lab.experiments.one_pass import (
     EXPERIMENT,
     OnePass,
@@ -34,7 +33,7 @@ from ..run import one_thread
 from ..train.lm import Texts, new_model, open_texts
 from ...models import SequenceLM
 from ...models.files import card_facts
-from ...records import command_line, environment, to_plain
+from ...records import command_line, environment, suggest, to_plain
 
 # %% ../../../nbs/machine/retrain.ipynb #retrain-011
 def recorded_runs(record: dict) -> Iterator[dict]:

@@ -1,0 +1,1 @@
+"""Comparisons and rows of the claims, one module per subject."""
