@@ -70,7 +70,8 @@ def test_repeated_pair_goes_to_x_or_to_the_number_of_nonzero_coordinates_times_x
     stream = k.expand(800, 7), x.expand(800, 3)
     assert torch.allclose(run_stream(exact_step, *stream, beta)[-1] @ k, x, atol=1e-6)
     for step in (diagonal_step, decoupled_step):
-        assert torch.allclose(run_stream(step, *stream, beta)[-1] @ k, (7 - zeros) * x, atol=1e-4)
+        result = run_stream(step, *stream, beta)[-1] @ k
+        assert torch.allclose(result, (7 - zeros) * x, atol=1e-4)
 
 
 @given(seed=seeds)
@@ -90,7 +91,8 @@ def test_exact_solves_the_linear_system_when_pairs_repeat():
     keys = draw(3, 5, 8)
     values = draw(4, 5, 3)
     S = run_stream(exact_step, keys.repeat(400, 1), values.repeat(400, 1))[-1]
-    assert torch.allclose(S, torch.linalg.lstsq(keys, values).solution.T, atol=1e-5)
+    expected = torch.linalg.lstsq(keys, values).solution.T
+    assert torch.allclose(S, expected, atol=1e-5)
 
 
 def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channel():
@@ -107,7 +109,8 @@ def test_run_stream_takes_initial_state_batches_and_one_rate_per_step_and_channe
 
 
 def test_run_stream_takes_one_rate_per_channel_and_no_pairs():
-    assert run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape == (1, 3, 4)
+    shape = run_stream(exact_step, torch.zeros(0, 4), torch.zeros(0, 3)).shape
+    assert shape == (1, 3, 4)
     keys = draw(5, 2, 7, 4)
     values = draw(6, 2, 7, 3)
     beta = torch.rand(3).double()
@@ -123,7 +126,8 @@ def test_run_stream_takes_one_rate_per_channel_and_no_pairs():
 
 def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative():
     keys = draw(8, 3, 5, 6)
-    assert torch.allclose(recall_matrix(linear_attention_step, keys, passes=2), 2 * keys @ keys.mT)
+    expected = 2 * keys @ keys.mT
+    assert torch.allclose(recall_matrix(linear_attention_step, keys, passes=2), expected)
     assert recall_error(torch.eye(5)) == 0
     assert recall_error(torch.zeros(5, 5)) == 1
 
@@ -131,19 +135,20 @@ def test_recall_of_linear_attention_is_the_gram_matrix_and_its_error_is_relative
 def test_no_scale_is_better_than_the_best_scale():
     M = recall_matrix(diagonal_step, random_keys(20, 6, 8, torch.Generator().manual_seed(0)))
     best = recall_error(M, best_scale(M)).mean()
-    assert all(
-        recall_error(M, best_scale(M) * factor).mean() > best for factor in (0.9, 0.999, 1.001, 1.1)
-    )
+    for factor in (0.9, 0.999, 1.001, 1.1):
+        assert recall_error(M, best_scale(M) * factor).mean() > best
 
 
 @given(cosine=st.floats(-1, 1), state_size=st.integers(2, 20))
 @settings(max_examples=20, deadline=None)
 def test_correlated_keys_have_the_cosine_and_the_length(cosine, state_size):
     a, b = correlated_keys(cosine, 10, state_size, torch.Generator().manual_seed(0)).unbind(1)
-    assert torch.allclose(
-        (a * b).sum(-1) / state_size, torch.tensor(cosine, dtype=a.dtype), atol=1e-5
-    )
-    assert torch.allclose(b.square().sum(-1), torch.tensor(float(state_size)), rtol=1e-4)
+    result = (a * b).sum(-1) / state_size
+    expected = torch.tensor(cosine, dtype=a.dtype)
+    assert torch.allclose(result, expected, atol=1e-5)
+    result = b.square().sum(-1)
+    expected = torch.tensor(float(state_size))
+    assert torch.allclose(result, expected, rtol=1e-4)
 
 
 def test_learners_that_want_unit_keys_do_not_see_the_length_of_keys():

@@ -85,7 +85,8 @@ TOY = scale_of(
     evaluations=4,
     runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)),
 )
-SMALL = scale_of(TINY, runs=in_order((), (), LAPTOP), baselines=True, sample=12, lengths=(8, 24))
+first_runs = in_order((), (), LAPTOP)
+SMALL = scale_of(TINY, runs=first_runs, baselines=True, sample=12, lengths=(8, 24))
 RECORDS = Path(__file__).parent.parent / "nbs/lab/results/language"
 END = "\n<|endoftext|>\n"
 
@@ -111,9 +112,9 @@ def comparable(record):
 def texts(tmp_path_factory):
     "A folder with two domains."
     folder = tmp_path_factory.mktemp("texts")
-    for (name, word), (part, lines) in product(
-        (("prose", "and then"), ("docs", "returns")), (("train", 400), ("val", 8))
-    ):
+    words = (("prose", "and then"), ("docs", "returns"))
+    lengths = (("train", 400), ("val", 8))
+    for (name, word), (part, lines) in product(words, lengths):
         (folder / f"{name}.{part}.txt").write_text(
             END.join(f"{word} {i * i % 89} {word}\n" for i in range(lines))
         )
@@ -136,7 +137,8 @@ def count_by_two(config):
     if key not in COUNTS:
         COUNTS[key] = [count_parameters(replace(config, n_layer=n)) for n in (1, 2)]
     one, two = COUNTS[key]
-    return one + (config.n_layer - 1) * (two - one)
+    others = (config.n_layer - 1) * (two - one)
+    return one + others
 
 
 def vocabulary(preset):
@@ -161,8 +163,10 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset,
     config = model_config(chosen, name, vocab)
     scan = name.startswith(("longhorn", "mamba"))
     assert config.mixer == name
-    assert abs(count_parameters(config) / whole - 1) <= 0.01
-    assert config.n_layer == (chosen.n_layer if scan else chosen.n_layer // 2)
+    ratio = count_parameters(config) / whole
+    assert abs(ratio - 1) <= 0.01
+    expected = chosen.n_layer if scan else chosen.n_layer // 2
+    assert config.n_layer == expected
     assert config.vocab_size == (256 if vocab == 256 else 50304)
     assert scan or config.d_mlp > chosen.d_model
     # what a GPU's matrix products want
@@ -171,7 +175,8 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset,
 
 def test_the_papers_recipe():
     def millions(name, mixer):
-        return round(count_parameters(model_config(LM_PRESETS[name], mixer, 50257)) / 1e6, 2)
+        config = model_config(LM_PRESETS[name], mixer, 50257)
+        return round(count_parameters(config) / 1e6, 2)
 
     for name, sizes, steps, lr in (
         ("owt-120m", (128.56, 129.15), 5000, 6e-4),
@@ -180,31 +185,28 @@ def test_the_papers_recipe():
         recipe = LM_PRESETS[name].train
         assert (millions(name, "longhorn"), millions(name, "mamba")) == sizes
         assert recipe.batch_size * recipe.context == 491_520
-        assert (recipe.context, recipe.steps, recipe.lr, recipe.lr * recipe.min_lr_ratio) == (
-            1024,
-            steps,
-            lr,
-            pytest.approx(lr / 10),
-        )
-        assert (recipe.warmup, recipe.weight_decay, recipe.beta1, recipe.beta2, recipe.clip) == (
-            steps // 20,
-            0.1,
-            0.9,
-            0.95,
-            1.0,
-        )
+        assert recipe.context == 1024
+        assert recipe.steps == steps
+        assert recipe.lr == lr
+        lowest = recipe.lr * recipe.min_lr_ratio
+        assert lowest == pytest.approx(lr / 10)
+        assert recipe.warmup == steps // 20
+        assert recipe.weight_decay == 0.1
+        assert recipe.beta1 == 0.9
+        assert recipe.beta2 == 0.95
+        assert recipe.clip == 1.0
         # parts are whole on one GPU and on four
         assert recipe.gradient_accumulation_steps % 4 == 0
         assert recipe.batch_size % recipe.gradient_accumulation_steps == 0
-    assert all(text in LM_PRESETS["owt-120m"].description for text in ("3.225", "3.238", "3.247"))
+    for text in ("3.225", "3.238", "3.247"):
+        assert text in LM_PRESETS["owt-120m"].description
     largest = LM_PRESETS["slimpajama-1.3b"].train
-    assert (largest.context, largest.weight_decay, largest.lr, largest.clip) == (
-        2048,
-        0.01,
-        3e-4,
-        1.0,
-    )
-    assert largest.steps * largest.batch_size * largest.context == pytest.approx(100e9, rel=1e-3)
+    assert largest.context == 2048
+    assert largest.weight_decay == 0.01
+    assert largest.lr == 3e-4
+    assert largest.clip == 1.0
+    tokens = largest.steps * largest.batch_size * largest.context
+    assert tokens == pytest.approx(100e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -220,10 +222,12 @@ def test_the_authors_sizes(mixer, count):
     config = model_config(override(LM_PRESETS["owt-120m"], sizes="official"), mixer, 50257)
     assert count_parameters(config) == count
     assert config.n_layer == (12 if config.d_mlp else 24)
-    assert config.mixer_options == ({"n_heads": 12} if config.d_mlp else {})
+    expected = {"n_heads": 12} if config.d_mlp else {}
+    assert config.mixer_options == expected
     if config.d_mlp:
         assert 0.037 < 128_563_968 / count - 1 < 0.041
-        assert config.d_mlp < model_config(LM_PRESETS["owt-120m"], mixer, 50257).d_mlp
+        usual = model_config(LM_PRESETS["owt-120m"], mixer, 50257)
+        assert config.d_mlp < usual.d_mlp
     assert (
         model_config(override(LM_PRESETS["owt-350m"], sizes="official"), "attention", 50257).d_mlp
         == 2752
@@ -236,15 +240,17 @@ def test_dropout_warmup_and_seed_of_a_preset():
         mixer: model_config(small, mixer, 256).dropout
         for mixer in ("longhorn", "longhorn_exact", "mamba2", "attention", "gla")
     }
-    assert all(
-        share == (0 if mixer.startswith(("longhorn", "mamba")) else 0.2)
-        for mixer, share in dropout.items()
-    )
-    assert new_model(model_config(small, "attention", 256), 0).blocks[0].dropout == 0.2
+    for mixer, share in dropout.items():
+        expected = 0 if mixer.startswith(("longhorn", "mamba")) else 0.2
+        assert share == expected
+    model = new_model(model_config(small, "attention", 256), 0)
+    assert model.blocks[0].dropout == 0.2
     assert override(small, steps=50).train.warmup == 5
     assert override(small, steps=50, warmup=20).train.warmup == 20
-    assert override(small, seed=3).train.warmup == small.train.warmup
-    assert math.isclose(small.train.min_lr_ratio * small.train.lr, 1e-4)
+    result = override(small, seed=3).train.warmup
+    assert result == small.train.warmup
+    lowest = small.train.min_lr_ratio * small.train.lr
+    assert math.isclose(lowest, 1e-4)
     config = model_config(TINY, "longhorn", 256)
     state = torch.get_rng_state()
     one, same, other = (new_model(config, seed).embedding.weight for seed in (0, 0, 1))
@@ -264,7 +270,8 @@ def test_differences_say_what_the_code_does():
     ]
     row = rows["sizes of LLaMA and GLA at 120M"]
     lacks = f"lacks {123_822_336 - counts[1]:,}"
-    assert row.ours.endswith("with --sizes official {:,} and {:,}".format(*counts))
+    ending = "with --sizes official {:,} and {:,}".format(*counts)
+    assert row.ours.endswith(ending)
     assert lacks in row.consequence
     with torch.device("meta"):
         heads = [MIXERS[mixer](768).n_heads for mixer in ("gla", "retnet", "rwkv5")]
@@ -285,7 +292,8 @@ def test_differences_say_what_the_code_does():
     )
     assert numbers in rows["recipe at 1.3B"].ours
     flags = {name for row in differences for name in re.findall("--([a-z]+)", row["ours"])}
-    given = cli.TrainLM.settings_of(["--preset", "owt-120m"])[0]
+    settings = cli.TrainLM.settings_of(["--preset", "owt-120m"])
+    given = settings[0]
     assert flags == {"decay", "sizes", "tasks"}
     assert {"decay", "sizes"} <= vars(given).keys() | vars(given.train).keys()
     assert "downstream" in evaluation.TASK_PRESETS
@@ -299,24 +307,34 @@ def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
     assert len(edges) == min(length, total)
     assert total == 0 or edges[0] == 0
     assert total < 2 or edges[-1] == length - 1
-    assert (np.diff(edges) > 0).all()
-    assert (np.diff(edges) != 1).sum() < 16
+    steps = np.diff(edges)
+    assert (steps > 0).all()
+    steps = np.diff(edges)
+    assert (steps != 1).sum() < 16
 
 
 def test_domains_are_measured_apart_and_together(texts):
     opened = open_texts(texts)
     written = (Path(texts) / "docs.val.txt").read_text()
     tokens, size = opened.domains["docs"]
-    assert bytes(tokens.tolist()) == written.replace(END, "\0").rstrip("\n").encode() + b"\n\0"
+    result = bytes(tokens.tolist())
+    text = written.replace(END, "\0").rstrip("\n")
+    expected = text.encode() + b"\n\0"
+    assert result == expected
     assert size == len(tokens)
-    assert sum(len(part) for part, _ in opened.domains.values()) == len(opened.corpus.val)
+    domains = opened.domains.values()
+    result = sum(len(part) for part, _ in domains)
+    expected = len(opened.corpus.val)
+    assert result == expected
     losses = held_out_losses(opened, RECIPE)(new_model(model_config(TOY, "longhorn", 256), 0))
-    weights, parts = zip(
-        *((len(part) - 1, losses[f"val/{name}"]) for name, (part, _) in opened.domains.items())
-    )
-    assert losses["val_loss"] == pytest.approx(np.average(parts, weights=weights))
+    domains = opened.domains.items()
+    weights, parts = zip(*((len(part) - 1, losses[f"val/{name}"]) for name, (part, _) in domains))
+    expected = np.average(parts, weights=weights)
+    assert losses["val_loss"] == pytest.approx(expected)
     assert set(opened.domains) == {"docs", "prose"}
-    assert list(open_texts(str(Path(texts) / "docs.train.txt")).domains) == ["held out"]
+    opened = open_texts(str(Path(texts) / "docs.train.txt"))
+    result = list(opened.domains)
+    assert result == ["held out"]
 
 
 def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
@@ -339,7 +357,8 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
         rerun("mamba", context=10**6)  # a start that failed does not claim the folder
     result = rerun()
     folder = tmp_path / "run" / "model"
-    assert f"{result['bits_per_byte']:.3f} bits per byte" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"{result['bits_per_byte']:.3f} bits per byte" in out
     assert result["steps"] == 3
     model = SequenceLM.from_pretrained(folder)
     assert trained_tokenizer(folder, model.config.vocab_size) == "bytes"
@@ -354,7 +373,8 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
     ):
         with pytest.raises(ValueError, match=f"holds a run {differs}"):
             rerun(**changes)
-    assert read_json(tmp_path / "run" / "lm_config.json")["mixer"] == "longhorn"
+    config = read_json(tmp_path / "run" / "lm_config.json")
+    assert config["mixer"] == "longhorn"
 
 
 @pytest.fixture
@@ -385,16 +405,21 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
     first = longer["history"][:3]
     added = longer["history"][3:]
     assert longer["resumed_from"] == 3
-    assert [line["loss"] for line in first] == [line["loss"] for line in short["history"]]
+    expected = [line["loss"] for line in short["history"]]
+    assert [line["loss"] for line in first] == expected
     whole = override(TINY, steps=6, seed=5).train
-    assert [line["lr"] for line in added] == [learning_rate(step, whole) for step in (4, 5, 6)]
+    expected = [learning_rate(step, whole) for step in (4, 5, 6)]
+    assert [line["lr"] for line in added] == expected
     record = read_record(folder / "config.json")
     assert record["lengthened"] == [3]
     assert record["config"]["steps"] == 6
-    assert [a["from_step"] for a in record["attempts"]] == [0, 3]
+    starts = [a["from_step"] for a in record["attempts"]]
+    assert starts == [0, 3]
     assert (folder / "model-3-steps" / "model.safetensors").exists()
-    assert files.run_facts(folder / "model-3-steps") == {}
-    assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 3 to 6 steps"
+    facts = files.run_facts(folder / "model-3-steps")
+    assert facts == {}
+    facts = files.run_facts(folder / "model")
+    assert facts["Schedule"] == "lengthened at step 3 to 6 steps"
     step = training.train_step
     with (
         monkeypatch.context() as patched,
@@ -412,7 +437,8 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
         line["loss"] for line in longer["history"]
     ]
     assert trained("run", 8)["steps"] == 8
-    assert read_record(folder / "config.json")["lengthened"] == [3, 6]
+    config = read_record(folder / "config.json")
+    assert config["lengthened"] == [3, 6]
     assert {path.name for path in folder.glob("model*")} == {
         "model",
         "model-3-steps",
@@ -421,10 +447,13 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
     assert (
         files.run_facts(folder / "model-3-steps") == files.run_facts(folder / "model-6-steps") == {}
     )
-    assert files.run_facts(folder / "model")["Schedule"] == "lengthened at step 6 to 8 steps"
+    facts = files.run_facts(folder / "model")
+    assert facts["Schedule"] == "lengthened at step 6 to 8 steps"
     metrics = (folder / "metrics.jsonl").read_text()
-    (folder / "metrics.jsonl").write_text(re.sub(r"(val_loss\D+\d)", r"\g<1>1", metrics))
-    assert files.run_facts(folder / "model") == {}  # the losses are damaged
+    changed = re.sub(r"(val_loss\D+\d)", r"\g<1>1", metrics)
+    (folder / "metrics.jsonl").write_text(changed)
+    facts = files.run_facts(folder / "model")
+    assert facts == {}  # the losses are damaged
 
 
 def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
@@ -435,7 +464,8 @@ def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
     with pytest.raises(
         ValueError, match="lies in the folder of texts .*plain; name a folder outside of it"
     ):
-        language_training.check_outside(plain / "runs" / "a", str(plain))
+        inside = plain / "runs" / "a"
+        language_training.check_outside(inside, str(plain))
     for source in (
         str(plain / "a.txt"),
         str(texts),
@@ -456,7 +486,8 @@ def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(
     with pytest.raises(ValueError, match="holds a run with lr="):
         trained("run", 6, lr=0.5)
     assert "lengthened" not in capsys.readouterr().err
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000004")
+    last = tmp_path / "run" / "checkpoints" / "step-00000004"
+    shutil.rmtree(last)
     with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=6"):
         trained("run", 6)
 
@@ -482,19 +513,24 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
     train = language_training.train
 
     def noted(model, *arguments, **options):
-        starts.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        state = model.state_dict()
+        starts.append({name: weight.clone() for name, weight in state.items()})
         assert model.training
         return train(model, *arguments, **options)
 
     monkeypatch.setattr(language_training, "train", noted)
     trained("from run", 2, init_from=str(tmp_path / "run" / "model"))
-    assert all(torch.equal(weight, starts[-1][name]) for name, weight in source.items())
+    for name, weight in source.items():
+        expected = starts[-1][name]
+        assert torch.equal(weight, expected)
     digest = read_record(tmp_path / "from run" / "start.json")["weights"]
     assert (
         files.run_facts(tmp_path / "from run" / "model")["Base"] == f"weights with SHA-256 {digest}"
     )
-    assert trained("from run", 2, init_from=str(tmp_path / "run" / "model"))["resumed_from"] == 2
-    for changes in ({}, {"init_from": str(tmp_path / "from run" / "model")}):
+    result = trained("from run", 2, init_from=str(tmp_path / "run" / "model"))
+    assert result["resumed_from"] == 2
+    variants = ({}, {"init_from": str(tmp_path / "from run" / "model")})
+    for changes in variants:
         with pytest.raises(
             ValueError, match="from run holds a run that started from other weights"
         ):
@@ -514,7 +550,8 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
         ({"init_from": str(tmp_path / "nowhere")}, "nowhere"),
     ):
         with pytest.raises((ValueError, OSError), match=re.escape(match)):
-            trained("wrong", 2, **{"init_from": str(tmp_path / "run" / "model"), **changes})
+            source = str(tmp_path / "run" / "model")
+            trained("wrong", 2, **{"init_from": source, **changes})
 
 
 @pytest.mark.parametrize(
@@ -526,7 +563,8 @@ def test_options_of_the_mixer_belong_to_the_model_and_to_its_size(mixer, options
     assert config.mixer_options == options
     shared = {name: value for name, value in options.items() if name != "n_heads"}
     target = count_parameters(LMConfig(256, 64, TINY.n_layer, mixer_options=shared))
-    assert abs(count_parameters(config) / target - 1) < 0.01
+    ratio = count_parameters(config) / target
+    assert abs(ratio - 1) < 0.01
     with pytest.raises(ValueError, match="mixer 'attention' has no option 'd_state'"):
         model_config(TINY, "attention", 256, {"d_state": 3})
 
@@ -540,7 +578,8 @@ def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch
         f"gpt2:{folder.format(tmp_path)}/words",
         tmp_path / "model",
     )
-    assert trained_tokenizer(tmp_path / "model", 300) == f"gpt2:{tmp_path / 'words'}"
+    result = trained_tokenizer(tmp_path / "model", 300)
+    assert result == f"gpt2:{tmp_path / 'words'}"
 
 
 def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
@@ -561,14 +600,18 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
         "--out",
         str(tmp_path / "run"),
     ]
-    assert cli.main([*train, "--data", str(tmp_path / "char")]) == 0
+    words = [*train, "--data", str(tmp_path / "char")]
+    result = cli.main(words)
+    assert result == 0
     out, err = capsys.readouterr()
     assert "text: 1,440 tokens of chars to train on, checked in full" in out
     assert "--prompt ' or '" in out
     assert "train.bin: read as ids of the tokenizer chars" in err
     shutil.rmtree(tmp_path / "char")  # the model has its own
-    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be", "--tokens", "9"]) == 0
-    written = capsys.readouterr().out.rstrip("\n")
+    words = ["generate", str(tmp_path / "run"), "--prompt", "to be", "--tokens", "9"]
+    assert cli.main(words) == 0
+    out = capsys.readouterr().out
+    written = out.rstrip("\n")
     assert written.startswith("to be")
     assert set(written) <= set("to be or not to be, that is the question\n")
     for argv, says in (
@@ -585,8 +628,10 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
         assert cli.main(argv) == 1
         assert says in capsys.readouterr().err
     path = tmp_path / "run" / "model" / "tokenizer.json"
-    path.write_text(path.read_text().replace('"b", "e"', '"e", "b"'))
-    assert cli.main(["generate", str(tmp_path / "run"), "--prompt", "to be"]) == 1
+    text = path.read_text()
+    path.write_text(text.replace('"b", "e"', '"e", "b"'))
+    words = ["generate", str(tmp_path / "run"), "--prompt", "to be"]
+    assert cli.main(words) == 1
     assert re.search(
         "tokenizer.json is damaged; restore it or save the model again", capsys.readouterr().err
     )
@@ -633,10 +678,13 @@ def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
         if path.is_file()
     ]
     assert len(files) > 20
-    assert not [path for path in files if b"alice" in path.read_bytes()]
-    command = read_record(out / "config.json")["attempts"][0]["command"]
+    named = [path for path in files if b"alice" in path.read_bytes()]
+    assert not named
+    attempts = read_record(out / "config.json")["attempts"]
+    command = attempts[0]["command"]
     assert command.endswith("--data '.../private text.txt' --out .../run")
-    assert f"`{command}`" in (export / "README.md").read_text()
+    card = (export / "README.md").read_text()
+    assert f"`{command}`" in card
 
 
 def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
@@ -650,7 +698,8 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
 
     monkeypatch.setattr(language_training, "prepare", noted)
     monkeypatch.setitem(LM_PRESETS, "test", replace(TINY, data="hf:own", fraction=0.0005))
-    for data, more in ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2})):
+    cases = ((None, {}), ("hf:own", {}), (text, {}), (text, {"fraction": 0.2}))
+    for data, more in cases:
         train_lm("test", "longhorn", data, tmp_path / str(len(shares)), steps=2, **more)
     assert shares == [0.0005, 0.0005, VAL_PART, 0.2]
 
@@ -728,12 +777,14 @@ def test_bad_names_are_one_clear_line_and_leave_nothing(tmp_path, monkeypatch, c
 
 def test_the_first_runs_of_a_scale_are_a_comparison():
     pairs = in_order()
-    assert pairs[:4] == tuple((mixer, 0) for mixer in MAIN)
+    expected = tuple((mixer, 0) for mixer in MAIN)
+    assert pairs[:4] == expected
     assert len(pairs) == 26
     seeds = {}
     for mixer, seed in sorted(pairs):
         seeds.setdefault(mixer, []).append(seed)
-    assert seeds.keys() == {*MAIN, *SECOND, *OTHERS}
+    expected = {*MAIN, *SECOND, *OTHERS}
+    assert seeds.keys() == expected
     assert all(
         seeds[mixer] == list(range(n))
         for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS))
@@ -741,17 +792,21 @@ def test_the_first_runs_of_a_scale_are_a_comparison():
     )
     for config in (PRESETS["gpu"], PRESETS["paper"]):  # the steps follow from the tokens
         runs = chosen_runs(config)
-        assert len({seed for _, seed in runs}) == len(runs) == 16
-        assert [mixer for mixer, _ in runs[:4]] == list(PUBLISHED)
+        runs_seeds = {seed for _, seed in runs}
+        assert len(runs_seeds) == len(runs) == 16
+        result = [mixer for mixer, _ in runs[:4]]
+        assert result == list(PUBLISHED)
         assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), (
             "more seeds and models keep what is finished"
         )
         long = recipe_of(config)
         short = recipe_of(replace(config, tokens=config.tokens // 2))
-        assert abs(short.steps - long.steps / 2) <= 1
+        difference = short.steps - long.steps / 2
+        assert abs(difference) <= 1
         assert short.warmup == short.steps // 8
         assert long.lr == short.lr
-    assert recipe_of(PRESETS["laptop"]) == LM_PRESETS["laptop"].train
+    recipe = recipe_of(PRESETS["laptop"])
+    assert recipe == LM_PRESETS["laptop"].train
 
 
 def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch):
@@ -774,10 +829,12 @@ def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch
     )
     copy.mkdir()
     for path in Path(texts).iterdir():
-        (copy / path.name).write_bytes(path.read_bytes())
+        content = path.read_bytes()
+        (copy / path.name).write_bytes(content)
     monkeypatch.setenv("LONGHORN_TEXT", str(copy))
     assert same == folders(data="")
-    assert str(copy) in (tmp_path / "jobs/note.json").read_text()
+    note = (tmp_path / "jobs/note.json").read_text()
+    assert str(copy) in note
     (copy / "docs.train.txt").write_text("another text\n" * 99)
     open_texts.cache_clear()
     for changes in (
@@ -793,13 +850,16 @@ def test_what_decides_no_result_finds_the_same_jobs(texts, tmp_path, monkeypatch
 
 @pytest.mark.slow
 def test_two_processes_make_the_record_that_one_makes(finished, texts, tmp_path):
-    assert comparable(rehearse(TOY, tmp_path, 2, data=texts)) == comparable(finished[1])
+    record = rehearse(TOY, tmp_path, 2, data=texts)
+    assert comparable(record) == comparable(finished[1])
 
 
 def test_a_record_has_every_run_and_its_curve_beside_its_model(finished, texts):
     folder, record = finished
     assert record["missing"] == 0
-    assert [(row["mixer"], row["seed"]) for row in record["results"]["runs"]] == list(TOY.runs)
+    rows = record["results"]["runs"]
+    result = [(row["mixer"], row["seed"]) for row in rows]
+    assert result == list(TOY.runs)
     for job, row in zip(
         jobs(replace(TOY, data=texts), Results(folder)), record["results"]["runs"], strict=True
     ):
@@ -807,18 +867,22 @@ def test_a_record_has_every_run_and_its_curve_beside_its_model(finished, texts):
         job_folder = Results(folder).job_folder(job)
         assert curve["tokens"][-1] == row["tokens"] == 1024
         assert len(curve["all"]) == 4
-        assert row["loss"]["all"] == curve["all"][-1]
+        expected = curve["all"][-1]
+        assert row["loss"]["all"] == expected
         assert (
             SequenceLM.from_pretrained(job_folder / "model").num_parameters() == row["parameters"]
         )
-        assert row["state_numbers"] == 64 * row["model"]["d_model"]
+        expected = 64 * row["model"]["d_model"]
+        assert row["state_numbers"] == expected
         assert trained_tokenizer(job_folder / "model", 256) == "bytes"
-        assert not (job_folder / "training" / "checkpoints").exists()
+        checkpoints = job_folder / "training" / "checkpoints"
+        assert not checkpoints.exists()
     first, second = (
         row["train"]["loss"] for row in record["results"]["runs"] if row["mixer"] == "longhorn"
     )
     assert first != second
-    assert (folder / "record.json").stat().st_size < 60_000
+    size = (folder / "record.json").stat().st_size
+    assert size < 60_000
 
 
 def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(
@@ -836,11 +900,13 @@ def test_a_finished_run_is_kept_by_a_larger_one_and_divergence_is_a_result(
     assert fit.call_count == 1
     assert fit.call_args.args[1] == "gla"
     assert repeated["missing"] == 0
-    assert comparable(repeated)[:3] == comparable(record)
+    result = comparable(repeated)[:3]
+    assert result == comparable(record)
     assert (
         repeated["results"]["runs"][3]["diverged"] == "the loss is nan at step 3 (learning rate 1)"
     )
-    assert outcomes("language", repeated)[0][1].n == 1
+    judgement = outcomes("language", repeated)[0][1]
+    assert judgement.n == 1
 
 
 def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(
@@ -858,9 +924,11 @@ def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(
             lambda run: (run.step == 5 and os.kill(os.getpid(), signal.SIGTERM), step(run)),
         )
         rehearse(TOY, tmp_path, **one)
-    assert comparable(rehearse(TOY, tmp_path, **one)) == comparable(finished[1])[:1]
+    expected = comparable(finished[1])[:1]
+    assert comparable(rehearse(TOY, tmp_path, **one)) == expected
     (config,) = tmp_path.glob("jobs/*/training/config.json")
-    assert [attempt["from_step"] for attempt in read_json(config)["attempts"]] == [0, 6]
+    starts = [attempt["from_step"] for attempt in read_json(config)["attempts"]]
+    assert starts == [0, 6]
 
 
 @pytest.fixture(scope="module")
@@ -879,11 +947,14 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
     name, texts, small_records
 ):
     recorded = read_record(RECORDS / f"{name}.json")
-    config, record = small_records[bool(recorded["settings"]["baselines"])]
+    with_baselines = bool(recorded["settings"]["baselines"])
+    config, record = small_records[with_baselines]
     results = record["results"]
     then = recorded["results"]
     # recipes gain settings
-    assert record["settings"]["train"].keys() >= recorded["settings"]["train"].keys()
+    names = record["settings"]["train"].keys()
+    expected_names = recorded["settings"]["train"].keys()
+    assert names >= expected_names
     for here, there in (
         (record["settings"], recorded["settings"]),
         (results, then),
@@ -891,12 +962,17 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
         (results["runs"][0]["decode"], then["runs"][0]["decode"]),
     ):
         # of the rule with looks
-        assert here.keys() - {"judged", "models", "passes"} == there.keys()
-    assert {frozenset(row) for row in results["runs"]} == {frozenset(row) for row in then["runs"]}
+        result = here.keys() - {"judged", "models", "passes"}
+        assert result == there.keys()
+    result = {frozenset(row) for row in results["runs"]}
+    expected = {frozenset(row) for row in then["runs"]}
+    assert result == expected
     assert texts not in json.dumps(results)
     assert all(row["sample"].startswith("    def ") for row in results["runs"]) or not config.sample
     (comparison, verdict), *_ = outcomes("language", record)
-    assert (comparison.unit, verdict.n, verdict.verdict) == ("bits per byte", 1, "cannot be judged")
+    assert comparison.unit == "bits per byte"
+    assert verdict.n == 1
+    assert verdict.verdict == "cannot be judged"
 
 
 def by_hand(windows, tokens, size):
@@ -914,9 +990,11 @@ def by_hand(windows, tokens, size):
         different = sum(count > 0 for count in counts)
         if not different:
             return shorter
-        return (grams[*context, byte] + different * shorter) / (sum(counts) + different)
+        weighted = grams[*context, byte] + different * shorter
+        return weighted / (sum(counts) + different)
 
-    return [probability((a, b), c) for a, b, c in zip(tokens, tokens[1:], tokens[2:])]
+    triples = zip(tokens, tokens[1:], tokens[2:])
+    return [probability((a, b), c) for a, b, c in triples]
 
 
 @settings(max_examples=15, deadline=None)
@@ -932,30 +1010,35 @@ def test_trigrams_are_a_count_by_hand(rng, size, count, length):
     assert np.allclose(
         trigram(windows, tokens, size), by_hand(windows.tolist(), tokens.tolist(), size)
     )
-    assert sum(
-        trigram(windows, np.array([1, 0, c]), size)[0] for c in range(size)
-    ) == pytest.approx(1)
+    result = sum(trigram(windows, np.array([1, 0, c]), size)[0] for c in range(size))
+    assert result == pytest.approx(1)
 
 
 def test_baselines_are_given_what_training_feeds_the_model():
-    data = np.random.default_rng(0).integers(0, 256, 4001, dtype=np.uint8)
-    levels = baselines(data[None], data[:-1])
+    generator = np.random.default_rng(0)
+    data = generator.integers(0, 256, 4001, dtype=np.uint8)
+    windows = data[None]
+    levels = baselines(windows, data[:-1])
     assert (
         levels["xz_alone"]
         == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000
         > 8
     )
     assert levels["xz_primed"] < 0.2  # only the distance to the first copy is left
-    assert levels["trigram"] == pytest.approx(-np.log2(trigram(data[None], data[:-1])).mean())
+    probabilities = trigram(data[None], data[:-1])
+    assert levels["trigram"] == pytest.approx(-np.log2(probabilities).mean())
 
     class Recorder(torch.nn.Linear):
         def forward(self, tokens, targets):
-            batches.append(torch.cat([tokens, targets[:, -1:]], 1))
+            windows = torch.cat([tokens, targets[:, -1:]], 1)
+            batches.append(windows)
             return self.weight.sum() ** 2
 
     batches = []
     train(Recorder(1, 1), data, None, RECIPE, quiet=True)
-    assert (torch.cat(batches).numpy() == seen_windows(data, RECIPE)).all()
+    read = torch.cat(batches).numpy()
+    expected = seen_windows(data, RECIPE)
+    assert (read == expected).all()
 
 
 @pytest.mark.parametrize("mixer", ["longhorn_exact", "attention"])
@@ -968,5 +1051,7 @@ def test_the_cache_of_attention_grows_and_a_state_does_not(mixer):
         == (mixer == "attention")
         != (language.state_numbers(model) > 0)
     )
-    assert costs["numbers"][1] == language.cache_numbers(model.prefill(tokens)[1])
+    cache = model.prefill(tokens)[1]
+    expected = language.cache_numbers(cache)
+    assert costs["numbers"][1] == expected
     assert min(costs["ms"]) > 0

@@ -89,11 +89,9 @@ def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, 
     (folder / "notes.json").write_text('{"anything": 1}')
     (folder / "damaged.json").write_text('{"cla')
     row, *others = ledger(tmp_path / "none", tmp_path / "results")
-    assert (row.scale, row.judgement.verdict, row.file) == (
-        "laptop (seeds)",
-        "holds",
-        "nbs/lab/results/fake/seeds.json",
-    )
+    assert row.scale == "laptop (seeds)"
+    assert row.judgement.verdict == "holds"
+    assert row.file == "nbs/lab/results/fake/seeds.json"
     assert row.command == "longhorn reproduce fake --seeds 0 1"
     assert words(other for other in others if other.claim.name == "fake") == ["not run"]
 
@@ -187,7 +185,8 @@ def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(
     assert "about 1 min" in ledger(tmp_path, tmp_path)[0].judgement.why
     (tmp_path / "fake" / "laptop" / "metrics.jsonl").write_text("")
     row = ledger(tmp_path, tmp_path)[0]
-    assert (row.judgement.verdict, row.judgement.why) == ("not run", "started, no record yet")
+    assert row.judgement.verdict == "not run"
+    assert row.judgement.why == "started, no record yet"
     (tmp_path / "fake" / "laptop").rename(tmp_path / "fake" / "laptop.previous")
     assert "about 1 min" in ledger(tmp_path, tmp_path)[0].judgement.why
 
@@ -211,14 +210,13 @@ def test_json_holds_everything():
     lines = json.loads(ledger_json(ledger("no runs")))
     assert len(lines) == len(rows)
     for row, line in zip(rows, lines):
-        assert (line["claim"], line["verdict"], line["file"], line["command"], line["n"]) == (
-            row.claim.name,
-            row.judgement.verdict,
-            row.file,
-            row.command,
-            row.judgement.n,
-        )
-        assert line["differences"] == list(row.comparison.differences)
+        assert line["claim"] == row.claim.name
+        assert line["verdict"] == row.judgement.verdict
+        assert line["file"] == row.file
+        assert line["command"] == row.command
+        assert line["n"] == row.judgement.n
+        expected = list(row.comparison.differences)
+        assert line["differences"] == expected
         assert {"paper", "rule", "why", "about", "published", "unit"} <= line.keys()
 
 
@@ -254,7 +252,9 @@ def test_plot_is_text_that_names_every_row_and_verdict(narrow):
     assert root.get("role") == "img"
     assert root.get("aria-label")
     width, height = map(float, root.get("viewBox").split()[2:])
-    assert all(0 <= float(e.get("x")) <= width and 0 < float(e.get("y")) <= height for e in texts)
+    for e in texts:
+        assert 0 <= float(e.get("x")) <= width
+        assert 0 < float(e.get("y")) <= height
     assert "prefers-color-scheme: dark" in svg, "a ring and a disc"
     assert svg.count("<circle") == 2, "a ring and a disc"
 
@@ -285,7 +285,8 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
     html = inline(forest(rows))  # has a row for every measured comparison
     assert html.count("<svg") == 2
-    assert all(html.count(f">{row.judgement.verdict}<") >= 2 for row in rows)
+    for row in rows:
+        assert html.count(f">{row.judgement.verdict}<") >= 2
 
 
 def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypatch, tmp_path):
@@ -303,7 +304,8 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
     models_of(record)["Mamba N=16"]["runs"] = []
     del models_of(record)["diagonal N=16"]["runs"][5:]  # what has not all its seeds is not shown
     write_record(tmp_path / "one-pass" / "gpu.json", record)
-    assert not any(row.claim.name == "one-pass" for row in front())
+    for row in front():
+        assert row.claim.name != "one-pass"
 
 
 def test_reading_the_ledger_imports_no_torch_and_no_matplotlib():
@@ -351,12 +353,11 @@ def test_record_without_the_models_of_a_claim_says_nothing_of_it(monkeypatch, tm
         for row in rows
         if (row.claim.name, row.scale) == ("language", "laptop")
     ] == ["cannot be judged"] * 2
-    assert all(
-        "one learning rate" in row.judgement.why
-        for row in rows
-        if row.claim.name == "language" and row.scale == "laptop"
-    )
-    assert {row.judgement.verdict for row in rows if row.claim.name != "language"} == {"not run"}
+    for row in rows:
+        if row.claim.name == "language" and row.scale == "laptop":
+            assert "one learning rate" in row.judgement.why
+    result = {row.judgement.verdict for row in rows if row.claim.name != "language"}
+    assert result == {"not run"}
 
 
 def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(monkeypatch, tmp_path):
@@ -422,7 +423,9 @@ EIGHT = (0.0, 0.001, 0.002, 0.003) * 2
 def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside():
     row = looked([1.30 + d for d in EIGHT], [1.32 + d for d in EIGHT], published=0.0044)
     label, paper, here, n, verdict = cells(row)
-    assert (paper, n, verdict) == ("+0.0044", "4", "holds")
+    assert paper == "+0.0044"
+    assert n == "4"
+    assert verdict == "holds"
     assert here.startswith("+0.0200 [")
     assert here.endswith(", 98 % interval")
     text = reason(row)
@@ -441,7 +444,9 @@ def test_a_row_with_looks_says_who_is_ahead_at_which_look_and_what_stands_beside
         assert "98 % interval" in text
         assert "rank test p = 0.029" in text
     (line,) = json.loads(ledger_json([row]))
-    assert (line["side"], line["look"], line["level"]) == ("ahead", 4, 0.02)
+    assert line["side"] == "ahead"
+    assert line["look"] == 4
+    assert line["level"] == 0.02
     assert "all 8 seeds" in line["beside"]
     low, high = (
         f"{end:.1f}"
@@ -455,13 +460,13 @@ def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
     close = [1.3 + d / 10 for d in FOUR]
     better = looked(close, close)
     as_good = looked(close, close, "as good")
-    assert (better.judgement.verdict, as_good.judgement.verdict) == ("undecided", "holds")
-    assert all(
-        reason(row).startswith(" (equal within the margin, at 4 seeds; ")
-        for row in (better, as_good)
-    )
+    assert better.judgement.verdict == "undecided"
+    assert as_good.judgement.verdict == "holds"
+    for row in (better, as_good):
+        assert reason(row).startswith(" (equal within the margin, at 4 seeds; ")
     finding = Finding(Shown("fake", "gpu", "", "Language", "", "exact", "Mamba", ""), as_good)
-    assert (leader(finding), favours(finding)) == ("", "equal within the margin"), "nobody is ahead"
+    assert leader(finding) == "", "nobody is ahead"
+    assert favours(finding) == "equal within the margin", "nobody is ahead"
     behind = looked([d + 0.1 for d in close], close)
     assert reason(behind).startswith(" (behind, at 4 seeds; ")
     assert behind.judgement.verdict == "does not hold"
@@ -469,20 +474,21 @@ def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
 
 def test_a_row_before_its_look_says_how_many_seeds_are_there():
     row = looked([1.3] * 4, [1.4] * 3)
-    assert (row.judgement.verdict, cells(row)[2:4]) == ("not run", ("–", "–"))
+    assert row.judgement.verdict == "not run"
+    assert cells(row)[2:4] == ("–", "–")
     assert row.comparison.waits
     assert reason(row) == " (3 of 4 seeds so far)"
 
 
 def test_old_rows_say_nothing_of_looks():
     rows = ledger("recorded runs only")
-    assert not any(
-        row.judgement.side
-        or row.judgement.look
-        or row.judgement.beside
-        or row.judgement.level != LEVEL
-        for row in rows
-    )
+    for row in rows:
+        assert not (
+            row.judgement.side
+            or row.judgement.look
+            or row.judgement.beside
+            or row.judgement.level != LEVEL
+        )
 
 
 @pytest.mark.parametrize(
@@ -497,8 +503,11 @@ def test_old_rows_say_nothing_of_looks():
 def test_a_row_without_a_run_names_its_basis(name, basis, words):
     rows = [row for row in ledger("no runs") if row.claim.name == name]
     assert rows
-    assert {(row.scale, row.about) for row in rows} == {(basis, words)}
-    assert f"{basis}: {rows[0].comparison.label}" == cells(rows[0])[0]
+    result = {(row.scale, row.about) for row in rows}
+    assert result == {(basis, words)}
+    result = f"{basis}: {rows[0].comparison.label}"
+    expected = cells(rows[0])[0]
+    assert result == expected
 
 
 def test_an_unfinished_record_says_how_many_jobs_are_missing(three_claims, tmp_path):

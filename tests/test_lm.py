@@ -19,6 +19,7 @@ from mambapy.mamba import MambaBlock, MambaConfig
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
+from torch.testing import assert_close
 
 from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
 from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
@@ -53,22 +54,27 @@ def test_prompt_and_steps_equal_one_pass(name, prompt, steps, d_mlp, tied):
     model = make(mixer=name, d_mlp=d_mlp, tie_embeddings=tied).double()
     tokens = torch.randint(40, (2, prompt + steps))
     with torch.no_grad():
-        logits, cache = model.prefill(tokens[:, :prompt])
+        prompt_tokens = tokens[:, :prompt]
+        logits, cache = model.prefill(prompt_tokens)
         parts = [logits]
         for t in range(prompt, prompt + steps):
             logits, cache = model.step(tokens[:, t], cache)
             parts.append(logits[:, None])
-        torch.testing.assert_close(torch.cat(parts, 1), model(tokens), atol=1e-8, rtol=1e-8)
+        assert_close(torch.cat(parts, 1), model(tokens), atol=1e-8, rtol=1e-8)
 
 
 def test_steps_can_start_from_an_empty_cache():
     model = make()
     tokens = torch.randint(40, (3, 2))
     with torch.no_grad():
-        logits, _ = model.step(tokens[:, 0], model.empty_cache(3))
-        torch.testing.assert_close(logits, model(tokens)[:, 0])
+        empty = model.empty_cache(3)
+        logits, _ = model.step(tokens[:, 0], empty)
+        expected = model(tokens)[:, 0]
+        assert_close(logits, expected)
         last, _ = model.prefill(tokens, last_only=True)
-        torch.testing.assert_close(last, model(tokens)[:, -1:])
+        logits = model(tokens)
+        expected = logits[:, -1:]
+        assert_close(last, expected)
 
 
 @every_mixer
@@ -91,10 +97,13 @@ def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
         ):
             hook = put(act)
             expected = model(tokens)
-            first, cache = model.prefill(tokens[:, :6])
-            torch.testing.assert_close(first, expected[:, :6])
-            last, _ = model.step(tokens[:, 6], cache)
-            torch.testing.assert_close(last, expected[:, 6], atol=1e-5, rtol=1e-5)
+            start = tokens[:, :6]
+            first, cache = model.prefill(start)
+            expected_start = expected[:, :6]
+            assert_close(first, expected_start)
+            token = tokens[:, 6]
+            last, _ = model.step(token, cache)
+            assert_close(last, expected[:, 6], atol=1e-5, rtol=1e-5)
             assert not torch.allclose(expected, whole, atol=1e-4)
             hook.remove()
 
@@ -106,17 +115,17 @@ def test_an_output_layer_of_its_own_is_called():
     with torch.no_grad():
         whole = model(tokens)
         hook = model.lm_head.register_forward_hook(lambda layer, inputs, y: 2 * y)
-        torch.testing.assert_close(model(tokens), 2 * whole)
+        assert_close(model(tokens), 2 * whole)
         prefilled, _ = model.prefill(tokens)
-        torch.testing.assert_close(prefilled, 2 * whole)
+        assert_close(prefilled, 2 * whole)
         expected = lm.mean_loss(2 * whole, tokens)
         for chunk in (0, 3):
-            torch.testing.assert_close(model.loss(tokens, tokens, chunk=chunk), expected)
+            assert_close(model.loss(tokens, tokens, chunk=chunk), expected)
         hook.remove()
     for one in (model, other):
         prune.l1_unstructured(one.lm_head, "weight", 0.5)
     other.load_state_dict(model.state_dict())
-    torch.testing.assert_close(other(tokens), model(tokens))
+    assert_close(other(tokens), model(tokens))
     for _ in range(2):  # each backward has a new graph
         other.loss(tokens, tokens, chunk=3).backward()
 
@@ -127,13 +136,18 @@ def test_linear_layers_can_be_quantised(name):
     "PyTorch's dynamic quantisation of the linear layers leaves a model that reads and decodes."
     model = make(mixer=name, tie_embeddings=False).eval()
     tokens = torch.randint(40, (2, 7))
-    small = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    linear = {torch.nn.Linear}
+    small = torch.ao.quantization.quantize_dynamic(model, linear, dtype=torch.qint8)
     with torch.no_grad():
         logits = small(tokens).flatten()
-        assert torch.cosine_similarity(logits, model(tokens).flatten(), 0) > 0.95
-        _, cache = small.prefill(tokens[:, :6])
+        expected = model(tokens).flatten()
+        similarity = torch.cosine_similarity(logits, expected, 0)
+        assert similarity > 0.95
+        start_tokens = tokens[:, :6]
+        _, cache = small.prefill(start_tokens)
         for start in (cache, small.empty_cache(2)):
-            logits, _ = small.step(tokens[:, 6], start)
+            token = tokens[:, 6]
+            logits, _ = small.step(token, start)
             assert logits.shape == (2, 40)
 
 
@@ -147,7 +161,9 @@ def test_a_model_on_the_meta_device_gives_shapes(name):
         _, cache = model.prefill(tokens)
         assert logits.shape == (2, 7, 40)
         assert loss.is_meta
-        assert model.step(tokens[:, 0], cache)[0].shape == (2, 40)
+        logits = model.step(tokens[:, 0], cache)[0]
+        shape = logits.shape
+        assert shape == (2, 40)
 
 
 @pytest.mark.parametrize("name", ["longhorn", "longhorn_exact", "mamba", "attention"])
@@ -162,18 +178,24 @@ def test_a_long_prompt_is_read_in_pieces(name, monkeypatch):
         return prefill(self, piece, *rest, **options)
 
     monkeypatch.setattr(SequenceLM, "prefill", noted)
-    new = model.eval().generate(tokens, 1, temperature=0)[:, -1:]
+    result = model.eval().generate(tokens, 1, temperature=0)
+    new = result[:, -1:]
     with torch.no_grad():
         logits = model(tokens)[:, -1]
     assert sizes == [4096, 4]
-    assert (logits.amax(-1) - logits.gather(1, new)[:, 0]).max() < 1e-5
+    chosen = logits.gather(1, new)[:, 0]
+    gap = (logits.amax(-1) - chosen).max()
+    assert gap < 1e-5
 
 
 def test_functional_gradients_of_a_model_are_its_gradients():
     model = SequenceLM(LMConfig(vocab_size=16, d_model=16, n_layer=2))
     tokens = torch.randint(16, (2, 6))
-    values = {name: value.detach() for name, value in model.named_parameters()}
-    expected = torch.autograd.grad(model(tokens, tokens)[1], list(model.parameters()))
+    parameters = model.named_parameters()
+    values = {name: value.detach() for name, value in parameters}
+    loss = model(tokens, tokens)[1]
+    parameters = list(model.parameters())
+    expected = torch.autograd.grad(loss, parameters)
 
     class Sliced(torch.nn.Module):
         def __init__(self):
@@ -188,17 +210,21 @@ def test_functional_gradients_of_a_model_are_its_gradients():
         return value
 
     gradients = torch.func.grad(loss)(values, model, tokens)
-    torch.testing.assert_close(list(gradients.values()), list(expected))
+    result = list(gradients.values())
+    assert_close(result, list(expected))
     named = {f"model.{name}": value for name, value in values.items()}
     gradients = torch.func.grad(loss)(named, Sliced(), tokens)
-    torch.testing.assert_close(list(gradients.values()), list(expected))
+    result = list(gradients.values())
+    assert_close(result, list(expected))
 
     def loss_of_row(weights, row):
         return loss(weights, model, row[None])
 
-    per_row = torch.func.vmap(torch.func.grad(loss_of_row), (None, 0))(values, tokens)
+    of_row = torch.func.grad(loss_of_row)
+    of_rows = torch.func.vmap(of_row, (None, 0))
+    per_row = of_rows(values, tokens)
     means = [gradient.mean(0) for gradient in per_row.values()]
-    torch.testing.assert_close(means, list(expected))
+    assert_close(means, list(expected))
 
 
 def test_loss_is_the_mean_negative_log_probability_of_the_targets():
@@ -209,12 +235,16 @@ def test_loss_is_the_mean_negative_log_probability_of_the_targets():
     targets[1, 0] = -100
     logits, loss = model(tokens, targets)
     terms = []
-    for row, target in zip(logits.flatten(0, 1).tolist(), targets.flatten().tolist()):
+    rows = logits.flatten(0, 1).tolist()
+    numbers = targets.flatten().tolist()
+    for row, target in zip(rows, numbers):
         if target != -100:
             total = sum(map(math.exp, row))
-            terms.append(-math.log(math.exp(row[target]) / total))
+            probability = math.exp(row[target]) / total
+            terms.append(-math.log(probability))
     assert len(terms) == 12
-    assert abs(loss.item() - sum(terms) / 12) < 1e-5
+    expected = sum(terms) / 12
+    assert abs(loss.item() - expected) < 1e-5
 
 
 @every_mixer
@@ -236,11 +266,14 @@ def test_bfloat16_weights_and_autocast(name):
     half.blocks[1].register_forward_hook(note_dtype)
     # inputs, weights and results of 13 products in a row are rounded, by half of eps each:
     # four of a mixer and two of an MLP, in two blocks, and the logits
-    assert error(half(tokens), plain) < bound(torch.bfloat16, 13 * 3 / 2)
-    assert error(logits, plain) < bound(torch.bfloat16, 13 * 3 / 2)
+    logits_of_half = half(tokens)
+    limit = bound(torch.bfloat16, 13 * 3 / 2)
+    assert error(logits_of_half, plain) < limit
+    assert error(logits, plain) < limit
     assert loss.dtype is torch.float32, "the residual stream is float32"
     assert stream == [torch.float32] * 2, "the residual stream is float32"
-    assert half.generate(tokens, 3, temperature=0).shape == (2, 12)
+    continued = half.generate(tokens, 3, temperature=0)
+    assert continued.shape == (2, 12)
 
 
 def test_dropout_is_for_training_alone():
@@ -250,7 +283,9 @@ def test_dropout_is_for_training_alone():
     assert torch.equal(model.prefill(tokens)[0], model.prefill(tokens)[0]), (
         "decoding never drops out"
     )
-    torch.testing.assert_close(model.eval()(tokens), model.prefill(tokens)[0])
+    result = model.eval()(tokens)
+    expected = model.prefill(tokens)[0]
+    assert_close(result, expected)
 
 
 @pytest.mark.parametrize("d_mlp", [0, 24])
@@ -258,9 +293,12 @@ def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
     model = make(d_mlp=d_mlp, dropout=0.5)
     h, y = torch.randn(2, 2, 9, 16)
     torch.manual_seed(1)
-    closed = model.blocks[1](model.blocks[0](h + y))
+    first = model.blocks[0](h + y)
+    closed = model.blocks[1](first)
     torch.manual_seed(1)
-    assert torch.equal(sum(model.blocks[1](*model.blocks[0](h, y))), closed)
+    pair = model.blocks[0](h, y)
+    result = sum(model.blocks[1](*pair))
+    assert torch.equal(result, closed)
 
 
 @contextlib.contextmanager
@@ -305,22 +343,27 @@ def test_resetting_every_submodule_of_a_model_keeps_its_scales():
     "Also a block or a layer that is reset alone keeps the scale that the model gives it."
     model = SequenceLM(LMConfig(50, 64, 4, d_mlp=64))
     sizes = {name: value.std() for name, value in model.state_dict().items() if value.std() > 0}
-    for reset in (*model.modules(), model.blocks[1], model.blocks[2].mixer):
+    modules = (*model.modules(), model.blocks[1], model.blocks[2].mixer)
+    for reset in modules:
         if hasattr(reset, "reset_parameters"):
             reset.reset_parameters()
     for name, size in sizes.items():
-        assert 0.7 < model.state_dict()[name].std() / size < 1.4, name
+        ratio = model.state_dict()[name].std() / size
+        assert 0.7 < ratio < 1.4, name
 
 
 def test_fresh_weights_have_the_stated_sizes():
     torch.manual_seed(0)
     model = SequenceLM(LMConfig(vocab_size=500, d_model=96, n_layer=8, d_mlp=64))
-    assert abs(model.embedding.weight.std().item() / 0.02 - 1) < 0.05
+    std = model.embedding.weight.std().item()
+    assert abs(std / 0.02 - 1) < 0.05
     for name, weight in model.named_parameters():
         if name.endswith(("in_proj.weight", "out_proj.weight")):
             writers = 16 if name.endswith("out_proj.weight") else 1
-            expected = 1 / math.sqrt(3 * weight.shape[1] * writers)
-            assert abs(weight.std().item() / expected - 1) < 0.1, name
+            reads = weight.shape[1]
+            expected = 1 / math.sqrt(3 * reads * writers)
+            ratio = weight.std().item() / expected
+            assert abs(ratio - 1) < 0.1, name
 
 
 # Documents in a window
@@ -364,21 +407,24 @@ def test_packed_documents_are_documents_alone(name):
     "In a language model, packed documents have the features and gradients that they have alone."
     model, tokens, bounds = packed_case(name, d_mlp=24)
     row = tokens.view(1, -1)
-    documents = row.tensor_split(bounds[1:-1].tolist(), 1)
-    alone = torch.cat([model.features(document) for document in documents], 1)
+    cuts = bounds[1:-1].tolist()
+    documents = row.tensor_split(cuts, 1)
+    features = [model.features(document) for document in documents]
+    alone = torch.cat(features, 1)
     dy = torch.randn(3, 37, 16, dtype=torch.float64)
     weights = dict(model.named_parameters())
 
     def with_gradients(y):
-        gradients = torch.autograd.grad(y, list(weights.values()), dy)
+        inputs = list(weights.values())
+        gradients = torch.autograd.grad(y, inputs, dy)
         return {"features": y, **dict(zip(weights, gradients))}
 
     packed = with_gradients(model.features(tokens, bounds))
     expected = with_gradients(alone.view(3, 37, 16))
-    torch.testing.assert_close(packed, expected, atol=1e-8, rtol=1e-8)
+    assert_close(packed, expected, atol=1e-8, rtol=1e-8)
     _, loss = model(tokens, tokens, bounds)
     logits = F.linear(alone, model.output_matrix(alone))
-    torch.testing.assert_close(loss, lm.mean_loss(logits, row))
+    assert_close(loss, lm.mean_loss(logits, row))
 
 
 @every_family
@@ -401,7 +447,8 @@ def test_nothing_crosses_a_border(name):
         assert not same[first:last].any()
         loss = features[first:last].sum()
         (reached,) = torch.autograd.grad(loss, embedded, retain_graph=True)
-        reached = reached.flatten(0, 1).abs().sum(1)
+        sizes = reached.flatten(0, 1).abs()
+        reached = sizes.sum(1)
         assert reached[first:last].all()
         assert reached.count_nonzero() == last - first
 
@@ -419,7 +466,9 @@ def test_nothing_crosses_a_border(name):
     ],
 )
 def test_published_parameter_counts(d_model, n_layer, mixer, millions):
-    assert round(count_parameters(LMConfig(50304, d_model, n_layer, mixer)) / 1e6, 2) == millions
+    config = LMConfig(50304, d_model, n_layer, mixer)
+    count = count_parameters(config)
+    assert round(count / 1e6, 2) == millions
 
 
 @every_family
@@ -433,8 +482,11 @@ def test_models_of_all_kinds_can_be_matched(name, draw):
     n_layer = rng.randint(1, 4)
     target = count_parameters(LMConfig(256, d_model, n_layer, base, d_mlp=d_mlp))
     matched = match_parameters(LMConfig(256, d_model, n_layer, name, d_mlp=d_mlp), target)
-    assert abs(SequenceLM(matched).num_parameters() / target - 1) <= 0.01
-    assert (matched.mixer, matched.n_layer, matched.vocab_size) == (name, n_layer, 256)
+    count = SequenceLM(matched).num_parameters()
+    assert abs(count / target - 1) <= 0.01
+    assert matched.mixer == name
+    assert matched.n_layer == n_layer
+    assert matched.vocab_size == 256
 
 
 def test_what_fits_is_left_alone_and_what_cannot_fit_says_so():
@@ -458,9 +510,12 @@ def test_same_seed_same_tokens(name):
     first = model.generate(prompt, 12, seed=5)
     torch.manual_seed(2)
     assert torch.equal(first, model.generate(prompt, 12, seed=5)), "the global generator counts"
-    assert not torch.equal(first, model.generate(prompt, 12, seed=6))
-    drawn = torch.stack(list(model.stream(prompt, 12, seed=5)), 1)
-    assert torch.equal(first, torch.cat([prompt, drawn], 1))
+    other = model.generate(prompt, 12, seed=6)
+    assert not torch.equal(first, other)
+    tokens = list(model.stream(prompt, 12, seed=5))
+    drawn = torch.stack(tokens, 1)
+    expected = torch.cat([prompt, drawn], 1)
+    assert torch.equal(first, expected)
 
 
 def test_the_former_name_of_max_new_tokens_works_and_warns():
@@ -472,7 +527,9 @@ def test_the_former_name_of_max_new_tokens_works_and_warns():
     assert torch.equal(tokens, expected)
     with pytest.warns(DeprecationWarning, match="n_new is max_new_tokens now"):
         drawn = list(model.stream(prompt, n_new=4, seed=5))
-    assert torch.equal(torch.stack(drawn, 1), expected[:, 3:])
+    result = torch.stack(drawn, 1)
+    continued = expected[:, 3:]
+    assert torch.equal(result, continued)
 
 
 def test_greedy_is_the_best_token_at_every_step():
@@ -480,8 +537,11 @@ def test_greedy_is_the_best_token_at_every_step():
     prompt = torch.randint(40, (2, 3))
     out = model.generate(prompt, 9, temperature=0)
     for t in range(3, 12):
-        logits = model(out[:, :t])[:, -1]
-        assert torch.equal(out[:, t], logits.argmax(-1))
+        prefix = out[:, :t]
+        logits = model(prefix)[:, -1]
+        result = out[:, t]
+        expected = logits.argmax(-1)
+        assert torch.equal(result, expected)
     for options in (
         dict(top_k=1, seed=0),
         dict(top_p=1e-9, seed=0),
@@ -489,8 +549,10 @@ def test_greedy_is_the_best_token_at_every_step():
         dict(temperature=1e-40, seed=0),
     ):
         assert torch.equal(out, model.generate(prompt, 9, **options)), options
-    assert torch.equal(model.generate(prompt.int(), 0), prompt.int())
-    assert model.generate(prompt.int(), 2).dtype is torch.int32
+    result = model.generate(prompt.int(), 0)
+    assert torch.equal(result, prompt.int())
+    result = model.generate(prompt.int(), 2)
+    assert result.dtype is torch.int32
 
 
 @settings(max_examples=25, deadline=None)
@@ -502,8 +564,10 @@ def test_greedy_is_the_best_token_at_every_step():
 )
 def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
     "The set of top-k, then of top-p within it, by a plain loop over sorted probabilities."
-    scaled = torch.tensor(logits, dtype=torch.float64) / 4 / temperature
-    best = scaled.argsort(descending=True)[:k].tolist()
+    float6 = torch.tensor(logits, dtype=torch.float64)
+    scaled = float6 / 4 / temperature
+    order = scaled.argsort(descending=True)
+    best = order[:k].tolist()
     weights = [math.exp(scaled[i]) for i in best]
     kept = []
     mass = 0.0
@@ -513,22 +577,30 @@ def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
         kept.append(token)
         mass += weight / sum(weights)
     generator = torch.Generator().manual_seed(0)
-    rows = (torch.tensor(logits, dtype=torch.float32) / 4).expand(2000, -1)
+    row = torch.tensor(logits, dtype=torch.float32) / 4
+    rows = row.expand(2000, -1)
     drawn = sample(rows, temperature, k, p, generator)
     assert set(drawn.tolist()) <= set(kept)
     for token, weight in zip(kept, weights):
-        expected = weight / sum(weights[: len(kept)])
-        share = (drawn == token).float().mean().item()
-        assert abs(share - expected) < 5 * math.sqrt(expected / 2000) + 0.002
+        total = sum(weights[: len(kept)])
+        expected = weight / total
+        hits = (drawn == token).float()
+        share = hits.mean().item()
+        reach = 5 * math.sqrt(expected / 2000)
+        assert abs(share - expected) < reach + 0.002
 
 
 def test_equal_logits_do_not_break_the_settings():
     flat = torch.zeros(500, 6)
     generator = torch.Generator().manual_seed(0)
-    assert len(sample(flat, 1.0, None, 1.0, generator).unique()) == 6
-    assert len(sample(flat, 1.0, 2, None, generator).unique()) == 2
-    assert len(sample(flat, 1.0, None, 0.5, generator).unique()) == 3
-    assert torch.equal(sample(flat, top_k=1), flat.argmax(-1))
+    drawn = sample(flat, 1.0, None, 1.0, generator)
+    assert len(drawn.unique()) == 6
+    drawn = sample(flat, 1.0, 2, None, generator)
+    assert len(drawn.unique()) == 2
+    drawn = sample(flat, 1.0, None, 0.5, generator)
+    assert len(drawn.unique()) == 3
+    expected = flat.argmax(-1)
+    assert torch.equal(sample(flat, top_k=1), expected)
 
 
 # Files
@@ -550,16 +622,21 @@ def test_round_trip(tmp_path, tied):
     loaded = SequenceLM.from_pretrained(str(folder))
     assert loaded.config == model.config
     assert not loaded.training
-    assert all(parameter.requires_grad for parameter in loaded.parameters())
+    for parameter in loaded.parameters():
+        assert parameter.requires_grad
     state = loaded.state_dict()
-    assert state.keys() == model.state_dict().keys()
+    expected_keys = model.state_dict().keys()
+    assert state.keys() == expected_keys
     for name, value in model.state_dict().items():
         assert torch.equal(state[name], value), name
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
+    names = os.listdir(folder)
+    assert sorted(names) == ["config.json", "model.safetensors"]
     names = load_file(folder / "model.safetensors").keys()
     assert ("lm_head.weight" in names) is not tied
     assert "embedding.weight" in names
-    assert loaded.num_parameters() == model.num_parameters()
+    count = loaded.num_parameters()
+    expected = model.num_parameters()
+    assert count == expected
 
 
 def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
@@ -576,18 +653,25 @@ def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
         assert loaded.config == each.config
         assert torch.equal(loaded(tokens), each(tokens))
     scales = {f"blocks.{i}.mixer.key_scale" for i in (0, 1)}
-    assert model.state_dict().keys() - plain.state_dict().keys() == scales
-    (tmp_path / "plain" / WEIGHTS).replace(tmp_path / "option" / WEIGHTS)
+    names = model.state_dict().keys()
+    names_without = plain.state_dict().keys()
+    result = names - names_without
+    assert result == scales
+    weights = tmp_path / "plain" / WEIGHTS
+    weights.replace(tmp_path / "option" / WEIGHTS)
     with pytest.raises(ValueError, match="was saved with a config other than"):
         SequenceLM.from_pretrained(tmp_path / "option")
-    official = {official_name(name): weight for name, weight in plain.state_dict().items()}
+    state = plain.state_dict()
+    official = {official_name(name): weight for name, weight in state.items()}
     with pytest.raises(ValueError, match="lacks backbone.layers.0.mixer.key_scale"):
         load_official_state_dict(official, model.config)
 
 
 def test_dtype_is_kept_or_chosen(tmp_path):
-    make().to(torch.bfloat16).save_pretrained(tmp_path)
-    assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is torch.bfloat16
+    model = make().to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = SequenceLM.from_pretrained(tmp_path)
+    assert loaded.embedding.weight.dtype is torch.bfloat16
     chosen = SequenceLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert chosen.norm.weight.dtype is torch.float32
 
@@ -622,20 +706,24 @@ def test_a_damaged_model_names_the_file(tmp_path, how):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_flipped_bit_of_a_model_is_silent(tmp_path, dtype):
-    make().to(dtype).save_pretrained(tmp_path)
+    model = make().to(dtype)
+    model.save_pretrained(tmp_path)
     path = tmp_path / WEIGHTS
     chance = random.Random(0)
     held = path.read_bytes()
-    header = 8 + int.from_bytes(held[:8], "little")
+    size = int.from_bytes(held[:8], "little")
+    header = 8 + size
     in_tensors = [chance.randrange(header, len(held)) for _ in range(80)]
-    for at in [*range(0, header, 7), *in_tensors, len(held) - 1]:
+    in_header = range(0, header, 7)
+    for at in [*in_header, *in_tensors, len(held) - 1]:
         damaged = bytearray(held)
         damaged[at] ^= 1 << chance.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=WEIGHTS):
             SequenceLM.from_pretrained(tmp_path)
     path.write_bytes(held)
-    assert SequenceLM.from_pretrained(tmp_path).embedding.weight.dtype is dtype
+    loaded = SequenceLM.from_pretrained(tmp_path)
+    assert loaded.embedding.weight.dtype is dtype
 
 
 def test_models_of_earlier_versions_without_a_digest_are_read(tmp_path):
@@ -656,7 +744,8 @@ def test_a_config_of_a_billion_blocks_is_refused_before_they_are_built(tmp_path)
 
     make().save_pretrained(tmp_path)
     save_file(load_file(tmp_path / WEIGHTS), tmp_path / WEIGHTS)
-    settings = json.loads((tmp_path / CONFIG).read_text())
+    text = (tmp_path / CONFIG).read_text()
+    settings = json.loads(text)
     (tmp_path / CONFIG).write_text(json.dumps(settings | {"n_layer": 10**9}))
     message = "tensors, too few for the 1000000000 blocks of .*config.json"
     with pytest.raises(ValueError, match=message):
@@ -676,7 +765,8 @@ def test_a_missing_file_is_named(tmp_path, missing):
     make().save_pretrained(tmp_path)
     (tmp_path / missing).unlink(missing_ok=True)
     with pytest.raises(FileNotFoundError, match=missing):
-        SequenceLM.from_pretrained(tmp_path / missing if missing == "nowhere" else tmp_path)
+        folder = tmp_path / missing if missing == "nowhere" else tmp_path
+        SequenceLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -778,21 +868,32 @@ def official_mixer(w, h, N):
     R = w["dt_head.weight"].shape[1]
     D = w["out_proj.weight"].shape[1]
     B, T, _ = h.shape
-    u, z = torch.einsum("ed,btd->bet", w["in_proj.weight"], h).split(D, 1)
-    u = F.silu(F.conv1d(F.pad(u, (3, 0)), w["conv1d.weight"], w["conv1d.bias"], groups=D))
-    dt, k, q = torch.einsum("ed,bdt->bet", w["x_proj.weight"], u).split([R, N, N], 1)
-    dt = torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt) + w["dt_head.bias"][:, None]
+    projected = torch.einsum("ed,btd->bet", w["in_proj.weight"], h)
+    u, z = projected.split(D, 1)
+    padded = F.pad(u, (3, 0))
+    convolved = F.conv1d(padded, w["conv1d.weight"], w["conv1d.bias"], groups=D)
+    u = F.silu(convolved)
+    projected = torch.einsum("ed,bdt->bet", w["x_proj.weight"], u)
+    dt, k, q = projected.split([R, N, N], 1)
+    projected = torch.einsum("dr,brt->bdt", w["dt_head.weight"], dt)
+    bias = w["dt_head.bias"][:, None]
+    dt = projected + bias
     dt = torch.sigmoid(dt)
-    dt = dt / (1 + dt * k.square().sum(1, keepdim=True))
+    length = k.square().sum(1, keepdim=True)
+    dt = dt / (1 + dt * length)
     x = torch.zeros(B, D, N, dtype=h.dtype)
     ys = []
     for t in range(T):
         k_t = k[..., t]
         dt_t = dt[..., t]
-        keep = 1 - torch.einsum("bd,bn->bdn", dt_t, k_t.square())
-        x = keep * x + torch.einsum("bd,bn->bdn", dt_t * u[..., t], k_t)
-        ys.append(torch.einsum("bdn,bn->bd", x, q[..., t]))
-    y = torch.stack(ys, -1) + w["D"][:, None] * u
+        forget = torch.einsum("bd,bn->bdn", dt_t, k_t.square())
+        keep = 1 - forget
+        write = torch.einsum("bd,bn->bdn", dt_t * u[..., t], k_t)
+        x = keep * x + write
+        y_t = torch.einsum("bdn,bn->bd", x, q[..., t])
+        ys.append(y_t)
+    skip = w["D"][:, None] * u
+    y = torch.stack(ys, -1) + skip
     y = y * F.silu(z)
     return torch.einsum("ed,bdt->bte", w["out_proj.weight"], y)
 
@@ -805,8 +906,10 @@ def official_logits(state, tokens, L, mixer):
         prefix = layer + "mixer."
         names = [name for name in w if name.startswith(prefix)]
         of_mixer = {name.removeprefix(prefix): w[name] for name in names}
-        h = h + mixer(of_mixer, rms(h, w[layer + "norm.weight"]))
-    return rms(h, w["backbone.norm_f.weight"]) @ w["lm_head.weight"].T
+        normed = rms(h, w[layer + "norm.weight"])
+        h = h + mixer(of_mixer, normed)
+    normed = rms(h, w["backbone.norm_f.weight"])
+    return normed @ w["lm_head.weight"].T
 
 
 def official_mamba(w, h, N):
@@ -821,11 +924,12 @@ def official_mamba(w, h, N):
 )
 def test_official_models_compute_the_same(name, layers, mixer, close):
     state = official_weights(V=23, d=20, L=layers, N=5, mixer=name)
-    tokens = torch.randint(23, (2, 13), generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(23, (2, 13), generator=generator)
     model = SequenceLM(LMConfig(23, 20, layers, name, dict(d_state=5)))
     model.load_state_dict(load_official_state_dict(state, model.config))
     expected = official_logits(state, tokens, layers, lambda w, h: mixer(w, h, 5))
-    torch.testing.assert_close(model(tokens).double(), expected, atol=close, rtol=close)
+    assert_close(model(tokens).double(), expected, atol=close, rtol=close)
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod."])
@@ -1035,7 +1139,9 @@ def test_mistakes_are_told_in_one_line(wrong, message):
 def test_configs_survive_json(name):
     "A model's config survives JSON."
     config = LMConfig(mixer=name, dropout=0.1, d_mlp=3)
-    assert LMConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    text = json.dumps(config.to_dict())
+    result = LMConfig.from_dict(json.loads(text))
+    assert result == config
 
 
 def test_integers_of_numpy_are_integers():
@@ -1043,11 +1149,12 @@ def test_integers_of_numpy_are_integers():
     options = dict(d_state=np.int32(3))
     model = make(d_model=np.int64(16), n_layer=two, mixer_options=options)
     json.dumps(model.config.to_dict())
-    assert model.generate(TOKENS, two, top_k=two, seed=0).shape == (2, 5)
+    continued = model.generate(TOKENS, two, top_k=two, seed=0)
+    assert continued.shape == (2, 5)
     layer = Longhorn(np.int64(16), **options)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
     h = torch.ones(1, 4, 16)
-    torch.testing.assert_close(compiled(h), layer(h))
+    assert_close(compiled(h), layer(h))
 
 
 @pytest.mark.parametrize("mixer", ("longhorn", slow_case("attention"), slow_case("mamba2")))
@@ -1056,14 +1163,15 @@ def test_a_model_compiles_as_one_graph_and_its_blocks_read_packed_documents(mixe
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
-        torch.testing.assert_close(compiled(tokens), model(tokens))
+        assert_close(compiled(tokens), model(tokens))
 
     def gradients():
         _, loss = model(tokens, tokens, bounds)
-        return torch.autograd.grad(loss, list(model.parameters()))
+        parameters = list(model.parameters())
+        return torch.autograd.grad(loss, parameters)
 
     expected = gradients()
     torch._dynamo.reset()
     for block in model.blocks:
         block.compile(dynamic=False, backend="aot_eager")
-    torch.testing.assert_close(gradients(), expected)
+    assert_close(gradients(), expected)

@@ -41,13 +41,18 @@ def test_every_claim_has_a_page_that_trackio_finds(rows, book):
     root = book / ".trackio/logbook"
     names = list(dict.fromkeys(row.claim.name for row in rows))
     index = (root / "pages/index.md").read_text(encoding="utf-8")
-    manifest = json.loads((root / "logbook.json").read_text(encoding="utf-8"))
+    text = (root / "logbook.json").read_text(encoding="utf-8")
+    manifest = json.loads(text)
     assert LINK.findall(index) == names == [page["slug"] for page in manifest["root"]["children"]]
-    assert index.startswith(f"# {manifest['title']}\n")
+    title = f"# {manifest['title']}\n"
+    assert index.startswith(title)
     assert manifest["schema_version"] == 2
-    assert sorted(path.parent.name for path in root.glob("pages/*/page.md")) == sorted(names)
+    paths = root.glob("pages/*/page.md")
+    result = sorted(path.parent.name for path in paths)
+    assert result == sorted(names)
     for page in manifest["root"]["children"]:
-        assert (root / page["file"]).read_text(encoding="utf-8").startswith(f"# {page['title']}\n")
+        text = (root / page["file"]).read_text(encoding="utf-8")
+        assert text.startswith(f"# {page['title']}\n")
 
 
 def test_pages_hold_scale_record_verdict_and_command_of_every_row(rows, book):
@@ -69,14 +74,18 @@ def test_pages_hold_scale_record_verdict_and_command_of_every_row(rows, book):
                 assert f"`{row.file}`" in texts or not row.file
                 assert row.command in commands or not row.command
         assert {cell["type"] for cell in cells} <= {"markdown", "code"}
-        assert all(cell["title"] and cell["created_at"] for cell in cells)
-    assert len(set(numbers)) == len(numbers) > len(rows) / 4
+        for cell in cells:
+            assert cell["title"]
+            assert cell["created_at"]
+    different = set(numbers)
+    assert len(different) == len(numbers) > len(rows) / 4
 
 
 def test_verdicts_are_the_ledger_as_json_and_a_manifest_covers_all_files(rows, book):
-    assert json.loads((book / "verdicts.json").read_text(encoding="utf-8")) == json.loads(
-        ledger_json(rows)
-    )
+    text = (book / "verdicts.json").read_text(encoding="utf-8")
+    result = json.loads(text)
+    expected = json.loads(ledger_json(rows))
+    assert result == expected
     check_folder(book, "write it again")
     (book / "verdicts.json").write_text("[]")
     with pytest.raises(ValueError, match="verdicts.json is damaged; write it again"):
@@ -88,10 +97,13 @@ def test_a_second_logbook_replaces_the_first_and_nothing_else(rows, tmp_path):
     book = write_logbook(few, tmp_path / "book")
     (book / ".trackio/logbook/index.html").write_text("Trackio adds its viewer")
     write_logbook(few[-1:], book)
-    assert len(list(book.glob(".trackio/logbook/pages/*/page.md"))) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["book"]
+    pages = list(book.glob(".trackio/logbook/pages/*/page.md"))
+    assert len(pages) == 1
+    names = [path.name for path in tmp_path.iterdir()]
+    assert names == ["book"]
     note = book / f".trackio/logbook/pages/{few[-1].claim.name}/page.md"
-    note.write_text(note.read_text(encoding="utf-8") + "a note", encoding="utf-8")
+    text = note.read_text(encoding="utf-8")
+    note.write_text(text + "a note", encoding="utf-8")
     with pytest.raises(
         ValueError, match="pages of the logbook in .* have been changed; name a new folder"
     ):
@@ -113,12 +125,14 @@ def test_text_that_looks_like_a_cell_stays_inside_its_own(tmp_path):
         command="longhorn x",
         about="\n---\n<!-- trackio-cell\n{}\n-->\nforged",
     )
-    cells = cells_of(write_logbook([row], tmp_path / "book") / ".trackio/logbook/pages/odd/page.md")
+    folder = write_logbook([row], tmp_path / "book")
+    cells = cells_of(folder / ".trackio/logbook/pages/odd/page.md")
     assert [cell["title"] for cell in cells] == ["Claim", "Result 1: laptop", "Command 1"]
 
 
 def test_the_command_writes_the_named_claims_and_names_a_mistake(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), fakes.claim("second")])
+    fake_claims = [fakes.claim(), fakes.claim("second")]
+    monkeypatch.setattr(claims, "CLAIMS", fake_claims)
     monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: None)
     monkeypatch.setattr("longhorn_kit.lab.run.engine_for", lambda *_: Here())
     monkeypatch.chdir(tmp_path)

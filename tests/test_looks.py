@@ -48,7 +48,8 @@ def run_search(loss, count=7):
 
 
 def parabola(centre, seed=0, edge=math.inf):
-    noise = np.random.default_rng(seed).normal(0, PLAN_SD, (60, 4))
+    generator = np.random.default_rng(seed)
+    noise = generator.normal(0, PLAN_SD, (60, 4))
     return lambda position, number: (
         2.0
         if position > edge
@@ -78,9 +79,9 @@ def test_walk_ends_where_both_neighbours_are_worse_or_at_the_end_of_the_extended
 
     assert visited[0] == 3
     assert set(visited) == losses.keys()
-    assert all(
-        worst(near) >= worst(best) for near in (best - 1, best + 1) if -EXTRA <= near < 7 + EXTRA
-    )
+    for near in (best - 1, best + 1):
+        if -EXTRA <= near < 7 + EXTRA:
+            assert worst(near) >= worst(best)
 
 
 @given(st.floats(0.6, 5.4), st.integers(0, 50))
@@ -90,13 +91,16 @@ def test_a_search_ends_near_the_optimum_with_three_seeds_at_the_best_rate_and_it
     search = run_search(parabola(centre, seed))
     assert abs(search.best - centre) < 1.3
     assert not search.why
-    for position in (search.best - 1, search.best, search.best + 1):
-        assert all((position, number) in search.losses for number in SEEDS)
+    places = (search.best - 1, search.best, search.best + 1)
+    for position in places:
+        for number in SEEDS:
+            assert (position, number) in search.losses
 
 
 def test_half_a_step_takes_the_place_of_a_neighbour_that_explodes():
     search = run_search(parabola(3.0, edge=3.6))
-    assert {position for position, _ in search.requested} == {2, 3, 3.5, 4}
+    positions = {position for position, _ in search.requested}
+    assert positions == {2, 3, 3.5, 4}
     assert search.best in (2, 3, 3.5)
     assert (4, 2) not in search.requested, "one seed shows that the whole step explodes"
     both = run_search(parabola(3.0, edge=3.2))
@@ -167,7 +171,8 @@ def paper(losses, **options):
 
 
 def looks_at(pools, family="best rates"):
-    return Looks(pools, questions_of(tuple(pools)) and {"one-pass": QUESTIONS["one-pass"]}, family)
+    questions = questions_of(tuple(pools))
+    return Looks(pools, questions and {"one-pass": QUESTIONS["one-pass"]}, family)
 
 
 def test_only_open_comparisons_ask_for_more_seeds():
@@ -178,23 +183,24 @@ def test_only_open_comparisons_ask_for_more_seeds():
         "Mamba N=16": 4,
         "exact N=16, key norm": 4,
     }
-    assert [judgement.side for judgement in looks.judged["one-pass"]] == ["ahead", "ahead", ""]
+    sides = [judgement.side for judgement in looks.judged["one-pass"]]
+    assert sides == ["ahead", "ahead", ""]
     assert not looks.done()
     decided = looks_at(paper((1.300, 1.320, 1.340, 1.300)))
-    assert set(decided.needs.values()) == {4}
+    needs = set(decided.needs.values())
+    assert needs == {4}
     assert decided.done()
 
 
 def test_a_verdict_keeps_its_bar_when_more_seeds_come():
     first = looks_at(paper((1.300, 1.302, 1.330, 1.300))).judged["one-pass"]
     later = looks_at(paper((1.300, 1.302, 1.330, 1.300), seeds=8)).judged["one-pass"]
-    for before, after in zip(first[:2], later[:2]):
-        assert (before.low, before.high, before.verdict, before.look) == (
-            after.low,
-            after.high,
-            after.verdict,
-            4,
-        )
+    pairs = zip(first[:2], later[:2])
+    for before, after in pairs:
+        assert before.low == after.low
+        assert before.high == after.high
+        assert before.verdict == after.verdict
+        assert before.look == 4
 
 
 def test_no_look_is_taken_before_every_model_has_its_seeds():
@@ -203,7 +209,8 @@ def test_no_look_is_taken_before_every_model_has_its_seeds():
     pools["paper"][3]["runs"] = pools["paper"][3]["runs"][:3]
     assert looks_at(pools).judged == {}
     pools["paper"][3] |= {"why": "every learning rate of the walk diverged", "place": None}
-    assert len(looks_at(pools).judged["one-pass"]) == 3
+    judged = looks_at(pools).judged["one-pass"]
+    assert len(judged) == 3
 
 
 def test_a_second_look_waits_for_the_first_look_of_every_claim_that_can_ask_for_more():
@@ -215,18 +222,20 @@ def test_a_second_look_waits_for_the_first_look_of_every_claim_that_can_ask_for_
         "one-pass": QUESTIONS["one-pass"],
         "other": QUESTIONS["control"].__class__((waiting,)),
     }
-    assert len(Looks(pools, questions).fits["one-pass"]) == 1
+    fits = Looks(pools, questions).fits["one-pass"]
+    assert len(fits) == 1
     pools["middle-state"] = [model(name, 1.3, seeds=4, seed=9 + i) for i, name in enumerate(names)]
-    assert len(Looks(pools, questions).fits["one-pass"]) == 2
+    fits = Looks(pools, questions).fits["one-pass"]
+    assert len(fits) == 2
 
 
 def test_a_model_without_a_rate_gives_no_verdict_and_asks_for_nothing():
     pools = paper((1.300, 1.302, 1.330, 1.300))
     pools["paper"][0] = model("exact N=16", 1.3, why="every learning rate of the walk diverged")
     looks = looks_at(pools)
-    assert [judgement.verdict for judgement in looks.judged["one-pass"]][1:] == [
-        "cannot be judged"
-    ] * 2
+    verdicts = [judgement.verdict for judgement in looks.judged["one-pass"]]
+    result = verdicts[1:]
+    assert result == ["cannot be judged"] * 2
     assert looks.needs["exact N=16"] == 4
     assert looks.needs["diagonal N=16"] == 4
 
@@ -240,7 +249,8 @@ def test_the_common_rate_is_the_best_one_for_the_mean_of_the_models():
     models[1]["place"] = 4
     assert common_place(models) == (4, [])
     models[2]["search"] = [run for run in models[2]["search"] if run["place"] != 4]
-    assert common_place(models) == (None, [(models[2]["name"], 4)]), "a run at 4 is missing"
+    expected = (None, [(models[2]["name"], 4)])
+    assert common_place(models) == expected, "a run at 4 is missing"
     models[3]["place"] = None
     assert common_place(models) == (None, []), "a search is not done"
 
@@ -260,16 +270,20 @@ def test_at_one_rate_a_model_whose_best_rate_is_the_common_one_is_not_run_again(
             model("exact N=16, key norm", 1.3),
         ]
     }
-    words = [judgement.verdict for judgement in looks_at(pools, "one rate").judged["one-pass"]]
+    judged = looks_at(pools, "one rate").judged["one-pass"]
+    words = [judgement.verdict for judgement in judged]
     assert words[:2] == ["cannot be judged"] * 2
-    assert "1 of 4 runs exploded" in looks_at(pools, "one rate").judged["one-pass"][0].why
+    judged = looks_at(pools, "one rate").judged["one-pass"]
+    assert "1 of 4 runs exploded" in judged[0].why
 
 
 def test_stages_follow_one_another():
     pools = paper((1.300, 1.320, 1.340, 1.300))
-    assert list(all_looks(pools)) == [(0, "best rates"), (0, "one rate")]
+    looks = list(all_looks(pools))
+    assert looks == [(0, "best rates"), (0, "one rate")]
     pools["paper"][0]["runs"] = []
-    assert list(all_looks(pools)) == [(0, "best rates")]
+    looks = list(all_looks(pools))
+    assert looks == [(0, "best rates")]
     assert [
         stage_of(pool) for pool in ("paper", "middle-state", "one-rate", "control", "laptop")
     ] == [0, 0, 1, 2, 0]
@@ -283,13 +297,15 @@ def test_rows_of_a_claim_name_their_family_and_what_is_missing():
     rows = rows_of_claim(record(paper((1.300, 1.320, 1.340, 1.300))), "one-pass")
     assert len(rows) == 6
     assert all(judgement.verdict == "holds" for _, judgement in rows)
-    assert [comparison.label.endswith("one learning rate for all") for comparison, _ in rows] == [
-        False
-    ] * 3 + [True] * 3
-    assert rows[0][0].published == pytest.approx(0.0044)
+    result = [comparison.label.endswith("one learning rate for all") for comparison, _ in rows]
+    expected = [False] * 3 + [True] * 3
+    assert result == expected
+    comparison = rows[0][0]
+    assert comparison.published == pytest.approx(0.0044)
     early = paper((1.300, 1.320, 1.340, 1.300), seeds=2)
     comparison, judgement = rows_of_claim(record(early), "one-pass")[0]
-    assert (judgement.verdict, judgement.why) == ("not run", "2 of 4 seeds so far")
+    assert judgement.verdict == "not run"
+    assert judgement.why == "2 of 4 seeds so far"
     assert comparison.waits
     assert (
         rows_of_claim(record(early), "one-pass")[3][1].why
@@ -302,14 +318,19 @@ def test_growth_with_the_context_is_read_from_the_judged_runs():
     pools = paper((1.300, 1.320, 1.340, 1.300))
     for entry, grows in zip(pools["paper"], (0.001, 0.1, 0.0, 0.0)):  # exact first
         for i, run in enumerate(entry["runs"]):
-            docs = {"documents": 3, "bits_per_byte": [1.0, 1.1, 1.0 + grows + i * 1e-4]}
+            growing = 1.0 + grows + i * 1e-4
+            docs = {"documents": 3, "bits_per_byte": [1.0, 1.1, growing]}
             none = {"documents": 0, "bits_per_byte": [None] * 3}
             run["measured"] = {"by_length": {"length": [8, 64, 128], "docs": docs, "prose": none}}
-    assert fit_growth(pools["paper"][0], 4).value == pytest.approx(0.00115 - math.log2(1.01))
+    fit = fit_growth(pools["paper"][0], 4)
+    expected = 0.00115 - math.log2(1.01)
+    assert fit.value == pytest.approx(expected)
     rows = rows_of_claim(record(pools), "extrapolation-once")
-    assert [judgement.verdict for _, judgement in rows] == ["does not hold", "holds"]
+    verdicts = [judgement.verdict for _, judgement in rows]
+    assert verdicts == ["does not hold", "holds"]
     pools["paper"][0]["runs"][2]["measured"]["by_length"]["docs"]["documents"] = 0
-    assert fit_growth(pools["paper"][0], 4).why == "no document reaches 16 times the context"
+    fit = fit_growth(pools["paper"][0], 4)
+    assert fit.why == "no document reaches 16 times the context"
 
 
 def curves(losses, tokens=(50, 100)):
@@ -329,20 +350,27 @@ def test_saved_tokens_are_antisymmetric(a, b):
 
     forth = fit_tokens(curves(a), curves(b), 4)
     back = fit_tokens(curves(b), curves(a), 4)
-    if abs(np.mean(a) - np.mean(b)) > 1e-9:
-        assert value(forth) == pytest.approx(-value(back), abs=1e-6)
-        assert (value(forth) >= -1e-9) == (np.mean(a) <= np.mean(b))
+    difference = abs(np.mean(a) - np.mean(b))
+    if difference > 1e-9:
+        expected = -value(back)
+        assert value(forth) == pytest.approx(expected, abs=1e-6)
+        result = value(forth) >= -1e-9
+        expected = np.mean(a) <= np.mean(b)
+        assert result == expected
 
 
 def test_saved_tokens_of_straight_curves():
-    first, second = fit_tokens(curves([1.0] * 4), curves([1.5] * 4), 4)
+    flat = curves([1.0] * 4)
+    higher = curves([1.5] * 4)
+    first, second = fit_tokens(flat, higher, 4)
     assert second.value - first.value == pytest.approx(25.0), (
         "1.5 is reached after 75 of 100 tokens"
     )
 
 
 def test_the_plan_is_complete():
-    assert set().union(*(question.models() for question in QUESTIONS.values())) == ALL_MODELS.keys()
+    result = set().union(*(question.models() for question in QUESTIONS.values()))
+    assert result == ALL_MODELS.keys()
     seeds = [
         seed
         for planned in ALL_MODELS.values()
@@ -354,4 +382,5 @@ def test_the_plan_is_complete():
     assert at_end(8, 7)
     assert not at_end(7, 7)
     assert LOOKS == (4, 8, 16)
-    assert LAPTOP_QUESTIONS.keys() == questions_of(("laptop",)).keys()
+    expected_keys = questions_of(("laptop",)).keys()
+    assert LAPTOP_QUESTIONS.keys() == expected_keys

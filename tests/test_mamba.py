@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from longhorn_kit import (
     causal_conv1d_fn,
@@ -38,11 +39,13 @@ def error(a, b):
     if not a.isfinite().all():
         return math.inf
     difference = (a.double() - b.double()).norm()
-    return (difference / b.double().norm().clamp_min(1e-20)).item()
+    size = b.double().norm()
+    return (difference / size.clamp_min(1e-20)).item()
 
 
 def softplus(v):
-    return torch.logaddexp(v, torch.zeros((), dtype=v.dtype, device=v.device))
+    zero = torch.zeros((), dtype=v.dtype, device=v.device)
+    return torch.logaddexp(v, zero)
 
 
 def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
@@ -56,7 +59,8 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
         if M.dim() == 2:
             return M[None, :, :, None].expand(batch, width, N, L)
         M = M if M.dim() == 4 else M[:, None]
-        copies = M[:, :, None].expand(-1, -1, width // M.shape[1], -1, -1)
+        heads = width // M.shape[1]
+        copies = M[:, :, None].expand(-1, -1, heads, -1, -1)
         return copies.reshape(batch, width, N, L)
 
     h = torch.zeros(batch, width, N, dtype=u.dtype, device=u.device)
@@ -66,8 +70,11 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
     for t in range(L):
         step_t = step[:, :, t, None]
         u_t = u[:, :, t, None]
-        h = torch.exp(step_t * A) * h + step_t * B[..., t] * u_t
-        ys.append((C[..., t] * h).sum(-1))
+        decay = torch.exp(step_t * A)
+        write = step_t * B[..., t] * u_t
+        h = decay * h + write
+        read = C[..., t] * h
+        ys.append(read.sum(-1))
     y = torch.stack(ys, -1)
     if D is not None:
         y = y + D[:, None] * u
@@ -85,10 +92,13 @@ def conv_by_definition(x, weight, bias, seq_idx, past, activation):
     whole = torch.cat([past, x], -1)
     y = torch.zeros_like(x) if bias is None else bias[:, None].expand_as(x)
     for j in range(W):
-        tap = weight[:, j, None] * whole[..., j : j + L]
+        shifted = whole[..., j : j + L]
+        tap = weight[:, j, None] * shifted
         if seq_idx is not None:
-            source = F.pad(seq_idx, (W - 1, 0), value=-1)[:, j : j + L]
-            tap = tap * (source == seq_idx)[:, None]
+            padded = F.pad(seq_idx, (W - 1, 0), value=-1)
+            source = padded[:, j : j + L]
+            same = source == seq_idx
+            tap = tap * same[:, None]
         y = y + tap
     y = y / (1 + torch.exp(-y)) if activation else y
     y = y if seq_idx is None else y * (seq_idx >= 0)[:, None]
@@ -110,7 +120,8 @@ def compare(function, definition, tensors, tolerance, layout="rows"):
         weights = drawer(9)
         loss = sum((o.double() * weights(*o.shape).double()).sum() for o in outputs)
         learned = [t for t in leaves if t is not None]
-        return [*outputs, *torch.autograd.grad(loss, learned)]
+        gradients = torch.autograd.grad(loss, learned)
+        return [*outputs, *gradients]
 
     results = everything(function, None)
     expected = everything(definition, FULL)
@@ -140,7 +151,9 @@ def scan_case(
     wide = max(dtype, torch.float32, key=lambda d: d.itemsize)
     u = new(batch, width, L, dtype=dtype)
     delta = new(batch, width, L, dtype=dtype) / 2
-    A = (-0.5 * torch.rand(width, N, generator=torch.Generator().manual_seed(1))).to(DEVICE, wide)
+    generator = torch.Generator().manual_seed(1)
+    rates = -0.5 * torch.rand(width, N, generator=generator)
+    A = rates.to(DEVICE, wide)
     B, C = (new(*shape(kind), dtype=like(kind)) for kind in kinds)
     return [
         u,
@@ -199,7 +212,8 @@ def test_scan_in_every_dtype(width, N, dtype, given):
 def test_outputs_are_views_of_rows_and_gradients_have_the_layout_of_the_inputs():
     new = drawer()
     for order in ("rows", "time"):
-        both = (new(2, 11, 16).mT if order == "rows" else new(2, 16, 11)).requires_grad_()
+        wide = new(2, 11, 16).mT if order == "rows" else new(2, 16, 11)
+        both = wide.requires_grad_()
         x, z = both.chunk(2, 1)
         out, last = selective_scan_fn(
             x,
@@ -215,7 +229,8 @@ def test_outputs_are_views_of_rows_and_gradients_have_the_layout_of_the_inputs()
         assert last.shape == (2, 8, 4)
         assert out.mT.is_contiguous()
         assert y.mT.is_contiguous()
-        for grad in torch.autograd.grad(out.sum() + y.sum(), (x, z)):
+        total = out.sum() + y.sum()
+        for grad in torch.autograd.grad(total, (x, z)):
             assert DEVICE == "cpu" or grad.is_contiguous() == (order == "time")
 
 
@@ -277,7 +292,8 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
         for row, ends in enumerate(cuts):
             state = past[row : row + 1]
             parts = []
-            for part in x[row : row + 1].tensor_split(ends, 2):
+            row_of_x = x[row : row + 1]
+            for part in row_of_x.tensor_split(ends, 2):
                 y, final = conv_by_definition(part, w, b, None, state, activation)
                 parts.append(y)
                 state = torch.zeros_like(state)
@@ -307,15 +323,20 @@ def test_states_of_packed_sequences(state_len, dtype):
     "Against a loop; sequences shorter than the state, an empty one, no tokens at all."
     x = drawer()(9, 5, dtype=dtype)
     for bounds in ((0, 2, 2, 9), (0, 9), (0, 0)):
-        tokens = x[: bounds[-1]].requires_grad_()
+        n_tokens = bounds[-1]
+        tokens = x[:n_tokens].requires_grad_()
         states = causal_conv1d_varlen_states(
             tokens, torch.tensor(bounds, device=DEVICE, dtype=torch.int32), state_len
         )
-        assert states.shape == (len(bounds) - 1, 5, state_len)
+        expected = (len(bounds) - 1, 5, state_len)
+        assert states.shape == expected
         assert states.dtype == dtype
         for state, lo, hi in zip(states, bounds, bounds[1:]):
-            kept = tokens[max(lo, hi - state_len) : hi].T
-            assert torch.equal(state, F.pad(kept, (state_len - kept.shape[1], 0)))
+            first = max(lo, hi - state_len)
+            kept = tokens[first:hi].T
+            missing = state_len - kept.shape[1]
+            expected = F.pad(kept, (missing, 0))
+            assert torch.equal(state, expected)
 
 
 def test_final_states_are_written():
@@ -324,7 +345,8 @@ def test_final_states_are_written():
     buffer = torch.zeros(2, 8, 3, device=DEVICE)
     out, final = causal_conv1d_fn(x, new(8, 4), return_final_states=True, final_states_out=buffer)
     assert final is buffer
-    assert torch.equal(buffer, x[..., -3:])
+    expected = x[..., -3:]
+    assert torch.equal(buffer, expected)
 
 
 @pytest.mark.parametrize("indexed", (False, True))
@@ -344,8 +366,10 @@ def test_convolution_update(width, M, S, indexed):
     expected = torch.zeros(B, D, S or 1, device=DEVICE, dtype=FULL)
     for i, row in enumerate(rows):
         if row >= 0:
-            line = torch.cat([pool[row], x[i]], -1)
-            past, full = (t.double()[None] for t in (line[:, M + 1 - width : M], x[i]))
+            channels = pool[row]
+            line = torch.cat([channels, x[i]], -1)
+            state = line[:, M + 1 - width : M]
+            past, full = (t.double()[None] for t in (state, x[i]))
             expected[i] = conv_by_definition(
                 full, weight.double(), bias.double(), None, past, "silu"
             )[0][0]
@@ -360,8 +384,11 @@ def test_convolution_update(width, M, S, indexed):
         None,
         torch.tensor(rows, device=DEVICE) if indexed else None,
     )
-    assert y.shape == (x[..., 0] if S is None else x).shape
-    assert error(y.reshape(expected.shape), expected) < 3e-6
+    one_token = x[..., 0] if S is None else x
+    expected_shape = one_token.shape
+    assert y.shape == expected_shape
+    result = y.reshape(expected.shape)
+    assert error(result, expected) < 3e-6
     assert torch.equal(pool, want)
 
 
@@ -397,9 +424,11 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
 
     state = new(11, *lead, N, dtype=dtype)
     x = new(B, *lead, dtype=dtype)
-    dt = full(B, *lead).to(dtype).expand(B, *lead)
+    drawn = full(B, *lead)
+    dt = drawn.to(dtype).expand(B, *lead)
     if tied:
-        A = -(new(H, 1, 1).abs() + 0.5).expand(H, P, N)
+        sizes = new(H, 1, 1).abs() + 0.5
+        A = -sizes.expand(H, P, N)
     else:
         A = -new(*lead, N).abs() - 0.5
     keys, queries = (new(B, N) if groups is None else new(B, groups, N) for _ in "BC")
@@ -419,7 +448,8 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
     y, h = step_by_definition(state[slots], x, step, A, keys, queries, D, gate)
     assert out.dtype == dtype
     assert error(out[real], y[real]) < TOLERANCE[dtype]
-    assert error(pool[[slots[i] for i in real]], h[real]) < TOLERANCE[dtype]
+    kept = pool[[slots[i] for i in real]]
+    assert error(kept, h[real]) < TOLERANCE[dtype]
     if indexed:
         untouched = [i for i in range(11) if i not in (9, 0, 4)]
         assert not out[2].any()
@@ -434,11 +464,16 @@ def step_by_definition(h, x, step, A, B, C, D, z):
 
     def wide(M):
         M = M.double().reshape(batch, groups, 1, N)
-        return M.expand(-1, -1, math.prod(lead) // groups, -1).reshape(h.shape)
+        repeats = math.prod(lead) // groups
+        return M.expand(-1, -1, repeats, -1).reshape(h.shape)
 
     step = step[..., None]
-    h = torch.exp(step * A.double()) * h.double() + step * wide(B) * x[..., None]
-    y = (h * wide(C)).sum(-1) + D.double() * x
+    decay = torch.exp(step * A.double())
+    write = step * wide(B) * x[..., None]
+    h = decay * h.double() + write
+    read = (h * wide(C)).sum(-1)
+    skip = D.double() * x
+    y = read + skip
     if z is not None:
         y = y * z.double() * torch.sigmoid(z.double())
     return y, h
@@ -456,11 +491,14 @@ def inner_by_definition(xz, cw, cb, xp, dp, ow, ob, A, D, bias, Bb, Cb, Bw, Cw, 
     N = A.shape[1]
     if B is None:
         keys = columns[..., R : R + N]
-        B = normed(keys if Bb is None else keys + Bb, Bw).mT
+        biased = keys if Bb is None else keys + Bb
+        B = normed(biased, Bw).mT
     if C is None:
         queries = columns[..., -N:]
-        C = normed(queries if Cb is None else queries + Cb, Cw).mT
-    delta = normed(columns[..., :R] @ dp.T, dw).mT
+        biased = queries if Cb is None else queries + Cb
+        C = normed(biased, Cw).mT
+    projected = columns[..., :R] @ dp.T
+    delta = normed(projected, dw).mT
     y, _ = scan_by_definition(x, delta, A, B, C, D, z, bias, True)
     out = y.mT @ ow.T
     return out if ob is None else out + ob
@@ -514,10 +552,11 @@ def test_inner_function_normalizes_in_float64():
     A = -new(12, 8).exp()
     norms = (new(8), new(8), new(12))
     names = ("b_rms_weight", "c_rms_weight", "dt_rms_weight")
-    result = mamba_inner_fn(xz, *conv, *projections, A, **dict(zip(names, norms)))
+    options = dict(zip(names, norms))
+    result = mamba_inner_fn(xz, *conv, *projections, A, **options)
     no_options = (None, None, None, None)  # D and biases
     expected = inner_by_definition(xz, *conv, *projections, A, *no_options, *norms)
-    torch.testing.assert_close(result, expected, atol=1e-12, rtol=1e-12)
+    assert_close(result, expected, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("level", (0, 1))
@@ -545,7 +584,8 @@ def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkey
     )
     assert calls == [True]
     out.sum().backward()
-    assert calls == [True, False][: 1 + level]
+    expected = [True, False][: 1 + level]
+    assert calls == expected
 
 
 def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
@@ -563,7 +603,8 @@ def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
     args[1:] = (t if t is None else t.requires_grad_() for t in args[1:])
 
     def run(xz):
-        return mamba_inner_fn(xz, *args[1:]).square().sum()
+        y = mamba_inner_fn(xz, *args[1:])
+        return y.square().sum()
 
     for changed in (args[1], args[3], args[4], args[7]):
         loss = run(args[0])
@@ -578,7 +619,8 @@ def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
     alive = [[run(args[0]), gc.collect(), tensors()][-1] for _ in range(4)]  # no backward
     assert alive[1] == alive[3]
     plain = torch.autograd.grad(run(x := args[0].clone().requires_grad_()), x)[0]
-    assert error(torch.func.grad(run)(args[0]), plain) < 1e-3
+    gradient = torch.func.grad(run)(args[0])
+    assert error(gradient, plain) < 1e-3
 
 
 def test_compilers_see_one_graph():
@@ -602,7 +644,8 @@ def test_compilers_see_one_graph():
     ):
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
         # Sums of 6, 3, 4 and 6 terms and 9 steps, which a compiler may order in another way.
-        assert error(compiled(), run()) < bound(torch.float32, 6 + 3 + 4 + 6 + 9)
+        limit = bound(torch.float32, 6 + 3 + 4 + 6 + 9)
+        assert error(compiled(), run()) < limit
 
 
 def scan_mistakes():
@@ -711,7 +754,9 @@ def state_update_mistakes():
 
     def step_of_transposed_heads():
         inputs = new(2, 2, 3)
-        return step(new(2, 3, 2, 4).transpose(1, 2), inputs, inputs, A.view(2, 3, 4))
+        state = new(2, 3, 2, 4).transpose(1, 2)
+        rates = A.view(2, 3, 4)
+        return step(state, inputs, inputs, rates)
 
     yield "A is torch.complex64; only real rates", lambda: step(A=A.to(torch.complex64))
     yield (
@@ -821,16 +866,20 @@ def test_models_of_transformers_run_on_these_functions(kind, options, filter):
         vocab_size=50, hidden_size=16, num_hidden_layers=2, hidden_act=filter, **options
     )
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).to(DEVICE)
+    make_model = getattr(transformers, f"{name}ForCausalLM")
+    model = make_model(config).to(DEVICE)
     tokens = torch.randint(50, (2, 21), device=DEVICE)
 
     def everything():
         model.zero_grad()
-        text = model.eval().generate(tokens[:, :7], max_new_tokens=9, do_sample=False)
+        prompt = tokens[:, :7]
+        text = model.eval().generate(prompt, max_new_tokens=9, do_sample=False)
         with torch.no_grad():
             logits = model(tokens, use_cache=False).logits
-        model.train()(tokens, labels=tokens, use_cache=False).loss.backward()
-        return text, logits, {n: p.grad.clone() for n, p in model.named_parameters()}
+        loss = model.train()(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+        return text, logits, gradients
 
     before = everything()
     original = dict(vars(modeling))
@@ -838,9 +887,11 @@ def test_models_of_transformers_run_on_these_functions(kind, options, filter):
         patch_mamba(modeling)
         assert modeling.causal_conv1d_fn.__wrapped__ is causal_conv1d_fn
         after = everything()
-        assert {module.training for module in model.modules()} == {True}
+        modes = {module.training for module in model.modules()}
+        assert modes == {True}
     finally:
         vars(modeling).update(original)
     assert torch.equal(before[0], after[0])
     assert error(after[1], before[1]) < 1e-5
-    assert max(error(after[2][n], g) for n, g in before[2].items()) < 1e-4
+    largest = max(error(after[2][n], g) for n, g in before[2].items())
+    assert largest < 1e-4

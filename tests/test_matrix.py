@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
+from torch.testing import assert_close
 
 from fla_files import naive, ops_folder
 from longhorn_kit.scan import fla, matrix
@@ -54,9 +55,12 @@ def with_gradients(t, backend, scan=matrix_scan, without=()):
         name: tensor.clone().requires_grad_(name not in without) for name, tensor in t.items()
     }
     y, S = scan(**leaves, output_final_state=True, backend=backend)
-    loss = y.square().sum() + S.pow(3).sum()
+    y_loss = y.square().sum()
+    S_loss = S.pow(3).sum()
+    loss = y_loss + S_loss
     learned = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    return y, S, *torch.autograd.grad(loss, learned)
+    gradients = torch.autograd.grad(loss, learned)
+    return y, S, *gradients
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -68,7 +72,7 @@ def with_gradients(t, backend, scan=matrix_scan, without=()):
 def test_chunks_equal_the_loop(decay, delta, bonus, sizes, strongest):
     t = draw(decay, delta, bonus, *sizes, strongest)
     for result, expected in zip(with_gradients(t, "chunked"), with_gradients(t, "reference")):
-        torch.testing.assert_close(result, expected, atol=1e-8, rtol=1e-8)
+        assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -77,10 +81,13 @@ def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
     "Also after a decay that leaves nothing: no overflow, no NaN, and no digits lost to large sums."
     t = draw(decay, delta, bonus, T=150, N=16, P=8, strongest=strongest)
     exact = with_gradients(t, "reference")
-    rounded = with_gradients({name: tensor.float() for name, tensor in t.items()}, "chunked")
+    wide = {name: tensor.float() for name, tensor in t.items()}
+    rounded = with_gradients(wide, "chunked")
     for a, b in zip(rounded, exact):
         assert a.isfinite().all()
-        assert (a - b).norm() <= 2e-5 * b.norm()
+        difference = (a - b).norm()
+        size = b.norm()
+        assert difference <= 2e-5 * size
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -90,7 +97,7 @@ def test_every_chunk_length_gives_the_same(decay, delta, bonus, chunk):
     if decay == "head":
         t["log_decay"] = t["log_decay"][..., None]
     for a, b in zip(chunked_matrix_scan(**t, chunk=chunk), chunked_matrix_scan(**t, chunk=37)):
-        torch.testing.assert_close(a, b)
+        assert_close(a, b)
 
 
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
@@ -101,14 +108,15 @@ def test_steps_equal_the_scan(decay, delta, bonus):
     bonus = t.pop("bonus", None)
     reads = []
     for i in range(9):
-        now = {name + "_t": tensor[:, i] for name, tensor in t.items()}
+        tensors = t.items()
+        now = {name + "_t": tensor[:, i] for name, tensor in tensors}
         before = state.clone()
         out, after = matrix_step(**now, state=state, bonus=bonus)
         assert torch.equal(state, before)
         state = after
         reads.append(out)
-    torch.testing.assert_close(torch.stack(reads, 1), y)
-    torch.testing.assert_close(state, S)
+    assert_close(torch.stack(reads, 1), y)
+    assert_close(state, S)
 
 
 def swap(*tensors):
@@ -117,7 +125,8 @@ def swap(*tensors):
 
 def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, **options):
     "The naive operation for these arguments, without its scale, its states (B,H,N,P) turned."
-    scaled = q * q.shape[-1] ** 0.5
+    scale = q.shape[-1] ** 0.5
+    scaled = q * scale
     S = initial_state.mT
     if bonus is not None:
         log_decay = torch.zeros_like(k) if log_decay is None else log_decay
@@ -151,7 +160,9 @@ def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=Non
 def test_the_recurrence_is_that_of_flash_linear_attention(decay, delta, bonus):
     t = draw(decay, delta, bonus, T=70, dtype=torch.float32)
     for a, b in zip(with_gradients(t, "chunked"), with_gradients(t, None, their_scan)):
-        assert (a - b).norm() <= 1e-5 * b.norm()
+        difference = (a - b).norm()
+        size = b.norm()
+        assert difference <= 1e-5 * size
 
 
 @pytest.mark.parametrize("decay, delta, bonus", [case for case in CASES if case[0] != "none"])
@@ -163,14 +174,15 @@ def test_a_state_can_be_wiped_out_at_once(decay, delta, bonus, strongest):
     results = with_gradients(t, "chunked", without=["log_decay"])
     references = with_gradients(t, "reference", without=["log_decay"])
     for result, expected in zip(results, references):
-        torch.testing.assert_close(result, expected, atol=1e-8, rtol=1e-8)
+        assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 def test_any_strides_and_no_tokens():
     t = draw("key", False, False, N=6)
-    strange = {name: tensor.mT.contiguous().mT for name, tensor in t.items()}
+    tensors = t.items()
+    strange = {name: tensor.mT.contiguous().mT for name, tensor in tensors}
     assert not strange["q"].is_contiguous()
-    torch.testing.assert_close(matrix_scan(**strange), matrix_scan(**t))
+    assert_close(matrix_scan(**strange), matrix_scan(**t))
     empty = {}
     for name, tensor in t.items():
         rows = tensor if name == "initial_state" else tensor[:, :0]
@@ -179,7 +191,8 @@ def test_any_strides_and_no_tokens():
         y, S = matrix_scan(**empty, output_final_state=True, backend=backend)
         assert y.shape == (2, 0, 3, 4)
         assert torch.equal(S, t["initial_state"])
-        gradients = torch.autograd.grad(y.sum(), list(empty.values()))
+        tensors = list(empty.values())
+        gradients = torch.autograd.grad(y.sum(), tensors)
         for gradient, tensor in zip(gradients, empty.values()):
             assert gradient.shape == tensor.shape
             assert not gradient.any()
@@ -187,12 +200,15 @@ def test_any_strides_and_no_tokens():
 
 def test_low_precision_keeps_a_float32_state_even_under_autocast():
     t = draw("head", True, False, dtype=torch.bfloat16)
-    expected = matrix_scan(**{name: tensor.double() for name, tensor in t.items()})
+    double = {name: tensor.double() for name, tensor in t.items()}
+    expected = matrix_scan(**double)
     with torch.autocast("cpu", torch.bfloat16):
         y, S = matrix_scan(**t, output_final_state=True)
     assert y.dtype is torch.bfloat16
     assert S.dtype is torch.float32
-    assert (y.double() - expected).norm() < 4e-3 * expected.norm()
+    difference = (y.double() - expected).norm()
+    size = expected.norm()
+    assert difference < 4e-3 * size
 
 
 def test_that_kernels_are_tuned_first_is_said_once(monkeypatch, caplog):
@@ -219,9 +235,11 @@ SIGNATURES = {  # function: file and the positional arguments that `fla_matrix_s
 def test_the_kernels_take_the_arguments_in_this_order():
     folders = ops_folder()
     for name, (folder, order) in SIGNATURES.items():
-        tree = ast.parse((folders / folder / "chunk.py").read_text())
+        text = (folders / folder / "chunk.py").read_text()
+        tree = ast.parse(text)
         functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
-        names = [argument.arg for argument in functions[name].args.args]
+        arguments = functions[name].args.args
+        names = [argument.arg for argument in arguments]
         expected = order.split()
         assert names[: len(expected)] == expected, name
         assert {"scale", "initial_state", "output_final_state"} <= set(names), name
@@ -246,7 +264,8 @@ def loop_as_kernel(name, order, called):
 
     def run(q, k, v, *rates, scale, initial_state, output_final_state):
         called.append(name)
-        assert all(t.is_contiguous() for t in (q, k, v, *rates, initial_state))
+        for t in (q, k, v, *rates, initial_state):
+            assert t.is_contiguous()
         assert scale == 1.0
         assert output_final_state
         if name in ("chunk_gla", "chunk_kda", "chunk_rwkv6"):
@@ -280,8 +299,9 @@ def test_the_kernels_are_given_the_right_arguments(
     t = draw(decay, delta, bonus)
     references = with_gradients(t, "reference")
     for result, expected in zip(with_gradients(t, "fla"), references, strict=True):
-        torch.testing.assert_close(result, expected)
-    assert called == ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
+        assert_close(result, expected)
+    expected = ["chunk_rwkv6" if bonus else ROUTES[decay, delta][wrong]]
+    assert called == expected
 
 
 def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path, monkeypatch):
@@ -292,17 +312,20 @@ def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path
         "import torch\ndef work(): return torch.ones(2) + 1\nwork()\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+    loaded = [name for name in sys.modules if name.partition(".")[0] == "fla"]
+    for name in loaded:
         monkeypatch.delitem(sys.modules, name)
     fla._fla_trouble.cache_clear()
     count = CompileCounter()
     try:
         compiled = torch.compile(lambda x: 2 * x if fla.fla_trouble() is None else x, backend=count)
-        assert compiled(torch.ones(2)).tolist() == [2, 2]
+        result = compiled(torch.ones(2))
+        assert result.tolist() == [2, 2]
         assert count.frame_count == 1
     finally:
         fla._fla_trouble.cache_clear()
-        for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        loaded = [name for name in sys.modules if name.partition(".")[0] == "fla"]
+        for name in loaded:
             del sys.modules[name]
 
 
@@ -312,7 +335,8 @@ def test_autocast_does_not_break_compiled_code():
     def scan(x):
         return matrix_scan(x, x, x, backend="chunked")
 
-    torch.testing.assert_close(torch.compile(scan, fullgraph=True, backend="eager")(x), scan(x))
+    result = torch.compile(scan, fullgraph=True, backend="eager")(x)
+    assert_close(result, scan(x))
 
 
 @pytest.mark.cuda
@@ -328,9 +352,12 @@ def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
     }
     if obstacle := fla.fla_obstacle(low["q"], low["x"], low.get("beta")):
         pytest.skip(obstacle)
-    same = {name: tensor.double() for name, tensor in low.items()}
+    tensors = low.items()
+    same = {name: tensor.double() for name, tensor in tensors}
     for a, b in zip(with_gradients(low, "fla"), with_gradients(same, "chunked")):
-        assert (a - b).norm() <= 0.02 * b.norm()
+        difference = (a - b).norm()
+        size = b.norm()
+        assert difference <= 0.02 * size
 
 
 @pytest.mark.cuda
@@ -391,13 +418,18 @@ def test_what_the_kernels_cannot_run_is_named(monkeypatch):
         return SimpleNamespace(dtype=dtype)
 
     monkeypatch.setattr(fla, "fla_trouble", lambda: None)
-    assert "not float64" in fla.fla_obstacle(q, x(torch.float64), None)
-    assert "delta rule takes bfloat16" in fla.fla_obstacle(q, x(torch.float32), 1)
-    assert fla.fla_obstacle(q, x(torch.bfloat16), 1) is None
+    obstacle = fla.fla_obstacle(q, x(torch.float64), None)
+    assert "not float64" in obstacle
+    obstacle = fla.fla_obstacle(q, x(torch.float32), 1)
+    assert "delta rule takes bfloat16" in obstacle
+    obstacle = fla.fla_obstacle(q, x(torch.bfloat16), 1)
+    assert obstacle is None
     assert (
         matrix.pick_matrix_backend("auto", q, x(torch.bfloat16))
         == matrix.pick_matrix_backend("auto", q, x(torch.bfloat16), 1)
         == "fla"
     )
-    assert matrix.pick_matrix_backend("auto", q, x(torch.float32)) == "chunked"
-    assert matrix.pick_matrix_backend("fla", q, x(torch.float32)) == "fla"
+    backend = matrix.pick_matrix_backend("auto", q, x(torch.float32))
+    assert backend == "chunked"
+    backend = matrix.pick_matrix_backend("fla", q, x(torch.float32))
+    assert backend == "fla"

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.utils import prune
+from torch.testing import assert_close
 
 from exported import assert_exported_equals_eager
 from longhorn_kit.models import MIXERS, Longhorn, lm
@@ -57,11 +58,13 @@ def in_pieces(layer, h, lengths, cache=None):
     for length in lengths:
         if length == 0:
             cache = cache or layer.empty_cache(len(h), h.device, h.dtype)
-            y_t, cache = layer.step(h[:, start], cache)
+            token = h[:, start]
+            y_t, cache = layer.step(token, cache)
             y = y_t[:, None]
             length = 1
         else:
-            y, cache = layer.prefill(h[:, start : start + length], cache)
+            part = h[:, start : start + length]
+            y, cache = layer.prefill(part, cache)
         parts.append(y)
         start += length
     assert start == h.shape[1]
@@ -73,12 +76,17 @@ def test_shapes(name):
     "Outputs have the shape of the inputs, and every tensor of a cache starts with the batch."
     layer = make(name)
     h = torch.randn(3, 7, 16)
-    y, cache = layer.prefill(h[:, :6])
-    y_t, after = layer.step(h[:, 6], cache)
+    start = h[:, :6]
+    y, cache = layer.prefill(start)
+    token = h[:, 6]
+    y_t, after = layer.step(token, cache)
     assert layer(h).shape == h.shape
-    assert y.shape == h[:, :6].shape
-    assert y_t.shape == h[:, 6].shape
-    tensors = [*layer.empty_cache(3), *cache, *after]
+    expected_shape = h[:, :6].shape
+    assert y.shape == expected_shape
+    expected_shape = h[:, 6].shape
+    assert y_t.shape == expected_shape
+    empty = layer.empty_cache(3)
+    tensors = [*empty, *cache, *after]
     assert {len(tensor) for tensor in tensors} == {3}
 
 
@@ -93,7 +101,7 @@ def test_any_split_into_prefills_and_steps_equals_one_pass(name, lengths, batch)
     h = torch.randn(batch, steps, 16)
     with torch.no_grad():
         pieces, _ = in_pieces(layer, h, lengths)
-        torch.testing.assert_close(pieces, layer(h), atol=2e-5, rtol=2e-5)
+        assert_close(pieces, layer(h), atol=2e-5, rtol=2e-5)
 
 
 @every([*SCANS, *OPTIONS], FAMILIES)
@@ -104,9 +112,11 @@ def test_compiled_halves_of_the_input_projection_are_the_whole(name):
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     weights = list(layer.parameters())
-    gradients = torch.autograd.grad(compiled(h).square().sum(), weights)
-    expected = torch.autograd.grad(layer(h).square().sum(), weights)
-    torch.testing.assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
+    loss = compiled(h).square().sum()
+    gradients = torch.autograd.grad(loss, weights)
+    loss = layer(h).square().sum()
+    expected = torch.autograd.grad(loss, weights)
+    assert_close(gradients, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -122,14 +132,16 @@ def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkey
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
     def spent():
-        usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        usages = map(resource.getrusage, kinds)
         return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
     layer = make(name, 64)
     h = torch.randn(1, 127, 64)
 
     def step(run):
-        return run(h).square().sum().backward()
+        loss = run(h).square().sum()
+        return loss.backward()
 
     torch.compiler.reset()
     with torch._inductor.config.patch(compile_threads=1):
@@ -149,7 +161,9 @@ def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkey
             step(run)
             times.append(time.process_time() - start)
     torch.set_num_threads(threads)
-    assert statistics.median(seconds[compiled]) < 1.1 * statistics.median(seconds[layer])
+    time_compiled = statistics.median(seconds[compiled])
+    time_eager = statistics.median(seconds[layer])
+    assert time_compiled < 1.1 * time_eager
 
 
 class Added(torch.nn.Module):
@@ -192,7 +206,8 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch, reque
         "global hook": torch.nn.modules.module.register_module_forward_hook,
     }
     if how in hooks:
-        request.addfinalizer(hooks[how](lambda *_: called.append(1)).remove)
+        hook = hooks[how](lambda *_: called.append(1))
+        request.addfinalizer(hook.remove)
     elif how == "own forward":
 
         def forward(h):
@@ -215,11 +230,12 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch, reque
         class Packed(torch.Tensor):
             pass
 
-        plain.weight = torch.nn.Parameter(plain.weight.as_subclass(Packed))
+        packed = plain.weight.as_subclass(Packed)
+        plain.weight = torch.nn.Parameter(packed)
     assert not is_plain(layer.in_proj)
     whole = layer(h)
     whole.sum().backward()
-    torch.testing.assert_close(torch.as_tensor(whole), halves, atol=1e-6, rtol=1e-5)
+    assert_close(torch.as_tensor(whole), halves, atol=1e-6, rtol=1e-5)
     assert called or how in ("wrapped", "other weight")
     if how == "wrapped":
         layer.in_proj.delta = 1.0
@@ -246,11 +262,12 @@ def test_a_convolution_that_is_not_plain_is_called(name):
 
     called = runs()
     for _ in range(2):  # each backward has a new graph
-        runs()[0].sum().backward()
+        y = runs()[0]
+        y.sum().backward()
     assert not is_plain(layer.conv1d)
     prune.remove(layer.conv1d, "weight")
     assert is_plain(layer.conv1d)
-    torch.testing.assert_close(called, runs())
+    assert_close(called, runs())
 
 
 @every_scan
@@ -262,14 +279,16 @@ def test_a_convolution_that_is_called_steps_in_place_and_in_a_pool(name):
     slots = torch.tensor([3, -1])
 
     def tensors():
-        y, cache = layer.step(h, layer.empty_cache(2), inplace=True)
-        y_pool, pool = layer.step(h, layer.empty_cache(5), inplace=True, state_indices=slots)
+        empty = layer.empty_cache(2)
+        y, cache = layer.step(h, empty, inplace=True)
+        empty = layer.empty_cache(5)
+        y_pool, pool = layer.step(h, empty, inplace=True, state_indices=slots)
         return [y, *cache, y_pool[0], *pool]
 
     expected = tensors()
     called = []
     layer.conv1d.register_forward_hook(lambda *_: called.append(1))
-    torch.testing.assert_close(tensors(), expected)
+    assert_close(tensors(), expected)
     assert len(called) == 2
 
 
@@ -284,7 +303,7 @@ def test_odd_sizes_decode_too(name, options):
     h = torch.randn(2, 9, 13)
     with torch.no_grad():
         pieces, _ = in_pieces(layer, h, [1, 0, 3, 0, 2, 0])
-        torch.testing.assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
+        assert_close(pieces, layer(h), atol=1e-5, rtol=1e-5)
 
 
 @every_layer
@@ -295,14 +314,18 @@ def test_gradients_flow_through_the_cache(name):
     h = torch.randn(2, 11, 16, dtype=torch.float64)
     whole = h.clone().requires_grad_()
     cut = h.clone().requires_grad_()
-    layer(whole)[:, 6:].square().sum().backward()
-    whole_weights = {n: p.grad.clone() for n, p in layer.named_parameters()}
+    late = layer(whole)[:, 6:]
+    late.square().sum().backward()
+    named = layer.named_parameters()
+    whole_weights = {n: p.grad.clone() for n, p in named}
     layer.zero_grad()
-    _, cache = layer.prefill(cut[:, :6])
-    layer.prefill(cut[:, 6:], cache)[0].square().sum().backward()
-    torch.testing.assert_close(cut.grad, whole.grad, atol=1e-8, rtol=1e-8)
+    start = cut[:, :6]
+    _, cache = layer.prefill(start)
+    late = layer.prefill(cut[:, 6:], cache)[0]
+    late.square().sum().backward()
+    assert_close(cut.grad, whole.grad, atol=1e-8, rtol=1e-8)
     pieces_weights = {n: p.grad for n, p in layer.named_parameters()}
-    torch.testing.assert_close(pieces_weights, whole_weights, atol=1e-8, rtol=1e-8)
+    assert_close(pieces_weights, whole_weights, atol=1e-8, rtol=1e-8)
 
 
 @every_layer
@@ -310,18 +333,22 @@ def test_gradients_flow_through_the_cache(name):
 def test_packed_documents_are_documents_alone(name, lengths):
     "Packed documents, also one without tokens, have the outputs and gradients they have alone."
     layer = make(name).double()
-    h, dy = torch.randn(2, 1, sum(lengths), 16, dtype=torch.float64)
+    steps = sum(lengths)
+    h, dy = torch.randn(2, 1, steps, 16, dtype=torch.float64)
     h = h.requires_grad_()
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    lengths_from_zero = torch.tensor([0, *lengths])
+    bounds = lengths_from_zero.cumsum(0).int()
     inputs = {"input": h, **dict(layer.named_parameters())}
 
     def with_gradients(y):
-        gradients = torch.autograd.grad(y, list(inputs.values()), dy)
+        tensors = list(inputs.values())
+        gradients = torch.autograd.grad(y, tensors, dy)
         return {"output": y, **dict(zip(inputs, gradients))}
 
-    alone = torch.cat([layer(part) for part in h.split(lengths, 1) if part.shape[1]], 1)
+    outputs = [layer(part) for part in h.split(lengths, 1) if part.shape[1]]
+    alone = torch.cat(outputs, 1)
     packed = with_gradients(layer(h, bounds))
-    torch.testing.assert_close(packed, with_gradients(alone), atol=1e-8, rtol=1e-8)
+    assert_close(packed, with_gradients(alone), atol=1e-8, rtol=1e-8)
 
 
 @every_layer
@@ -330,12 +357,16 @@ def test_a_cache_can_be_continued_twice(name):
     layer = make(name)
     h = torch.randn(2, 9, 16)
     with torch.no_grad():
-        _, cache = layer.prefill(h[:, :5])
+        start = h[:, :5]
+        _, cache = layer.prefill(start)
         before = copy.deepcopy(cache)
-        first, _ = layer.step(h[:, 5], cache)
-        layer.prefill(h[:, 5:], cache)
+        token = h[:, 5]
+        first, _ = layer.step(token, cache)
+        rest = h[:, 5:]
+        layer.prefill(rest, cache)
         assert all(map(torch.equal, before, cache))
-        second, _ = layer.step(h[:, 5], cache)
+        token = h[:, 5]
+        second, _ = layer.step(token, cache)
         assert torch.equal(second, first)
 
 
@@ -345,12 +376,15 @@ def test_sequences_of_a_batch_are_independent(name):
     layer = make(name).double()
     h = torch.randn(3, 8, 16, dtype=torch.float64)
     with torch.no_grad():
-        torch.testing.assert_close(layer(h)[1:2], layer(h[1:2]), atol=1e-8, rtol=1e-8)
+        result = layer(h)[1:2]
+        expected = layer(h[1:2])
+        assert_close(result, expected, atol=1e-8, rtol=1e-8)
 
 
 def dense_longhorn(layer, h, form):
     "The layer in float64 from its objective: a linear solve per channel, no scan."
-    w = {name: tensor.double() for name, tensor in layer.named_parameters()}
+    named = layer.named_parameters()
+    w = {name: tensor.double() for name, tensor in named}
     D = layer.d_inner
     N = layer.d_state
     S = torch.zeros(D, N, dtype=torch.float64)
@@ -361,30 +395,38 @@ def dense_longhorn(layer, h, form):
         x = w["conv1d.bias"].clone()
         for j in range(taps):
             if t - j >= 0:
-                x += w["conv1d.weight"][:, 0, taps - 1 - j] * raw[t - j, :D]
+                tap = w["conv1d.weight"][:, 0, taps - 1 - j]
+                x += tap * raw[t - j, :D]
         x = x * torch.sigmoid(x)
-        dt_low_rank, k, q = (w["x_proj.weight"] @ x).split([layer.rank, N, N])
+        projected = w["x_proj.weight"] @ x
+        dt_low_rank, k, q = projected.split([layer.rank, N, N])
         if "key_scale" in w:
-            k = w["key_scale"] * k / torch.sqrt((k * k).sum())
+            length = torch.sqrt((k * k).sum())
+            k = w["key_scale"] * k / length
         logits = w["b_proj.weight"] @ dt_low_rank + w["b_proj.bias"]
         beta = torch.sigmoid(logits).expand(D)
         rows = [dense_write(S[d], k, x[d], beta[d], form) for d in range(D)]
         S = torch.stack(rows)
         z = raw[t, D:]
         read = S @ q + w["D_skip"] * x
-        outputs.append(w["out_proj.weight"] @ (read * z * torch.sigmoid(z)))
+        gated = read * z * torch.sigmoid(z)
+        outputs.append(w["out_proj.weight"] @ gated)
     return torch.stack(outputs), S
 
 
 def dense_write(s, k, x, beta, form):
     "One row of the state after a write."
     if form == "exact":  # (I + beta k k^T) s = s' + beta x k
-        matrix = torch.eye(len(k), dtype=torch.float64) + beta * torch.outer(k, k)
-        return torch.linalg.solve(matrix, s + beta * x * k)
+        identity = torch.eye(len(k), dtype=torch.float64)
+        matrix = identity + beta * torch.outer(k, k)
+        target = s + beta * x * k
+        return torch.linalg.solve(matrix, target)
     if form == "decoupled":  # the same for every coordinate by itself
-        return (s + beta * x * k) / (1 + beta * k * k)
+        written = s + beta * x * k
+        return written / (1 + beta * k * k)
     eps = beta / (1 + beta * (k @ k))
-    return (1 - eps * k * k) * s + eps * x * k
+    kept = (1 - eps * k * k) * s
+    return kept + eps * x * k
 
 
 def assert_gradients(layer, h, expected, dy, tolerance):
@@ -392,10 +434,13 @@ def assert_gradients(layer, h, expected, dy, tolerance):
     named = {"input": h, **dict(layer.named_parameters())}
     inputs = list(named.values())
     (y,) = layer(h)
-    gradients = torch.autograd.grad((y * dy).sum(), inputs)
-    references = torch.autograd.grad((expected * dy).sum(), inputs)
+    loss = (y * dy).sum()
+    gradients = torch.autograd.grad(loss, inputs)
+    loss = (expected * dy).sum()
+    references = torch.autograd.grad(loss, inputs)
     for name, gradient, reference in zip(named, gradients, references, strict=True):
-        assert (gradient - reference).norm() <= tolerance * reference.norm(), name
+        difference = (gradient - reference).norm()
+        assert difference <= tolerance * reference.norm(), name
         assert reference.norm() > 0, name
 
 
@@ -407,8 +452,9 @@ def test_longhorn_is_the_minimiser_of_its_objective(form, rate, key_norm):
     h = torch.randn(1, 7, 9, requires_grad=True)
     expected, state = dense_longhorn(layer, h[0], form)
     y, cache = layer.prefill(h)
-    torch.testing.assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(cache.S[0].double(), state, atol=1e-5, rtol=1e-4)
+    assert_close(y[0].double(), expected, atol=1e-5, rtol=1e-4)
+    result = cache.S[0].double()
+    assert_close(result, state, atol=1e-5, rtol=1e-4)
     assert_gradients(layer, h, expected, torch.randn(7, 9), 1e-4)
 
 
@@ -421,7 +467,8 @@ def test_normalised_keys_are_exact_in_float64(form, rate):
     dy = torch.randn(7, 9, dtype=torch.float64)
     expected, state = dense_longhorn(layer, h[0], form)
     y, cache = layer.prefill(h)
-    torch.testing.assert_close((y[0], cache.S[0]), (expected, state), atol=1e-12, rtol=1e-11)
+    result = (y[0], cache.S[0])
+    assert_close(result, (expected, state), atol=1e-12, rtol=1e-11)
     assert_gradients(layer, h, expected, dy, 1e-10)
 
 
@@ -436,13 +483,15 @@ def test_keys_get_their_length_and_zeros_stay_zero():
     rows = []
     for row in k.detach().flatten(0, 1):
         rows.append(-1.7 * row / math.sqrt(row @ row) if row.any() else row)
-    torch.testing.assert_close(keys.flatten(0, 1), torch.stack(rows), atol=1e-14, rtol=1e-14)
-    dk, ds = torch.autograd.grad(keys.square().sum() + keys.sum(), inputs)
+    assert_close(keys.flatten(0, 1), torch.stack(rows), atol=1e-14, rtol=1e-14)
+    loss = keys.square().sum() + keys.sum()
+    dk, ds = torch.autograd.grad(loss, inputs)
     assert not dk[1, 2].any()
     assert dk.isfinite().all()
     assert ds.isfinite().all()
     assert ds.any()
-    kept = k.detach()[k.any(-1)].requires_grad_()
+    nonzero = k.detach()[k.any(-1)]
+    kept = nonzero.requires_grad_()
     assert torch.autograd.gradcheck(to_length, (kept, s))
     assert torch.autograd.gradgradcheck(to_length, (kept, s))
     for dtype, size in (
@@ -451,9 +500,12 @@ def test_keys_get_their_length_and_zeros_stay_zero():
         (torch.bfloat16, 1e15),
         (torch.bfloat16, 1e-10),
     ):
-        short = (size * k.detach()[0]).to(dtype)
+        scaled = size * k.detach()[0]
+        short = scaled.to(dtype)
         assert to_length(short, s.float()).dtype is dtype
-        assert error(to_length(short, s.float()), to_length(short.double(), s)) < bound(dtype, 1)
+        result = to_length(short, s.float())
+        expected = to_length(short.double(), s)
+        assert error(result, expected) < bound(dtype, 1)
 
 
 def test_normalised_keys_are_an_option_with_one_parameter():
@@ -463,22 +515,33 @@ def test_normalised_keys_are_an_option_with_one_parameter():
     torch.manual_seed(0)
     plain_state = build_mixer("longhorn_exact", 16, key_norm=False).state_dict()
     on_state = build_mixer("longhorn_exact", 16, key_norm=True).state_dict()
-    assert on_state.keys() - plain_state.keys() == {"key_scale"}
+    names = on_state.keys() - plain_state.keys()
+    assert names == {"key_scale"}
     assert on_state["key_scale"].tolist() == [2.0]
     size = sum(p.numel() for p in plain.parameters())
-    assert sum(p.numel() for p in on.parameters()) == size + 1
+    result = sum(p.numel() for p in on.parameters())
+    assert result == size + 1
     half = Longhorn(16, key_norm=True, dtype=torch.bfloat16)
     assert half.key_scale.dtype is torch.float32
     assert half.x_proj.weight.dtype is torch.bfloat16
     h = torch.randn(2, 7, 16)
     k, beta, eps = on.rates(h)
-    torch.testing.assert_close(k.norm(dim=-1), on.key_scale.abs().expand(2, 7))
-    torch.testing.assert_close(eps, beta / (1 + beta * on.key_scale.square()))
-    assert not plain.rates(h)[0].norm(dim=-1).allclose(on.key_scale.abs())
+    result = k.norm(dim=-1)
+    scale = on.key_scale.abs()
+    expected = scale.expand(2, 7)
+    assert_close(result, expected)
+    square = on.key_scale.square()
+    expected = beta / (1 + beta * square)
+    assert_close(eps, expected)
+    length = plain.rates(h)[0].norm(dim=-1)
+    assert not length.allclose(on.key_scale.abs())
     with torch.no_grad():
         on.key_scale.fill_(3.0)
         on.x_proj.weight *= 100  # a longer key changes no more than its rate
-    torch.testing.assert_close(on.rates(h)[0].norm(dim=-1), torch.full((2, 7), 3.0))
+    keys = on.rates(h)[0]
+    result = keys.norm(dim=-1)
+    expected = torch.full((2, 7), 3.0)
+    assert_close(result, expected)
 
 
 def test_names_choose_form_and_rate_and_belong_to_one_class():
@@ -504,15 +567,19 @@ def test_names_choose_form_and_rate_and_belong_to_one_class():
 def test_step_sizes_start_at_one_half_and_rates_are_those_of_the_formula():
     layer = Longhorn(32)
     torch.nn.init.zeros_(layer.conv1d.bias)
-    k, beta, eps = layer.rates(torch.zeros(1, 4, 32))
-    assert torch.equal(beta, torch.full((1, 4, 64), 0.5))
+    h = torch.zeros(1, 4, 32)
+    k, beta, eps = layer.rates(h)
+    expected = torch.full((1, 4, 64), 0.5)
+    assert torch.equal(beta, expected)
     assert torch.equal(eps, beta)
     assert (k == 0).all()
     layer = make("longhorn_scalar")
     h = torch.randn(2, 5, 16)
     k, beta, eps = layer.rates(h)
     assert beta.shape == (2, 5, 1)
-    torch.testing.assert_close(eps, beta / (1 + beta * k.square().sum(-1, keepdim=True)))
+    squares = k.square().sum(-1, keepdim=True)
+    expected = beta / (1 + beta * squares)
+    assert_close(eps, expected)
 
 
 @every_layer
@@ -521,12 +588,15 @@ def test_state_is_float32_when_weights_are_bfloat16(name):
     layer = make(name).to(torch.bfloat16)
     h = torch.randn(2, 6, 16, dtype=torch.bfloat16)
     y, cache = layer.prefill(h)
-    y_t, cache = layer.step(h[:, 0], cache)
+    token = h[:, 0]
+    y_t, cache = layer.step(token, cache)
     assert y.dtype is y_t.dtype is torch.bfloat16
     if isinstance(cache, ScanCache):
         assert cache.S.dtype is torch.float32
-        assert layer.empty_cache(1).S.dtype is torch.float32
-        assert make(name).double().empty_cache(1).S.dtype is torch.float64
+        empty = layer.empty_cache(1)
+        assert empty.S.dtype is torch.float32
+        empty = make(name).double().empty_cache(1)
+        assert empty.S.dtype is torch.float64
 
 
 @every_family_of_kit
@@ -535,12 +605,16 @@ def test_a_traced_layer_runs_and_learns_at_another_length(name):
     torch.manual_seed(0)
     layer = MIXERS[name](16)
     longer = torch.randn(2, 37, 16, requires_grad=True)
-    traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
-    torch.testing.assert_close(traced(longer), layer(longer), rtol=1e-4, atol=1e-5)
-    (gradient,) = torch.autograd.grad(traced(longer).square().sum(), longer)
-    (expected,) = torch.autograd.grad(layer(longer).square().sum(), longer)
-    atol = 1e-5 * expected.abs().max().item()
-    torch.testing.assert_close(gradient, expected, rtol=1e-3, atol=atol)
+    example = torch.randn(2, 9, 16)
+    traced = torch.jit.trace(layer, example)
+    assert_close(traced(longer), layer(longer), rtol=1e-4, atol=1e-5)
+    loss = traced(longer).square().sum()
+    (gradient,) = torch.autograd.grad(loss, longer)
+    loss = layer(longer).square().sum()
+    (expected,) = torch.autograd.grad(loss, longer)
+    largest = expected.abs().max().item()
+    atol = 1e-5 * largest
+    assert_close(gradient, expected, rtol=1e-3, atol=atol)
 
 
 @every_mixer_of_kit
@@ -548,7 +622,8 @@ def test_a_traced_layer_runs_and_learns_at_another_length(name):
 def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(name, batch, steps):
     "Every parameter gets a gradient of zeros from a batch without rows or without tokens."
     layer = MIXERS[name](16)
-    layer(torch.zeros(batch, steps, 16)).sum().backward()
+    h = torch.zeros(batch, steps, 16)
+    layer(h).sum().backward()
     for parameter_name, parameter in layer.named_parameters():
         # processes that share gradients wait for each
         assert parameter.grad is not None, parameter_name
@@ -568,15 +643,17 @@ def test_device_and_dtype_are_arguments_as_in_pytorch(name):
     on_meta = drawn(device="meta", dtype=torch.float64).state_dict()
     for key, value in half.state_dict().items():
         dtype = torch.float32 if key in ("A_log", "D_skip") else torch.bfloat16
-        assert torch.equal(value, plain[key].to(dtype)), key
+        expected = plain[key].to(dtype)
+        assert torch.equal(value, expected), key
         assert on_meta[key].is_meta
         assert on_meta[key].dtype is torch.float64
     h = torch.randn(2, 7, 16, dtype=torch.bfloat16)
     pieces, _ = in_pieces(half, h, [4, 0, 2])
-    torch.testing.assert_close(pieces, half(h), atol=0.02, rtol=0.02)
+    assert_close(pieces, half(h), atol=0.02, rtol=0.02)
     config = lm.LMConfig(d_model=16, mixer=name)
     block = lm.Block(config, device="meta", dtype=torch.bfloat16)
-    for of_block, of_layer in zip(block.mixer.parameters(), half.parameters()):
+    pairs = zip(block.mixer.parameters(), half.parameters())
+    for of_block, of_layer in pairs:
         assert of_block.is_meta
         assert of_block.dtype is of_layer.dtype
 
@@ -591,11 +668,14 @@ def test_autocast_trains_and_decodes(name):
         pieces, cache = in_pieces(layer, h, [4, 0, 3, 0])
     assert y.dtype is torch.bfloat16
     # inputs, weights and results of four products in a row are rounded, by half of eps each
-    assert error(y, layer(h)) < bound(torch.bfloat16, 4 * 3 / 2)
-    assert error(pieces, y) < 2 * bound(torch.bfloat16, 4 * 3 / 2)
+    limit = bound(torch.bfloat16, 4 * 3 / 2)
+    assert error(y, layer(h)) < limit
+    limit = 2 * limit
+    assert error(pieces, y) < limit
     if isinstance(cache, ScanCache):
         assert cache.S.dtype is torch.float32
-    y.float().square().mean().backward()
+    loss = y.float().square().mean()
+    loss.backward()
     for parameter in layer.parameters():
         assert parameter.grad.isfinite().all()
         assert parameter.grad.dtype is torch.float32
@@ -606,9 +686,13 @@ def test_a_prompt_read_in_bfloat16_can_be_continued_in_float32():
     h = torch.randn(1, 9, 16)
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16):
-            _, cache = layer.prefill(h[:, :8])
-        y_t, cache = layer.step(h[:, 8], cache)
-        assert error(y_t, layer(h)[:, 8]) < bound(torch.bfloat16, 4 * 3 / 2)
+            start = h[:, :8]
+            _, cache = layer.prefill(start)
+        token = h[:, 8]
+        y_t, cache = layer.step(token, cache)
+        expected = layer(h)[:, 8]
+        limit = bound(torch.bfloat16, 4 * 3 / 2)
+        assert error(y_t, expected) < limit
 
 
 @every([name for name in NAMES if name not in GROWING])
@@ -622,7 +706,8 @@ def test_decoding_takes_constant_memory(name):
     expected = bytes_held(layer.empty_cache(1))
     for length in (1, 40, 90):
         with torch.no_grad():
-            _, cache = layer.prefill(torch.randn(1, length, 16))
+            h = torch.randn(1, length, 16)
+            _, cache = layer.prefill(h)
         assert bytes_held(cache) == expected
 
 
@@ -696,12 +781,14 @@ def test_mistakes_are_told_in_one_line(wrong, message):
 def test_options_are_listed_without_the_fixed_ones():
     assert mixer_options("longhorn") == ["d_state", "d_conv", "expand", "form", "rate", "key_norm"]
     assert mixer_options("longhorn_scalar") == ["d_state", "d_conv", "expand", "form", "key_norm"]
-    assert all(issubclass(getattr(mixer, "func", mixer), Mixer) for mixer in MIXERS.values())
+    for mixer in MIXERS.values():
+        assert issubclass(getattr(mixer, "func", mixer), Mixer)
 
 
 def test_low_rank_is_a_sixteenth_rounded_up():
     for d_model in (1, 16, 17, 768):
-        assert Longhorn(d_model).rank == math.ceil(d_model / 16)
+        expected = math.ceil(d_model / 16)
+        assert Longhorn(d_model).rank == expected
 
 
 @pytest.mark.parametrize("learning", (slow_case(False), True))
@@ -756,7 +843,8 @@ def test_a_layer_without_memory_is_drawn_as_by_its_constructor(name):
     layer.reset_parameters()
     torch.manual_seed(3)
     fresh = build().state_dict()
-    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, fresh[key])
 
 
 @every_layer
@@ -783,15 +871,19 @@ def test_resetting_every_submodule_gives_the_starting_values(name):
 
 def test_device_and_dtype_are_kept_when_parameters_are_drawn_again():
     layer = Longhorn(16, dtype=torch.bfloat16)
-    kinds = {key: value.dtype for key, value in layer.state_dict().items()}
+    state = layer.state_dict()
+    kinds = {key: value.dtype for key, value in state.items()}
     torch.manual_seed(5)
     layer.reset_parameters()
     torch.manual_seed(5)
     fresh = Longhorn(16, dtype=torch.bfloat16).state_dict()
-    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
-    assert kinds == {key: value.dtype for key, value in fresh.items()}
+    for key, value in layer.state_dict().items():
+        assert torch.equal(value, fresh[key])
+    expected = {key: value.dtype for key, value in fresh.items()}
+    assert kinds == expected
     layer.to("meta").reset_parameters()
-    assert all(parameter.is_meta for parameter in layer.parameters())
+    for parameter in layer.parameters():
+        assert parameter.is_meta
 
 
 def test_a_wrapped_layer_is_not_drawn_again():
@@ -808,14 +900,18 @@ REFUSAL = "torch.jit.script cannot compile [A-Z][a-z]+; torch.export.export and 
 @pytest.mark.parametrize("name", ("longhorn_exact", "mamba", "attention"))
 def test_a_layer_can_be_traced_and_refuses_to_be_scripted(name):
     layer = make(name).eval()
-    traced = torch.jit.trace(layer, torch.randn(2, 9, 16))
+    example = torch.randn(2, 9, 16)
+    traced = torch.jit.trace(layer, example)
     h = torch.randn(3, 20, 16)
-    torch.testing.assert_close(traced(h), layer(h))
+    assert_close(traced(h), layer(h))
     projection = layer.qkv_proj if name == "attention" else layer.in_proj
-    gradients = torch.autograd.grad(traced(h).square().sum(), projection.weight)
-    expected = torch.autograd.grad(layer(h).square().sum(), projection.weight)
-    torch.testing.assert_close(gradients, expected)
-    for module in (layer, lm.SequenceLM(lm.LMConfig(20, 16, 1, name))):
+    loss = traced(h).square().sum()
+    gradients = torch.autograd.grad(loss, projection.weight)
+    loss = layer(h).square().sum()
+    expected = torch.autograd.grad(loss, projection.weight)
+    assert_close(gradients, expected)
+    model = lm.SequenceLM(lm.LMConfig(20, 16, 1, name))
+    for module in (layer, model):
         with pytest.raises(RuntimeError) as error:
             torch.jit.script(module)
         assert re.fullmatch(REFUSAL, str(error.value))
@@ -827,21 +923,25 @@ def test_a_second_derivative_comes_by_the_way_that_the_message_names(name):
     h = torch.randn(1, 4, 16, dtype=torch.float64, requires_grad=True)
 
     def second():
-        (first,) = torch.autograd.grad(layer(h).square().sum(), h, create_graph=True)
-        return torch.autograd.grad(first.square().sum(), h)[0]
+        loss = layer(h).square().sum()
+        (first,) = torch.autograd.grad(loss, h, create_graph=True)
+        squared = first.square().sum()
+        return torch.autograd.grad(squared, h)[0]
 
     with pytest.raises(RuntimeError) as error:
         second()
-    way = re.search(r"a layer by layer\.scan = (functools\.partial\(.*\))$", str(error.value))[1]
+    message = str(error.value)
+    way = re.search(r"a layer by layer\.scan = (functools\.partial\(.*\))$", message)[1]
     layer.scan = eval(way, {"functools": functools, "layer": layer})
     along = torch.randn_like(h)
     slope = (second() * along).sum()
 
     def squared_gradient(inputs):
-        (gradient,) = torch.autograd.grad(layer(inputs).square().sum(), h)
+        loss = layer(inputs).square().sum()
+        (gradient,) = torch.autograd.grad(loss, h)
         return gradient.square().sum()
 
     step = 1e-6
     ahead = squared_gradient(h + step * along)
     behind = squared_gradient(h - step * along)
-    torch.testing.assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
+    assert_close(slope, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)

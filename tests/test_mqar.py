@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
@@ -83,24 +84,31 @@ def test_every_question_is_answered_by_the_last_value_of_its_own_key(task, seed,
     streams = draw(task, 3, generator_of(seed, part, block))
     half = task.vocab // 2
     P = task.pairs
-    for tokens, where, answers, first in zip(*(t.tolist() for t in streams)):
+    rows = (t.tolist() for t in streams)
+    for tokens, where, answers, first in zip(*rows):
         keys = tokens[0 : 2 * P : 2]
         values = tokens[1 : 2 * P : 2]
         last = dict(zip(keys, values))
-        earliest = dict(zip(keys[::-1], values[::-1]))
+        backwards = zip(keys[::-1], values[::-1])
+        earliest = dict(backwards)
         assert len(tokens) == task.length
-        assert all(0 < key < half <= value < task.vocab for key, value in zip(keys, values))
+        for key, value in zip(keys, values):
+            assert 0 < key < half <= value < task.vocab
         # every key is there; values are never shared
         assert len(last) == task.keys
         assert len(set(values)) == P
-        assert sorted(tokens[at] for at in where) == sorted(last)  # each is asked for once
+        result = sorted(tokens[at] for at in where)
+        assert result == sorted(last)  # each is asked for once
         assert [last[tokens[at]] for at in where] == answers
         assert [earliest[tokens[at]] for at in where] == first
-        assert all(at >= 2 * P and at % 2 == 0 for at in where)
-        assert all(token == 0 for at, token in enumerate(tokens) if at >= 2 * P and at not in where)
-    assert all(
-        torch.equal(a, b) for a, b in zip(streams, draw(task, 3, generator_of(seed, part, block)))
-    )
+        for at in where:
+            assert at >= 2 * P
+            assert at % 2 == 0
+        for at, token in enumerate(tokens):
+            if at >= 2 * P and at not in where:
+                assert token == 0
+    for a, b in zip(streams, draw(task, 3, generator_of(seed, part, block))):
+        assert torch.equal(a, b)
 
 
 def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
@@ -109,42 +117,43 @@ def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
     def rank(tokens):
         return tokens.argsort(1).argsort(1)
 
-    keys = rank(streams.tokens[:, 0:8:2])
-    values = rank(streams.tokens[:, 1:8:2])
-    for row, column in (
-        (keys, values),
-        (keys, torch.arange(4).expand(4800, 4)),
-        (values, torch.arange(4).expand(4800, 4)),
-    ):
-        assert (
-            chisquare(torch.bincount((4 * row + column).flatten(), minlength=16).numpy()).pvalue
-            > 1e-3
-        )
+    first_keys = streams.tokens[:, 0:8:2]
+    keys = rank(first_keys)
+    first_values = streams.tokens[:, 1:8:2]
+    values = rank(first_values)
+    numbers = torch.arange(4).expand(4800, 4)
+    for row, column in ((keys, values), (keys, numbers), (values, torch.arange(4).expand(4800, 4))):
+        cells = (4 * row + column).flatten()
+        counts = torch.bincount(cells, minlength=16)
+        assert chisquare(counts.numpy()).pvalue > 1e-3
 
 
 def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     for power, i in ((power, np.arange(1, 43)) for power in (0.01, 1.0, 1.7)):
         # in the words of the public code
         task = Task(96, 6, 64, power_a=power)
-        law = power * i ** (power - 1) / (power * i ** (power - 1)).sum()
-        counts = np.bincount(
-            (draw(task, 20000, generator_of(1, "train", 0)).where[:, 0] - 12) // 2, minlength=42
-        )
+        weights = power * i ** (power - 1)
+        law = weights / weights.sum()
+        places = draw(task, 20000, generator_of(1, "train", 0)).where[:, 0]
+        counts = np.bincount((places - 12) // 2, minlength=42)
         assert np.allclose(gap_law(task), law)
         assert chisquare(counts, 20000 * law).pvalue > 1e-3
         assert power == 1.0 or chisquare(counts).pvalue < 1e-6  # the test can fail
     task = Task(40, 4, 64)
     rng = np.random.default_rng(0)
-    local = ((draw(task, 6000, generator_of(2, "train", 0)).where - 8) // 2).numpy()
+    places = draw(task, 6000, generator_of(2, "train", 0)).where
+    local = ((places - 8) // 2).numpy()
     reference = np.stack(
         [rng.choice(16, 4, replace=False, p=gap_law(task).numpy()) for _ in range(6000)]
     )
     drawn = []  # how often NumPy draws each position, by key
     for key in range(4):
-        counts = [np.bincount(rows[:, key], minlength=16) for rows in (local, reference)]
+        samples = (local, reference)
+        counts = [np.bincount(rows[:, key], minlength=16) for rows in samples]
         assert chi2_contingency(counts).pvalue > 1e-3
         drawn.append(counts[1])
-    guess = np.max(drawn, 0).sum() / 24000
+    most = np.max(drawn, 0)
+    guess = most.sum() / 24000
     assert place_guess(task) == pytest.approx(guess, abs=0.015)
     # pairs in random order: the last one's value is right once in K
     assert place_guess(Task(64, 8, 64, rewritten=4)) == 1 / 4
@@ -173,10 +182,10 @@ def test_blocks_never_share_a_seed_and_give_the_streams_of_the_recorded_jobs():
         [7, 8, 2, 10, 2, 12, 0, 0, 2, 0, 0, 0, 7, 0, 0, 0],
         [5, 8, 5, 10, 4, 9, 5, 0, 0, 0, 0, 0, 4, 0, 0, 0],
     ]
-    assert (recorded.answers.tolist(), recorded.first.tolist()) == (
-        [[12, 8], [10, 9]],
-        [[10, 8], [8, 9]],
-    )
+    answers = recorded.answers.tolist()
+    assert answers == [[12, 8], [10, 9]]
+    first = recorded.first.tolist()
+    assert first == [[10, 8], [8, 9]]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +236,8 @@ def test_blocks_never_share_a_seed_and_give_the_streams_of_the_recorded_jobs():
     ],
 )
 def test_impossible_settings_are_one_clear_line(make, bad, says):
-    with pytest.raises(ValueError, match=rf"\A.*{re.escape(says)}.*\Z"):
+    message = rf"\A.*{re.escape(says)}.*\Z"
+    with pytest.raises(ValueError, match=message):
         make(**bad)
 
 
@@ -266,12 +276,17 @@ def test_answers_are_the_logits_of_the_language_model_and_looking_inside_agrees(
     streams = draw(Task(16, 2, 16), 1, generator_of(0, "test", 3))
     said = answer(model, streams.tokens, streams.where)
     inside = look_inside(model, Task(16, 2, 16))
-    assert torch.allclose(said, model(streams.tokens)[[[0]], streams.where], atol=1e-5)
+    expected = model(streams.tokens)[[[0]], streams.where]
+    assert torch.allclose(said, expected, atol=1e-5)
     assert look_inside(model, Task(128, 2, 16)) is None
-    right = said.softmax(-1)[0].gather(1, streams.answers[0][:, None])[:, 0]
+    probabilities = said.softmax(-1)[0]
+    answers = streams.answers[0][:, None]
+    right = probabilities.gather(1, answers)[:, 0]
     columns = streams.where[0] // 2 - 1  # asked where the stream asks it: after `where` tokens
     assert np.shape(inside["asked"]) == (2, 8)
-    assert torch.allclose(torch.tensor(inside["asked"])[[0, 1], columns], right, atol=1e-6)
+    local = torch.tensor(inside["asked"])
+    result = local[[0, 1], columns]
+    assert torch.allclose(result, right, atol=1e-6)
     moved = inside["changes"]  # from zero to the largest state
     assert moved is None if mixer == "attention" else len(moved) == 16 and sum(moved) >= 1 - 1e-5
 
@@ -281,28 +296,33 @@ def test_a_training_is_the_plain_loop(monkeypatch):
     torch.manual_seed(0)
     plain = SequenceLM(LMConfig(16, 8, 2, "longhorn"))
     losses = []
-    optimizer = torch.optim.AdamW(fit.parameter_groups(plain, 0.1), betas=(0.9, 0.999))
+    groups = fit.parameter_groups(plain, 0.1)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999))
     for step in range(6):
         tokens, where, answers, _ = (
             part[8 * (step % 3) :][:8]
             for part in draw(Task(16, 2, 16), 24, generator_of(0, "train", step // 3))
         )
         fit.set_lr(optimizer, fit.fit_lr(step, 6, 1, 2.2e-3))
-        loss = torch.nn.functional.cross_entropy(
-            plain(tokens)[torch.arange(8)[:, None], where].flatten(0, 1), answers.flatten()
-        )
+        rows = torch.arange(8)[:, None]
+        logits = plain(tokens)[rows, where]
+        loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        parameters = plain.parameters()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         losses.append(loss.item())
     model, steps, curve = train(small(batch_size=8, steps=6))
     assert steps == [3, 6]
-    assert np.allclose(curve[:, 0], [np.mean(losses[:3]), np.mean(losses[3:])], atol=1e-4)
-    assert all(
-        torch.allclose(parameter, reference, atol=1e-4)
-        for parameter, reference in zip(model.parameters(), plain.parameters())
-    )
+    result = curve[:, 0]
+    first = np.mean(losses[:3])
+    last = np.mean(losses[3:])
+    expected = [first, last]
+    assert np.allclose(result, expected, atol=1e-4)
+    pairs = zip(model.parameters(), plain.parameters())
+    for parameter, reference in pairs:
+        assert torch.allclose(parameter, reference, atol=1e-4)
 
 
 def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path):
@@ -317,9 +337,11 @@ def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path
     )
     monkeypatch.setattr(mqar, "CHUNK", 2)
     run_job(small(seed=3, steps=6), tmp_path)
-    assert drawn[:3] == [(3, "train", 0), (3, "train", 1), (3, "train", 2)]
+    trained = [(3, "train", 0), (3, "train", 1), (3, "train", 2)]
+    assert drawn[:3] == trained
     # tests, perturbations, a look inside
-    assert set(drawn[3:]) == {(3, "test", 0), (3, "test", 1), (0, "test", 3)}
+    tested = {(3, "test", 0), (3, "test", 1), (0, "test", 3)}
+    assert set(drawn[3:]) == tested
     model = model_of(small())
     accuracy = torch.arange(120) / 256
     monkeypatch.setattr(
@@ -328,9 +350,11 @@ def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path
         lambda settings: (model, list(range(1, 121)), torch.stack([accuracy, accuracy], 1)),
     )
     row = run_job(small(), tmp_path)
-    assert row["curve"]["steps"] == list(range(6, 121, 6))
+    steps = list(range(6, 121, 6))
+    assert row["curve"]["steps"] == steps
     assert len(row["curve"]["accuracy"]) == 20
-    assert row["late_accuracy"] == pytest.approx(accuracy[-12:].mean().item())
+    late = accuracy[-12:].mean().item()
+    assert row["late_accuracy"] == pytest.approx(late)
     assert row["steps"] == 120
 
 
@@ -340,34 +364,48 @@ def test_every_test_grades_what_a_known_model_answers(monkeypatch, named):
 
     def by_rule(model, tokens, where, perturb=None):
         "A table; with `first` it keeps the first value of a key."
-        keys = tokens[:, 0:16:2].tolist()
-        values = tokens[:, 1:16:2].tolist()
+        key_tokens = tokens[:, 0:16:2]
+        keys = key_tokens.tolist()
+        value_tokens = tokens[:, 1:16:2]
+        values = value_tokens.tolist()
         table = []
-        for k, v, questions in zip(keys, values, tokens.gather(1, where).tolist()):
+        queries = tokens.gather(1, where).tolist()
+        for k, v, questions in zip(keys, values, queries):
             pairs = dict(zip(k, v) if named == "answers" else zip(k[::-1], v[::-1]))
             table.append([pairs[key] for key in questions])
         change = torch.zeros(1, 1, 64)
         if perturb:
-            change = perturb(torch.ones(*tokens.shape, 64), tokens) - 1
-        size = change[:, 0:16:2].norm(dim=-1).mean().item() / 8
-        perturbations.append((tokens.shape[1], len(set(keys[0])), size))
-        return torch.nn.functional.one_hot(torch.tensor(table), 64).float()
+            ones = torch.ones(*tokens.shape, 64)
+            change = perturb(ones, tokens) - 1
+        lengths = change[:, 0:16:2].norm(dim=-1)
+        size = lengths.mean().item() / 8
+        n_keys = len(set(keys[0]))
+        perturbations.append((tokens.shape[1], n_keys, size))
+        one_hot = F.one_hot(torch.tensor(table), 64)
+        return one_hot.float()
 
     monkeypatch.setattr(mqar, "answer", by_rule)
     settings = small(task=Task(64, 8, 64), test_streams=64, longest=300)
-    accuracy, tests = examine(SequenceLM(LMConfig(64, 8, 1)), settings).values()
+    model = SequenceLM(LMConfig(64, 8, 1))
+    accuracy, tests = examine(model, settings).values()
     assert accuracy == 1
     assert tests["length"] == {"128": 1, "256": 1}
     assert list(tests["rewritten"]) == ["0", "2", "4"]
     for n in (0, 2, 4):  # n of 8 - n keys have two values
         stale = 0 if named == "answers" else n / (8 - n)
-        shares = list(tests["rewritten"][str(n)].values())
+        rewritten = tests["rewritten"][str(n)]
+        shares = list(rewritten.values())
         assert shares == pytest.approx([1 - stale, stale])
-    assert [length for length, *_ in perturbations] == [64] * 7 + [128, 256] + [64] * 3
-    assert [keys for _, keys, _ in perturbations] == [8] * 10 + [6, 4]
-    turned = [(2 - 2 * (1 - c) ** 0.5) ** 0.5 for c in mqar.COSINES]
+    result = [length for length, *_ in perturbations]
+    expected = [64] * 7 + [128, 256] + [64] * 3
+    assert result == expected
+    expected = [8] * 10 + [6, 4]
+    assert [keys for _, keys, _ in perturbations] == expected
+    turns = mqar.COSINES
+    turned = [(2 - 2 * (1 - c) ** 0.5) ** 0.5 for c in turns]
     expected = [0, *mqar.NOISES, *turned, *[0] * 5]
-    assert np.allclose([change for *_, change in perturbations], expected, atol=0.08)
+    changes = [change for *_, change in perturbations]
+    assert np.allclose(changes, expected, atol=0.08)
 
 
 def test_training_learns_and_stops_when_the_task_is_solved(tmp_path):
@@ -380,25 +418,33 @@ def test_training_learns_and_stops_when_the_task_is_solved(tmp_path):
     assert result["accuracy"] > 0.9
     assert result["steps"] < 400
     assert result["curve"]["accuracy"][-1] >= 0.99
-    assert result["tests"]["noise"]["1"] <= result["tests"]["noise"]["0.25"] + 0.05
+    much = result["tests"]["noise"]["1"]
+    little = result["tests"]["noise"]["0.25"]
+    assert much <= little + 0.05
     assert result == to_plain(result)
 
 
 def test_perturbed_keys_are_as_noisy_and_as_alike_as_asked():
     streams = draw(Task(64, 8, 32), 50, generator_of(0, "test", 0))
-    h = torch.randn(50, 64, 256, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    h = torch.randn(50, 64, 256, generator=generator)
     is_key = (streams.tokens > 0) & (streams.tokens < 16)
     noise, alike = (
         perturb_keys(kind, amount, 32, generator_of(0, "test", 1))(h, streams.tokens)
         for kind, amount in (("noise", 0.5), ("cosine", 0.75))
     )
-    assert torch.equal(noise[~is_key], h[~is_key])
-    assert abs(((noise - h).norm(dim=-1) / h.norm(dim=-1))[is_key].mean() - 0.5) < 0.02
+    others = noise[~is_key]
+    assert torch.equal(others, h[~is_key])
+    change = (noise - h).norm(dim=-1) / h.norm(dim=-1)
+    mean = change[is_key].mean()
+    assert abs(mean - 0.5) < 0.02
     cosines = torch.cosine_similarity(alike[:, 0:16:2, None], alike[:, None, 0:16:2], dim=-1)[
         :, ~torch.eye(8, dtype=torch.bool)
     ]
-    assert torch.equal(alike[~is_key], h[~is_key])
-    assert abs(cosines.mean() - 0.75) < 0.02
+    others = alike[~is_key]
+    assert torch.equal(others, h[~is_key])
+    mean = cosines.mean()
+    assert abs(mean - 0.75) < 0.02
 
 
 def test_state_bytes_are_counted_by_hand():
@@ -406,10 +452,14 @@ def test_state_bytes_are_counted_by_hand():
         return state_bytes(SequenceLM(LMConfig(16, d_model, 2, mixer, options)), 16)
 
     # N, and three inputs of the convolution
-    assert count() == 4 * 2 * 16 * (16 + 3)
-    assert count(d_state=64) == 4 * 2 * 16 * (64 + 3)
-    assert count("attention") == 4 * 2 * 16 * 2 * 8  # keys and values of 16 tokens
-    assert count("gla", 64) == 4 * 2 * 4 * 8 * 16  # four heads of 8 x 16
+    expected = 4 * 2 * 16 * (16 + 3)
+    assert count() == expected
+    expected = 4 * 2 * 16 * (64 + 3)
+    assert count(d_state=64) == expected
+    expected = 4 * 2 * 16 * 2 * 8
+    assert count("attention") == expected  # keys and values of 16 tokens
+    expected = 4 * 2 * 4 * 8 * 16
+    assert count("gla", 64) == expected  # four heads of 8 x 16
 
 
 class Done(dict):
@@ -433,22 +483,30 @@ class Done(dict):
 
 
 def test_jobs_follow_from_results():
-    one = replace(TINY, stages=TINY.stages[1:], lrs=(0.1, 0.01), late_lrs=(0.001,), seeds=(0, 1, 2))
+    late_stages = TINY.stages[1:]
+    one = replace(TINY, stages=late_stages, lrs=(0.1, 0.01), late_lrs=(0.001,), seeds=(0, 1, 2))
     done = Done()
     (cell,) = cells(one)
 
     def jobs_of_cell(config):
-        return [(job["lr"], job["seed"]) for job in jobs(config, done)]
+        planned = jobs(config, done)
+        return [(job["lr"], job["seed"]) for job in planned]
 
-    assert jobs_of_cell(one) == [(0.1, 0), (0.01, 0), (0.001, 0)]
-    assert jobs_of_cell(replace(one, all_lrs=False)) == [(0.1, 0)]
+    expected = [(0.1, 0), (0.01, 0), (0.001, 0)]
+    assert jobs_of_cell(one) == expected
+    best_alone = replace(one, all_lrs=False)
+    assert jobs_of_cell(best_alone) == [(0.1, 0)]
     done.add(cell | {"lr": 0.1, "seed": 0}, 0.2)
     # the first did not solve the task
-    assert jobs_of_cell(replace(one, all_lrs=False)) == [(0.1, 0), (0.01, 0)]
+    planned = jobs_of_cell(replace(one, all_lrs=False))
+    assert planned == [(0.1, 0), (0.01, 0)]
     done.add(cell | {"lr": 0.01, "seed": 0}, 0.7, steps=4)
     # the second did: no other rate
-    assert jobs_of_cell(replace(one, all_lrs=False)) == [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2)]
-    assert jobs_of_cell(one) == [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2), (0.001, 0)]
+    planned = jobs_of_cell(replace(one, all_lrs=False))
+    expected = [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2)]
+    assert planned == expected
+    expected = [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2), (0.001, 0)]
+    assert jobs_of_cell(one) == expected
     for seed in (1, 2):
         done.add(cell | {"lr": 0.01, "seed": seed}, 0.5)
     for seed in one.seeds:  # a late rate decides once it has all seeds
@@ -457,9 +515,12 @@ def test_jobs_follow_from_results():
         assert summary["by_lr"] == {"0.001": 0.8, "0.01": 0.7, "0.1": 0.2}
         late = (0.001, [0.8] * 3)
         early = (0.01, [0.7, 0.5, 0.5])
-        assert (summary["lr"], summary["accuracy"]) == (late if seed == 2 else early)
-    rates = [job["lr"] for job in jobs(replace(TINY, late_lrs=(0.3,)), Done())]
-    assert rates[-3:] == [0.3] * 3  # after all others
+        result = (summary["lr"], summary["accuracy"])
+        assert result == (late if seed == 2 else early)
+    late = replace(TINY, late_lrs=(0.3,))
+    rates = [job["lr"] for job in jobs(late, Done())]
+    result = rates[-3:]
+    assert result == [0.3] * 3  # after all others
 
 
 def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path):
@@ -477,10 +538,12 @@ def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path)
     )
 
     def shape(cell):
+        tests = cell["tests"]
+        curves = cell["curves"]
         return (
             cell.keys(),
-            cell["tests"].keys(),
-            cell["curves"][0].keys(),
+            tests.keys(),
+            curves[0].keys(),
             cell["tests"]["rewritten"]["0"][0].keys(),
         )
 
@@ -489,15 +552,23 @@ def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path)
     laptop = read_record(folder / "laptop.json")
     gpu = read_record(folder / "gpu.json")
     for old in (laptop, gpu):
-        assert old["settings"] == to_plain(PRESETS[old["scale"]])
+        expected = to_plain(PRESETS[old["scale"]])
+        assert old["settings"] == expected
         assert old.keys() == record.keys()
-        assert old["results"].keys() == here.keys()
+        keys = old["results"].keys()
+        assert keys == here.keys()
         assert all(shape(cell) == shape(here["cells"][0]) for cell in old["results"]["cells"])
-    assert here["cells"][0]["inside"].keys() == laptop["results"]["cells"][0]["inside"].keys()
-    assert (record["missing"], len(here["cells"])) == (0, 8)
+    inside = here["cells"][0]["inside"]
+    keys = inside.keys()
+    expected_inside = laptop["results"]["cells"][0]["inside"]
+    expected_keys = expected_inside.keys()
+    assert keys == expected_keys
+    assert record["missing"] == 0
+    assert len(here["cells"]) == 8
     comparisons = compare_mqar(record, MQAR_PAIRS + EXACT_PAIRS) + compare_states(record)
     assert comparisons
-    assert all(judgement.verdict in WORDS for judgement in judge(comparisons))
+    for judgement in judge(comparisons):
+        assert judgement.verdict in WORDS
     assert "exact against diagonal" in about_mqar(record)
 
 
@@ -505,14 +576,19 @@ def test_every_scale_has_the_sizes_of_the_public_code_and_the_published_rates():
     for scale in ("gpu", "paper"):
         config = PRESETS[scale]
         planned = cells(PRESETS[scale])
-        assert {cell["task"]["vocab"] for cell in planned} == {8192}
+        vocabularies = {cell["task"]["vocab"] for cell in planned}
+        assert vocabularies == {8192}
         assert config.gpu
-        assert len({str(cell) for cell in planned}) == len(planned)
+        result = len({str(cell) for cell in planned})
+        assert result == len(planned)
         sizes = set()
         for cell in planned:
-            sizes.add((cell["task"]["length"], cell["task"]["pairs"], cell["d_model"]))
-        assert sizes >= {(*size, d) for size in SIZES for d in (64, 128, 256, 512)}
-        assert {*config.lrs, *config.late_lrs} == {1e-4, 4.6e-4, 2.2e-3, 1e-2}
+            task = cell["task"]
+            sizes.add((task["length"], cell["task"]["pairs"], cell["d_model"]))
+        expected = {(*size, d) for size in SIZES for d in (64, 128, 256, 512)}
+        assert sizes >= expected
+        rates = {*config.lrs, *config.late_lrs}
+        assert rates == {1e-4, 4.6e-4, 2.2e-3, 1e-2}
         assert len(config.seeds) >= 3
 
 
@@ -526,5 +602,8 @@ def test_a_graph_trains_as_the_loop_does(mixer, monkeypatch, recwarn):
     )
     graph = train(settings)[2]
     monkeypatch.setattr(fit, "capture", lambda step: None)
-    assert np.allclose(graph[:, 0], train(settings)[2][:, 0], rtol=2e-3)
+    result = graph[:, 0]
+    losses = train(settings)[2]
+    expected = losses[:, 0]
+    assert np.allclose(result, expected, rtol=2e-3)
     assert "no CUDA graph" not in str([warning.message for warning in recwarn])

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from longhorn_kit.scan import chunked, native
 from longhorn_kit.scan.chunked import chunked_scan, chunked_selective_scan
@@ -41,7 +42,8 @@ def everything(results, t):
 
 def make(*sizes, form, **options):
     a, _, _ = inputs(*sizes, form, **options)
-    return {name: t if t is None else t.cpu() for name, t in a.items()}
+    tensors = a.items()
+    return {name: t if t is None else t.cpu() for name, t in tensors}
 
 
 def errors(form, t, chunk):
@@ -54,8 +56,10 @@ def errors(form, t, chunk):
     by_name = {}
     for name, expected in exact.items():
         if expected.numel():
-            error = (results[name].double() - expected).abs().max()
-            by_name[name] = (error / expected.abs().max().clamp(min=1)).item()
+            errors_of_name = (results[name].double() - expected).abs()
+            error = errors_of_name.max()
+            size = expected.abs().max().clamp(min=1)
+            by_name[name] = (error / size).item()
     return by_name
 
 
@@ -64,10 +68,14 @@ def test_the_library_compiles_and_runs_float32_of_a_cpu():
     double = torch.zeros(1, dtype=torch.float64)
     meta = torch.zeros(1, device="meta")
     for form in FORMS:
-        assert chunked.machine_of(form, torch.zeros(1)) is chunked.IN_CPP[form]
-        assert chunked.machine_of(form, double) is chunked.MACHINES[form]
-        assert chunked.machine_of(form, meta) is chunked.MACHINES[form]
-    assert chunked.machine_of("decoupled", torch.zeros(1)) is chunked.MACHINES["decoupled"]
+        machine = chunked.machine_of(form, torch.zeros(1))
+        assert machine is chunked.IN_CPP[form]
+        machine = chunked.machine_of(form, double)
+        assert machine is chunked.MACHINES[form]
+        machine = chunked.machine_of(form, meta)
+        assert machine is chunked.MACHINES[form]
+    machine = chunked.machine_of("decoupled", torch.zeros(1))
+    assert machine is chunked.MACHINES["decoupled"]
 
 
 # Channels: fewer than a block, one block, blocks and a rest. Lengths: the same of a chunk.
@@ -102,9 +110,11 @@ def test_it_agrees_with_pytorch_in_float32(form, monkeypatch):
     t = leaves(make(2, 40, 24, 8, form=form))
     compiled = everything(scan(form, t), t)
     monkeypatch.setattr(native, "compiles", lambda: False)
-    assert chunked.machine_of(form, t["x"]) is chunked.MACHINES[form]
-    for name, expected in everything(scan(form, t), t).items():
-        torch.testing.assert_close(compiled[name], expected, rtol=1e-4, atol=1e-4)
+    machine = chunked.machine_of(form, t["x"])
+    assert machine is chunked.MACHINES[form]
+    exact = everything(scan(form, t), t)
+    for name, expected in exact.items():
+        assert_close(compiled[name], expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -131,10 +141,13 @@ def test_the_exponential_is_right_to_the_last_bits_over_all_of_float32():
     zero = torch.zeros(1, 1, len(x))
     rates = torch.ones(1, len(x))
     first = torch.ones(1, 1, len(x))
-    _, state, _ = native.forward("s6", 1, False, q, k, zero, x.view(1, 1, -1), rates, first)
+    row = x.view(1, 1, -1)
+    _, state, _ = native.forward("s6", 1, False, q, k, zero, row, rates, first)
     exact = x.double().exp()
-    error = (state.flatten().double() - exact).abs() / exact
-    assert error.max() < 4 * 2**-23
+    difference = (state.flatten().double() - exact).abs()
+    error = difference / exact
+    largest = error.max()
+    assert largest < 4 * 2**-23
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -143,10 +156,13 @@ def test_a_number_that_is_not_finite_reaches_no_earlier_token_and_no_other_row(f
     t = make(2, 12, 20, 4, form=form)
     clean = scan(form, t)[0]
     for name in "qkxb":
-        spoiled = dict(t, **{name: t[name].clone()})
+        changed = {name: t[name].clone()}
+        spoiled = dict(t, **changed)
         spoiled[name][0, 7] = bad
         out = scan(form, spoiled)[0]
-        assert torch.equal(out[0, :7], clean[0, :7])
+        result = out[0, :7]
+        expected = clean[0, :7]
+        assert torch.equal(result, expected)
         assert torch.equal(out[1], clean[1])
         assert name == "b" or not out[0, 7].isfinite().all()
 
@@ -156,7 +172,9 @@ def test_inputs_are_not_changed():
         t = leaves(make(2, 12, 20, 4, form=form))
         before = {name: part.detach().clone() for name, part in t.items() if part is not None}
         everything(scan(form, t), t)
-        assert all(torch.equal(t[name].detach(), part) for name, part in before.items())
+        for name, part in before.items():
+            result = t[name].detach()
+            assert torch.equal(result, part)
 
 
 @pytest.mark.parametrize("compiler", ["/no/such/compiler", "false"])
@@ -164,7 +182,8 @@ def test_without_a_working_compiler_there_is_no_library(compiler, monkeypatch, t
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path))
     assert native.library.__wrapped__() is None
-    assert list(tmp_path.iterdir()) == []
+    left = list(tmp_path.iterdir())
+    assert left == []
 
 
 def test_a_library_is_compiled_once(monkeypatch, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from longhorn_kit.scan.reference import reference_scan
 from longhorn_kit.theory.notation import (
@@ -33,7 +34,8 @@ def inputs(B=2, T=5, D=3, N=4, seed=0):
 
 def official_recurrence(u, q, k, dt, D, t_bias, z):
     """The official recurrence in its own layout, one number at a time."""
-    u, q, k, dt, D, t_bias, z = (t.numpy() for t in (u, q, k, dt, D, t_bias, z))
+    tensors = (u, q, k, dt, D, t_bias, z)
+    u, q, k, dt, D, t_bias, z = (t.numpy() for t in tensors)
     batch, channels, L = u.shape
     N = k.shape[1]
     out = np.zeros_like(u)
@@ -41,12 +43,17 @@ def official_recurrence(u, q, k, dt, D, t_bias, z):
     for b in range(batch):
         for d in range(channels):
             for t in range(L):
-                beta = 1 / (1 + np.exp(-(dt[b, d, t] + t_bias[d])))
-                rate = beta / (1 + beta * sum(k[b, n, t] ** 2 for n in range(N)))
+                logit = dt[b, d, t] + t_bias[d]
+                beta = 1 / (1 + np.exp(-logit))
+                length = sum(k[b, n, t] ** 2 for n in range(N))
+                rate = beta / (1 + beta * length)
                 for n in range(N):
                     key = k[b, n, t]
-                    state[b, d, n] = (1 - rate * key**2) * state[b, d, n] + rate * key * u[b, d, t]
-                y = sum(state[b, d, n] * q[b, n, t] for n in range(N)) + D[d] * u[b, d, t]
+                    kept = (1 - rate * key**2) * state[b, d, n]
+                    state[b, d, n] = kept + rate * key * u[b, d, t]
+                read = sum(state[b, d, n] * q[b, n, t] for n in range(N))
+                skip = D[d] * u[b, d, t]
+                y = read + skip
                 out[b, d, t] = y * z[b, d, t] / (1 + np.exp(-z[b, d, t]))
     return torch.from_numpy(out), torch.from_numpy(state)
 
@@ -61,10 +68,12 @@ def test_round_trip_is_the_identity_in_both_directions(B, T, D, N):
     assert official["dt"].shape == (B, D, T)
     back = from_official(**official)
     assert list(back) == list(NAMES)
-    assert all(torch.equal(back[n], arguments[n]) for n in NAMES)
+    for n in NAMES:
+        assert torch.equal(back[n], arguments[n])
     round_trip = to_official(**back)
     assert list(round_trip) == ["u", "q", "k", "dt", "D", "t_bias", "z"]
-    assert all(torch.equal(round_trip[n], official[n]) for n in official)
+    for n in official:
+        assert torch.equal(round_trip[n], official[n])
 
 
 @pytest.mark.parametrize("B,T,D,N", [(2, 5, 3, 4), (1, 1, 1, 1), (1, 7, 2, 7)])
@@ -72,20 +81,21 @@ def test_the_kit_and_the_official_layout_compute_the_same_scan(B, T, D, N):
     arguments = inputs(B, T, D, N, seed=1)
     out, state = reference_scan(**arguments)
     official_out, official_state = official_recurrence(**to_official(**arguments))
-    torch.testing.assert_close(swap_layout(official_out), out)
-    torch.testing.assert_close(official_state, state.to(official_state.dtype), rtol=1e-6, atol=1e-6)
+    assert_close(swap_layout(official_out), out)
+    assert_close(official_state, state.to(official_state.dtype), rtol=1e-6, atol=1e-6)
 
 
 def test_strided_inputs_and_gradients_pass_through():
     arguments = inputs()
-    arguments["x"] = (
-        torch.randn(5, 2, 6, dtype=torch.float64).transpose(0, 1)[..., ::2].requires_grad_()
-    )
+    drawn = torch.randn(5, 2, 6, dtype=torch.float64)
+    arguments["x"] = drawn.transpose(0, 1)[..., ::2].requires_grad_()
     u = to_official(**arguments)["u"]
     assert u.is_contiguous()
-    assert torch.equal(u, arguments["x"].transpose(1, 2))
+    expected = arguments["x"].transpose(1, 2)
+    assert torch.equal(u, expected)
     weight = torch.randn(2, 3, 5, dtype=torch.float64)
-    (grad,) = torch.autograd.grad((u * weight).sum(), arguments["x"])
+    loss = (u * weight).sum()
+    (grad,) = torch.autograd.grad(loss, arguments["x"])
     assert torch.equal(grad, weight.transpose(1, 2))
 
 
@@ -94,12 +104,17 @@ def test_a_shared_rate_is_spread_over_the_channels():
     arguments["b"] = arguments["b"][..., :1]
     dt = to_official(**arguments)["dt"]
     assert dt.shape == (2, 3, 5)
-    assert torch.equal(dt[:, 0], dt[:, 2])
-    assert torch.equal(dt[:, 1], arguments["b"][..., 0])
+    result = dt[:, 0]
+    expected = dt[:, 2]
+    assert torch.equal(result, expected)
+    result = dt[:, 1]
+    expected = arguments["b"][..., 0]
+    assert torch.equal(result, expected)
 
 
 def test_optional_arguments_stay_none():
-    needed = {n: t for n, t in inputs().items() if n in ("q", "k", "x", "b")}
+    tensors = inputs().items()
+    needed = {n: t for n, t in tensors if n in ("q", "k", "x", "b")}
     official = to_official(**needed)
     assert official["D"] is None
     assert official["t_bias"] is None
@@ -143,13 +158,15 @@ def test_what_is_missing_is_named(call, message):
 def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes():
     table = symbol_table().splitlines()
     assert len(table) == len(SYMBOLS) + 2
-    assert len({row.count("|") for row in table}) == 1
+    counts = {row.count("|") for row in table}
+    assert len(counts) == 1
     for name, symbol in SYMBOLS.items():
         assert symbol.name == name
-        assert set(symbol.shape.replace(",", "")) <= set("BTDN")
-        assert len(shape_of(name, B=1, T=1, D=1, N=1)) == len(symbol.shape.split(",")) * bool(
-            symbol.shape
-        )
+        letters_of_shape = set(symbol.shape.replace(",", ""))
+        assert letters_of_shape <= set("BTDN")
+        sizes = symbol.shape.split(",")
+        expected = len(sizes) * bool(symbol.shape)
+        assert len(shape_of(name, B=1, T=1, D=1, N=1)) == expected
 
 
 # Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the
@@ -164,7 +181,8 @@ FORMULA = re.compile(r"\$\$(.*?)\$\$|(?<!\$)\$([^$]+)\$", re.S)
 
 
 def text_of(page, kinds=("markdown",)):
-    cells = json.loads((BOOK / page).read_text())["cells"]
+    text = (BOOK / page).read_text()
+    cells = json.loads(text)["cells"]
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] in kinds)
 
 
@@ -194,17 +212,22 @@ def strangers(text, allowed):
     "Yield (equation, letter) for letters that are neither allowed nor introduced near by."
     for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
         before = text[: match.end()]
-        after, *_ = text[match.end() :].lstrip("\n").split("\n\n")
+        behind = text[match.end() :].lstrip("\n")
+        after, *_ = behind.split("\n\n")
         known_here = allowed | introduced(before + "\n" + after)
         for letter in sorted(letters(match[1]) - known_here):
             yield match[2], letter
 
 
 def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_its_page():
-    rows = " ".join(re.findall(r"^\| (\$.*?) \|", text_of("theory/00_notation.ipynb"), re.M))
+    page = text_of("theory/00_notation.ipynb")
+    rows = " ".join(re.findall(r"^\| (\$.*?) \|", page, re.M))
     formulas = [symbol.formula for symbol in SYMBOLS.values()]
-    allowed = letters(" ".join([*formulas, *re.findall(r"\$(.*?)\$", rows)]))
-    pages = [*sorted((BOOK / "theory").glob("*.ipynb")), *sorted((BOOK / "scan").glob("*.ipynb"))]
+    symbols = re.findall(r"\$(.*?)\$", rows)
+    allowed = letters(" ".join([*formulas, *symbols]))
+    theory = sorted((BOOK / "theory").glob("*.ipynb"))
+    scans = sorted((BOOK / "scan").glob("*.ipynb"))
+    pages = [*theory, *scans]
     for page in pages:
         unknown = list(strangers(text_of(page), allowed))
         assert not unknown, (
@@ -212,12 +235,15 @@ def test_every_letter_of_a_numbered_equation_is_in_the_table_or_introduced_on_it
         )
     equation = r" $$k = \omega\eta, \tag{1}$$ with $\eta=2$."
     for text, expected in ("Let $\\omega > 0$.", ["\\omega"]), ("Take $\\omega$.", []):
-        assert [letter for _, letter in strangers(text + equation, allowed)] == expected
+        result = [letter for _, letter in strangers(text + equation, allowed)]
+        assert result == expected
 
 
 def test_every_entry_of_the_glossary_is_used_on_the_pages_that_it_names():
-    for term, line in re.findall(r"^- \*\*(.+?)\*\*(.*)$", text_of("glossary.ipynb"), re.M):
+    entries = re.findall(r"^- \*\*(.+?)\*\*(.*)$", text_of("glossary.ipynb"), re.M)
+    for term, line in entries:
         for page in re.findall(r"\]\(([^)]+\.ipynb)\)", line):
-            assert re.search(rf"\b{re.escape(term)}", text_of(page, ("markdown", "code")), re.I), (
+            text = text_of(page, ("markdown", "code"))
+            assert re.search(rf"\b{re.escape(term)}", text, re.I), (
                 f"{term!r} of the glossary is not used in {page}"
             )

@@ -65,13 +65,15 @@ def test_plan_is_the_committed_one():
     "A change of models, comparisons, rates, rule or recipe needs a new, committed plan."
     gpu = EXPERIMENT.presets["gpu"]
     steps = one_pass.STEPS
-    assert plan_of(gpu, steps) == one_pass.PLAN | {"rule": "looks"}
+    expected = one_pass.PLAN | {"rule": "looks"}
+    assert plan_of(gpu, steps) == expected
     assert plan_of(gpu, steps - 1)["commit"] is None
     assert (
         plan_of(replace(gpu, groups=("paper",), data="other"), steps)["commit"]
         == one_pass.PLAN["commit"]
     )
-    for change in (dict(rows=64), dict(d_model=768), dict(rates=RATES[:5]), dict(sd=0.01)):
+    changes = (dict(rows=64), dict(d_model=768), dict(rates=RATES[:5]), dict(sd=0.01))
+    for change in changes:
         assert plan_of(replace(gpu, **change), steps)["commit"] is None
 
 
@@ -89,31 +91,40 @@ def test_windows_read_no_byte_twice(seed, rows, size):
     batches = list(windows(torch.arange(size), 8, rows, seed))
     read = torch.cat([inputs.flatten() for inputs, _ in batches]).tolist() if batches else []
     assert len(set(read)) == len(read) == (size - 1) // 8 // rows * rows * 8
-    assert all((targets == inputs + 1).all() for inputs, targets in batches)
+    for inputs, targets in batches:
+        assert (targets == inputs + 1).all()
 
 
 def test_a_finished_run_has_every_model_with_its_search_and_its_looks(text, finished):
     folder, record = finished
     assert record["missing"] == 0
     assert record["results"]["plan"]["commit"] is None
-    for number, model in zip((61, 62, 63), record["results"]["groups"]["laptop"]):
+    models = record["results"]["groups"]["laptop"]
+    for number, model in zip((61, 62, 63), models):
         judged = [one["seed"] for one in model["runs"]]
-        assert judged == list(range(1000 * number + 4, 1000 * number + 4 + len(judged)))
+        first = 1000 * number + 4
+        expected = list(range(first, 1000 * number + 4 + len(judged)))
+        assert judged == expected
         assert len(judged) in LOOKS
-        assert {run["seed"] - 1000 * number for run in model["search"]} == {1, 2, 3}
-        assert [run["lr"] for run in model["search"] if run["place"] == model["place"]] == [
-            model["lr"]
-        ] * 3
+        seeds = {run["seed"] - 1000 * number for run in model["search"]}
+        assert seeds == {1, 2, 3}
+        result = [run["lr"] for run in model["search"] if run["place"] == model["place"]]
+        expected = [model["lr"]] * 3
+        assert result == expected
         assert model["function"] == "chunked"
         assert model["output_error"] < 1e-4
         assert model["state_numbers"] == 2 * 32 * 4
-        assert len(model["runs"][0]["val"]["all"]) == 4
-        assert model["runs"][0]["val"]["tokens"][-1] == 12 * 8 * 32
+        losses = model["runs"][0]["val"]["all"]
+        assert len(losses) == 4
+        val = model["runs"][0]["val"]
+        result = val["tokens"][-1]
+        assert result == 12 * 8 * 32
     assert [c.label for c, _ in rows_of_claim(record, "one-pass")][
         0
     ] == "diagonal N=4 below Mamba N=4"
     config = EXPERIMENT.config("laptop", data=text, **TINY)
-    assert one_pass.summarize(config, Results(folder)) == record["results"]
+    result = one_pass.summarize(config, Results(folder))
+    assert result == record["results"]
 
 
 def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
@@ -133,7 +144,8 @@ def test_a_run_keeps_what_its_model_would_be_asked_for(finished):
         if one["bits_per_byte"] is not None
     ]
     assert len(arrays) == len(finite)
-    assert all(len(part) for part in arrays)
+    for part in arrays:
+        assert len(part)
 
 
 @pytest.mark.slow
@@ -155,12 +167,15 @@ def test_a_killed_run_resumes_with_the_same_numbers(text, finished, tmp_path, mo
     def numbers(record):
         rows = []
         for model in record["results"]["groups"]["laptop"]:
-            rows.append([model["name"], model["lr"], model["bracket"]])
+            row = [model["name"], model["lr"], model["bracket"]]
+            rows.append(row)
             for one in model["runs"]:
-                rows.append([one["val"], one["measured"], one["first_losses"]])
+                row = [one["val"], one["measured"], one["first_losses"]]
+                rows.append(row)
         return rows
 
-    assert len(count) == 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json")))
+    expected = 1 + len(list(Path(finished[0]).glob("jobs/*/metrics.json")))
+    assert len(count) == expected
     assert numbers(repeated) == numbers(finished[1])
 
 
@@ -181,12 +196,15 @@ def test_another_text_is_refused(text, finished, tmp_path):
         )
     )
     with pytest.raises(ValueError, match="is not the text of this job"):
-        one_pass.run_job(settings, Results(tmp_path / "run").job_folder(settings))
+        folder = Results(tmp_path / "run").job_folder(settings)
+        one_pass.run_job(settings, folder)
     with pytest.raises(ValueError, match="name the text with --data"):
-        list(one_pass.jobs(OnePass(), Results(tmp_path / "none")))
+        planned = one_pass.jobs(OnePass(), Results(tmp_path / "none"))
+        list(planned)
     with pytest.raises(ValueError, match="no group 'papers'"):
         OnePass(groups=("papers",))
-    for name, value in (("val", 0), ("d_model", 0), ("rates", (1e-3, float("nan")))):
+    wrong_values = (("val", 0), ("d_model", 0), ("rates", (1e-3, float("nan"))))
+    for name, value in wrong_values:
         with pytest.raises(ValueError, match=f"^{name} is"):
             OnePass(**{name: value})
 
@@ -202,7 +220,8 @@ def test_a_wrong_layer_stops_before_it_trains(monkeypatch):
 
     def wrong(self, x, *arguments):
         y, _ = right(self, x)
-        return y * (1.2 if x.dtype == torch.float32 else 1), None
+        factor = 1.2 if x.dtype == torch.float32 else 1
+        return y * factor, None
 
     monkeypatch.setattr(type(layer), "run", wrong)
     with pytest.raises(RuntimeError, match="chunked is wrong"):
@@ -220,7 +239,9 @@ def test_divergence_is_a_result_and_gets_no_verdict(text, tmp_path):
     )
     models = wild["results"]["groups"]["laptop"]
     assert wild["missing"] == 0
-    assert all(None in model["bracket"].values() and model["why"] for model in models)
+    for model in models:
+        assert None in model["bracket"].values()
+        assert model["why"]
     assert {judgement.verdict for _, judgement in rows_of_claim(wild, "one-pass")} == {
         "cannot be judged"
     }
@@ -274,20 +295,21 @@ def test_a_model_that_diverges_does_not_ease_the_other_verdicts():
             )
         }
     )
-    for model, push in zip(record["results"]["groups"]["equal-state"], (0, 3, 3, 5)):
+    models = record["results"]["groups"]["equal-state"]
+    for model, push in zip(models, (0, 3, 3, 5)):
         for one in model["runs"]:
-            one["val"]["all"][-1] += push * (one["seed"] % 2 - 0.4) / 100
+            sign = one["seed"] % 2 - 0.4
+            one["val"]["all"][-1] += push * sign / 100
     before = {c.label: judgement.p for c, judgement in outcomes("equal-state", record)}
     record["results"]["groups"]["equal-state"][3]["runs"][2]["diverged"] = 7
     after = {c.label: judgement for c, judgement in outcomes("equal-state", record)}
     assert after["exact N=64 below Gated DeltaNet"].verdict == "cannot be judged"
-    assert all(
-        after[name].p >= before[name]
-        for name in ("exact N=64 below Mamba N=64", "exact N=64 below diagonal N=64")
-    )
+    for name in ("exact N=64 below Mamba N=64", "exact N=64 below diagonal N=64"):
+        assert after[name].p >= before[name]
     absent = compare_losses(record, "others")  # planned for the same claim, and not run
     assert [c.planned for c in absent] == [True] * 3
-    assert not any(c.differences for c in absent)
+    for c in absent:
+        assert not c.differences
     assert (
         compare_losses(record, "laptop")
         == []
@@ -334,10 +356,12 @@ def test_missing_models_count_in_the_correction():
     two = {"exact N=64": 1.25, "Mamba N=64": 1.5}
     four = two | {"diagonal N=64": 1.5, "Gated DeltaNet": 1.5}
     alone, whole = (compare_losses(toy(losses), "equal-state") for losses in (two, four))
-    assert all(c.planned for c in alone + whole)
+    for c in alone + whole:
+        assert c.planned
     assert [bool(c.differences) for c in alone] == [False, True, False, False]
     assert [c.waits for c in alone] == [True, False, True, True]
-    assert not any(c.waits for c in whole)
+    for c in whole:
+        assert not c.waits
     early = compare_losses(toy({"exact N=64": 1.0, "Mamba N=64": 2.0}, (1, 2)), "equal-state")[1]
     assert early.waits
     assert early.doubt == "2 of 5 seeds so far"
@@ -351,10 +375,9 @@ def test_a_pair_chosen_after_the_runs_is_judged_apart_from_the_plan():
     assert comparison.differences == (0.5, 0.5, 0.5)
     assert not comparison.planned
     assert judgement.verdict == "holds"
-    assert all(
-        "Mamba-2, MLP below" not in c.label and "Mamba N=64, MLP below" not in c.label
-        for c, _ in outcomes("other-layers-once", record)
-    ), "the planned claim does not change"
+    for c, _ in outcomes("other-layers-once", record):
+        assert "Mamba-2, MLP below" not in c.label, "the planned claim does not change"
+        assert "Mamba N=64, MLP below" not in c.label, "the planned claim does not change"
     assert (
         outcomes("mamba2", toy({"Mamba N=64, MLP": 1.0}, group="equal-state-mlp"))[0][1].verdict
         == "not run"
@@ -439,7 +462,8 @@ def test_first_losses_that_differ_are_said(text, finished, tmp_path):
     assert retrain(path, "Mamba N=4", tmp_path / "weights", data=text).sentence.startswith(
         "THE FIRST LOSSES ARE NOT THE RECORD'S: they differ by 0.1"
     )
-    assert compare_first([8.0, math.nan], [8.0, 2.0]).startswith("THE FIRST")
+    text = compare_first([8.0, math.nan], [8.0, 2.0])
+    assert text.startswith("THE FIRST")
     assert compare_first([8.003, 2.0], [8.0, 2.0]).startswith("THE FIRST")
     assert compare_first([8.001, 2.05], [8.0, 2.0]).startswith("the first")
 
@@ -564,7 +588,8 @@ def test_gpu_first_losses_are_the_recorded_ones():
     settings = SimpleNamespace(**job["settings"])
     source = one_pass.text_of(OnePass())
     texts = open_texts(**source)
-    assert to_plain(texts.summary()) == settings.text, "LONGHORN_TEXT is another text"
+    result = to_plain(texts.summary())
+    assert result == settings.text, "LONGHORN_TEXT is another text"
     _, summary = one_pass.train_run(settings, texts, source, points=1)
     assert len(summary["first_losses"]) == 50
     sentence = compare_first(summary["first_losses"], job["first_losses"])

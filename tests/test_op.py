@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import forward_ad
+from torch.testing import assert_close
 
 from longhorn_kit.scan.arguments import read_bounds
 from longhorn_kit.scan.op import (
@@ -58,7 +59,8 @@ def rates(form, t):
     B, T, N = t["q"].shape
     D = t["x"].shape[2]
     shape = (B, T, N) if form == "timed s6" else (D, N)
-    return -torch.rand(shape, generator=gen, device="cpu").to(t["x"])
+    drawn = torch.rand(shape, generator=gen, device="cpu")
+    return -drawn.to(t["x"])
 
 
 def run(form, t, A=None, **options):
@@ -71,10 +73,12 @@ def run(form, t, A=None, **options):
 
 def everything(form, t, A=None, more=(), **options):
     "Output, final state, and the gradients of what `run` takes and of more."
-    leaves = {n: v.detach().requires_grad_() for n, v in t.items()}
+    named = t.items()
+    leaves = {n: v.detach().requires_grad_() for n, v in named}
     out, ends = run(form, leaves, A, output_final_state=True, **options)
     loss = out.square().sum() + ends.square().sum()
-    grads = torch.autograd.grad(loss, [*leaves.values(), *more])
+    inputs = [*leaves.values(), *more]
+    grads = torch.autograd.grad(loss, inputs)
     return out, ends, *grads
 
 
@@ -90,7 +94,8 @@ def test_steps_equal_the_scan(form, backend, inplace):
     options = dict(inplace=inplace, backend=backend)
     for i in range(T):
         now = [t[n][:, i] for n in "qkxb"]
-        weights = (t["b_bias"], t["D_skip"], t["z"][:, i])
+        z = t["z"][:, i]
+        weights = (t["b_bias"], t["D_skip"], z)
         if form in FORMS:
             o, new = longhorn_step(*now, state, *weights, form=form, **options)
         else:
@@ -98,8 +103,8 @@ def test_steps_equal_the_scan(form, backend, inplace):
             o, new = selective_step(*now, A_t, state, *weights, **options)
         assert (new is state) == inplace
         state = new
-        torch.testing.assert_close(o, out[:, i], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state, end, rtol=1e-5, atol=1e-5)
+        assert_close(o, out[:, i], rtol=1e-5, atol=1e-5)
+    assert_close(state, end, rtol=1e-5, atol=1e-5)
 
 
 # On a GPU each size is compiled, which takes seconds: one size there, any in the interpreter.
@@ -108,15 +113,18 @@ WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), 
 
 def every_second_channel(t):
     "Equal values, not contiguous."
-    return torch.stack([t, t + 1], -1).flatten(-2)[..., ::2]
+    pairs = torch.stack([t, t + 1], -1)
+    return pairs.flatten(-2)[..., ::2]
 
 
 def run_with_gradients(form, t, A, weight, **options):
     "Output and final states, and gradients of q, k, x, b, z from a weighted sum of both."
     leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
     out, ends = run(form, t | leaves, A, output_final_state=True, **options)
-    loss = (out * weight).sum() + ends.sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
+    weighted = (out * weight).sum()
+    loss = weighted + ends.sum()
+    inputs = list(leaves.values())
+    grads = torch.autograd.grad(loss, inputs, materialize_grads=True)
     return out, ends, dict(zip(leaves, grads))
 
 
@@ -137,18 +145,24 @@ def test_packed_sequences_have_the_bits_they_have_alone(form, backend, lengths, 
     A = rates(form, t)
     first = torch.randn(len(lengths), D, N)
     weight = torch.randn(1, total, D)
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    lengths_from_zero = torch.tensor([0, *lengths])
+    bounds = lengths_from_zero.cumsum(0)
     packed = dict(initial_state=first, cu_seqlens=bounds.to(torch.int32), backend=backend)
     out, ends, grads = run_with_gradients(form, t, A, weight, **packed)
-    for i, (a, e) in enumerate(zip(bounds[:-1], bounds[1:])):
+    pairs = zip(bounds[:-1], bounds[1:])
+    for i, (a, e) in enumerate(pairs):
         cut = {n: v[:, a:e].detach().clone() if v.dim() == 3 else v for n, v in t.items()}
         cut_A = A[:, a:e].clone() if form == "timed s6" else A
         options = dict(initial_state=first[i : i + 1], backend=backend)
-        alone, end, alone_grads = run_with_gradients(form, cut, cut_A, weight[:, a:e], **options)
-        assert torch.equal(out[:, a:e], alone)
-        assert torch.equal(ends[i : i + 1], end)
+        part = weight[:, a:e]
+        alone, end, alone_grads = run_with_gradients(form, cut, cut_A, part, **options)
+        part = out[:, a:e]
+        assert torch.equal(part, alone)
+        end_state = ends[i : i + 1]
+        assert torch.equal(end_state, end)
         for name, grad in grads.items():
-            assert torch.equal(grad[:, a:e], alone_grads[name]), name
+            result = grad[:, a:e]
+            assert torch.equal(result, alone_grads[name]), name
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -159,7 +173,7 @@ def test_gradients_of_states_and_parameters_flow_through_packing(form):
     results = everything(form, t, None, [first], backend="auto", **options)
     expected = everything(form, t, None, [first], backend="reference", **options)
     for a, b in zip(results, expected):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        assert_close(a, b, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -182,7 +196,8 @@ def test_strides_do_not_change_a_bit(form):
 def test_bounds_may_have_any_stride(form, backend):
     "A column of a table of bounds is not contiguous; kernels read bounds by position."
     t = make(1, 5)
-    bounds = torch.tensor([[0, 9], [2, 1], [5, 3]], dtype=torch.int32)[:, 0]
+    table = torch.tensor([[0, 9], [2, 1], [5, 3]], dtype=torch.int32)
+    bounds = table[:, 0]
     assert not bounds.is_contiguous()
     results = everything(form, t, cu_seqlens=bounds, backend=backend)
     expected = everything(form, t, cu_seqlens=bounds.clone(), backend=backend)
@@ -197,18 +212,22 @@ def test_rates_may_have_any_stride(kind, backend):
 
     def make_A(scale):
         if kind == "expanded":
-            return (-torch.arange(1.0, N + 1) * scale).expand(D, N)
+            rates = -torch.arange(1.0, N + 1) * scale
+            return rates.expand(D, N)
         if kind == "sliced":
-            wide = torch.linspace(-2, -0.1, D * 2 * N).view(D, 2 * N)
+            values = torch.linspace(-2, -0.1, D * 2 * N)
+            wide = values.view(D, 2 * N)
             return (wide * scale)[:, N:]
-        return (torch.linspace(-2, -0.1, D * N).view(N, D) * scale).t()
+        values = torch.linspace(-2, -0.1, D * N)
+        rates = values.view(N, D)
+        return (rates * scale).t()
 
     scale = torch.ones((), requires_grad=True)
     assert not make_A(1.0).is_contiguous()
     results = everything("s6", t, make_A(scale), [scale], backend=backend)
     expected = everything("s6", t, make_A(scale), [scale], backend="reference")
     for a, b in zip(results, expected):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+        assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +239,8 @@ def test_rates_may_have_any_stride(kind, backend):
     "dtype", [slow_case(torch.float16), torch.bfloat16, torch.float32, torch.float64]
 )
 def test_dtypes(form, backend, dtype):
-    t = {n: v.requires_grad_() for n, v in make(T=4, dtype=dtype).items()}
+    inputs = make(T=4, dtype=dtype)
+    t = {n: v.requires_grad_() for n, v in inputs.items()}
     if backend == "triton" and dtype == torch.float64:
         with pytest.raises(ValueError, match="backend 'triton' cannot run this.*not float64"):
             run(form, t, backend=backend)
@@ -230,19 +250,29 @@ def test_dtypes(form, backend, dtype):
     bare = run(form, without, output_final_state=True, backend=backend)
     for result in (out, state, *bare):
         assert result.is_contiguous()  # can be viewed in any shape
-    out.double().square().sum().backward()
+    squares = out.double().square()
+    total = squares.sum()
+    total.backward()
     double = {n: v.detach().double().requires_grad_() for n, v in t.items()}
     expected = run(form, double, rates(form, t).double(), backend="reference")
-    expected.square().sum().backward()
+    total = expected.square().sum()
+    total.backward()
     assert out.dtype == dtype
     assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     # A half-precision output is rounded once; its gradients have seen that rounding.
-    unit = max(4 * torch.finfo(dtype).eps, 1e-13 if dtype == torch.float64 else 2e-6)
-    assert (out.double() - expected).abs().max() <= unit * expected.abs().max()
+    rounding = 4 * torch.finfo(dtype).eps
+    unit = max(rounding, 1e-13 if dtype == torch.float64 else 2e-6)
+    errors = (out.double() - expected).abs()
+    difference = errors.max()
+    largest = expected.abs().max()
+    assert difference <= unit * largest
     for name in t:
         assert t[name].grad.dtype == dtype
-        error = (t[name].grad.double() - double[name].grad).abs().max()
-        assert error <= 4 * unit * double[name].grad.abs().max(), name
+        expected = double[name].grad
+        result = t[name].grad.double()
+        error = (result - expected).abs().max()
+        largest = expected.abs().max()
+        assert error <= 4 * unit * largest, name
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -262,24 +292,32 @@ def test_mixed_dtypes_as_autocast_makes_them():
     t = make()
     half = {n: v.bfloat16() if n in ("q", "k", "x", "z") else v for n, v in t.items()}
     out, state = longhorn_scan(**half, output_final_state=True)
-    expected = longhorn_scan(**{n: v.double() for n, v in half.items()})
+    named = half.items()
+    wide = {n: v.double() for n, v in named}
+    expected = longhorn_scan(**wide)
     assert out.dtype == torch.bfloat16
     assert state.dtype == torch.float32
-    assert (out - expected).abs().max() < 1e-2 * expected.abs().max()
+    difference = (out - expected).abs().max()
+    largest = expected.abs().max()
+    assert difference < 1e-2 * largest
 
 
 @pytest.mark.parametrize("form", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("batch, steps", [(0, 4), (2, 0), (0, 0)])
 def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, steps):
-    t = {n: v.requires_grad_() for n, v in make(batch, steps).items()}
+    inputs = make(batch, steps)
+    t = {n: v.requires_grad_() for n, v in inputs.items()}
     first = torch.randn(batch, D, N, requires_grad=True)
     out, state = run(form, t, initial_state=first, output_final_state=True, backend=backend)
     assert out.shape == (batch, steps, D)
     assert torch.equal(state, first)
-    (out.sum() + 2 * state.sum()).backward()
-    assert torch.equal(first.grad, torch.full_like(first, 2))
-    assert t["x"].grad.shape == (batch, steps, D)
+    total = out.sum() + 2 * state.sum()
+    total.backward()
+    twos = torch.full_like(first, 2)
+    assert torch.equal(first.grad, twos)
+    shape = t["x"].grad.shape
+    assert shape == (batch, steps, D)
     for n, v in t.items():
         assert v.grad is not None, n
         assert v.grad.shape == v.shape, n
@@ -302,7 +340,8 @@ def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
         options = dict(initial_state=t[first], output_final_state=True, backend=backend)
         outputs = run(form, {n: t[n] for n in inputs}, **options)
         weights = [torch._neg_view(-o.detach().cos()) for o in outputs]
-        grads = torch.autograd.grad(outputs, list(t.values()), weights)
+        inputs = list(t.values())
+        grads = torch.autograd.grad(outputs, inputs, weights)
         results.append((*outputs, *grads))
     assert all(map(torch.equal, *results))
 
@@ -314,10 +353,12 @@ def test_inputs_and_states_are_not_changed_and_no_grad_works(form):
     copies = {n: v.clone() for n, v in t.items()}
     state = first.clone()
     with torch.no_grad():
-        out = run(form, {n: v.requires_grad_() for n, v in t.items()}, initial_state=first)
+        inputs = {n: v.requires_grad_() for n, v in t.items()}
+        out = run(form, inputs, initial_state=first)
     assert not out.requires_grad
     assert torch.equal(first, state)
-    assert all(torch.equal(t[n], copies[n]) for n in t)
+    for n in t:
+        assert torch.equal(t[n], copies[n])
 
 
 def message(text):
@@ -414,7 +455,8 @@ BAD = {
 @pytest.mark.parametrize("change, text", BAD.values(), ids=BAD)
 def test_bad_arguments_are_named(change, text):
     with message(text):
-        longhorn_scan(**make(1 if "cu_seqlens" in change else 2) | change)
+        inputs = make(1 if "cu_seqlens" in change else 2)
+        longhorn_scan(**inputs | change)
 
 
 class Far:
@@ -441,7 +483,8 @@ def test_bounds_are_read_once_and_again_when_they_change():
     far._version = 1
     assert read_bounds(far) == [0, 6, 9]
     assert far.reads == 2
-    t = {name: tensor.cpu() for name, tensor in make(1).items()}
+    inputs = make(1)
+    t = {name: tensor.cpu() for name, tensor in inputs.items()}
     values = np.array([0, 4, 9])
     first = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values))
     bounds = torch.from_numpy(values)
@@ -462,7 +505,8 @@ def test_bounds_are_read_once_and_again_when_they_change():
 
 def test_bad_arguments_of_the_other_functions_are_named():
     t = make()
-    s = {n + "_t": t[n][:, 0] for n in "qkxb"} | dict(state=torch.zeros(2, 5, 4))
+    token = {n + "_t": t[n][:, 0] for n in "qkxb"}
+    s = token | dict(state=torch.zeros(2, 5, 4))
 
     def step(**change):
         return longhorn_step(**s | change)
@@ -481,10 +525,14 @@ def test_bad_arguments_of_the_other_functions_are_named():
     with message("A has shape (4, 5); expected (5, 4) or (2, 9, 4) to match x and q"):
         scan(t["b"], torch.zeros(4, 5))
     with message("dt has shape (2, 5); expected (2, 9, 5) or (2, 9, 1) to match x"):
-        scan(t["b"][:, 0], torch.zeros(5, 4))
+        b = t["b"][:, 0]
+        A = torch.zeros(5, 4)
+        scan(b, A)
     inputs = (s["q_t"], s["k_t"], s["x_t"])
     with message("dt_t has shape (5,); expected (2, 5) or (2, 1) to match x_t"):
-        selective_step(*inputs, s["b_t"][0], torch.zeros(5, 4), torch.zeros(2, 5, 4))
+        b = s["b_t"][0]
+        A = torch.zeros(5, 4)
+        selective_step(*inputs, b, A, torch.zeros(2, 5, 4))
 
 
 @pytest.mark.parametrize("form", RUNS)
@@ -500,15 +548,19 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
     results = torch.func.jvp(scan("auto"), point, direction)
     references = torch.func.jvp(scan("reference"), point, direction)
     for result, expected in zip(results, references):
-        torch.testing.assert_close(result, expected)
-        assert expected.abs().max() > 0.1
+        assert_close(result, expected)
+        largest = expected.abs().max()
+        assert largest > 0.1
     two = torch.stack([t["q"], t["k"]])
     one_by_one = torch.stack([scan("auto")(q) for q in two])
-    torch.testing.assert_close(torch.func.vmap(scan("auto"))(two), one_by_one)
+    batched = torch.func.vmap(scan("auto"))(two)
+    assert_close(batched, one_by_one)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(t["q"], t["k"])
-        tangent = forward_ad.unpack_dual(scan("auto")(dual)).tangent
-        assert tangent.abs().max() > 0.1
+        pair = scan("auto")(dual)
+        tangent = forward_ad.unpack_dual(pair).tangent
+        largest = tangent.abs().max()
+        assert largest > 0.1
         for backend in ("chunked", "triton"):
             with message(f"backend '{backend}' cannot run under torch.func or forward-mode"):
                 scan(backend)(dual)
@@ -552,11 +604,13 @@ def test_compiled_transforms_take_the_reference_too(transform, form):
     torch._dynamo.reset()
     result = torch.compile(transformed, fullgraph=True, backend="aot_eager")(q)
     expected = transformed(q)
-    torch.testing.assert_close(result, expected)
-    assert expected.abs().max() > 0.05
+    assert_close(result, expected)
+    largest = expected.abs().max()
+    assert largest > 0.05
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_shapes_can_be_asked_of_tensors_without_data(form):
-    t = {name: value.to("meta") for name, value in make().items()}
+    inputs = make()
+    t = {name: value.to("meta") for name, value in inputs.items()}
     assert longhorn_scan(**t, form=form).shape == (B, T, D)

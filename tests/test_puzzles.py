@@ -1,4 +1,7 @@
-"""The checks of nbs/scan/12b_triton_puzzles.ipynb: right answers pass, and what is wrong is rejected in words."""
+"""The checks of nbs/scan/12b_triton_puzzles.ipynb.
+
+Right answers pass, and what is wrong is rejected in words.
+"""
 
 import ast
 import contextlib
@@ -37,7 +40,8 @@ SHOWS = ("draw_programs(", "double_kernel[", "if DEVICE")  # in cells that show 
 
 def define(source, space, name):
     "Run a source as if it came from a file, so that Triton can read its kernels."
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    lines = source.splitlines(True)
+    linecache.cache[name] = (len(source), None, lines, name)
     exec(compile(source, name, "exec"), space)
     return space
 
@@ -48,23 +52,29 @@ def puzzle_number(tags):
 
 @cache
 def page():
-    "Run the page without figures and checks: its names, and for every puzzle check, name, stub and solution."
+    """Run the page without figures and checks.
+
+    Return its names, and for every puzzle check, name, stub and solution."""
     space = {"__name__": "page"}
     puzzles = {number: SimpleNamespace() for number in NUMBERS}
-    for i, cell in enumerate(json.loads(PAGE.read_text(encoding="utf-8"))["cells"]):
+    text = PAGE.read_text(encoding="utf-8")
+    for i, cell in enumerate(json.loads(text)["cells"]):
         source = "".join(cell["source"])
         tags = cell["metadata"].get("tags", [])
         if cell["cell_type"] != "code" or any(part in source for part in SHOWS):
             continue
         if "stub" in tags:
             puzzle = puzzles[puzzle_number(tags)]
-            puzzle.stub = source.rsplit("\n", 1)[0] + "\n"
+            lines = source.rsplit("\n", 1)
+            puzzle.stub = lines[0] + "\n"
             continue
         if "solution" in tags:
             puzzle = puzzles[puzzle_number(tags)]
             source, call = source.rsplit("assert ", 1)
-            puzzle.check_name, puzzle.name = call.strip().rstrip(")").split("(")
-            puzzle.solution = source.removeprefix("# solution\n").strip() + "\n"
+            words = call.strip().rstrip(")")
+            puzzle.check_name, puzzle.name = words.split("(")
+            text = source.removeprefix("# solution\n").strip()
+            puzzle.solution = text + "\n"
         with contextlib.redirect_stdout(io.StringIO()):
             define(source, space, f"<page {i}>")
     for puzzle in puzzles.values():
@@ -78,14 +88,16 @@ def examine(number, source, label):
     space, puzzles = page()
     puzzle = puzzles[number]
     name = f"<puzzle {number} {label}>"
-    report = puzzle.check.examine(define(source, dict(space), name)[puzzle.name])
+    answer = define(source, dict(space), name)[puzzle.name]
+    report = puzzle.check.examine(answer)
     linecache.cache.pop(name)
     return report
 
 
 @cache
 def plain_lines(number):
-    return ast.unparse(ast.parse(page()[1][number].solution)).splitlines()
+    tree = ast.parse(page()[1][number].solution)
+    return ast.unparse(tree).splitlines()
 
 
 def changed_lines(number, mutant):
@@ -97,35 +109,41 @@ def changed_lines(number, mutant):
 @cache
 def equivalents():
     "Return puzzle -> changes that make no wrong answer. The file has the reason of each."
-    found = {number: set() for number in NUMBERS}
-    reasons = json.loads((ROOT / "tests/puzzle_equivalents.json").read_text(encoding="utf-8"))
+    changes = {number: set() for number in NUMBERS}
+    text = (ROOT / "tests/puzzle_equivalents.json").read_text(encoding="utf-8")
+    reasons = json.loads(text)
     for changes in reasons.values():
         for number, lines in changes.items():
-            found[int(number)].update(lines)
-    return found
+            changes[int(number)].update(lines)
+    return changes
 
 
-# --- answers ------------------------------------------------------------------------------------------------------
+# --- answers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_an_untouched_stub_fails_in_words(number):
     space, puzzles = page()
     report = examine(number, puzzles[number].stub, "stub")
-    assert not report and not report.started
+    assert not report
+    assert not report.started
     assert "Is the stub still untouched?" in report.text
 
 
 @pytest.mark.parametrize("answer", [None, ..., 3])
 def test_what_is_no_function_is_named(answer):
-    report = page()[1][1].check.examine(answer)
-    assert not report and not report.started and repr(answer) in report.text
+    check = page()[1][1].check
+    report = check.examine(answer)
+    assert not report
+    assert not report.started
+    assert repr(answer) in report.text
 
 
 def test_a_kernel_instead_of_its_launch_is_named():
     space, puzzles = page()
     report = puzzles[1].check.examine(space["copy_kernel"])
-    assert not report and "copy_kernel is a kernel" in report.text
+    assert not report
+    assert "copy_kernel is a kernel" in report.text
 
 
 @pytest.mark.parametrize(
@@ -144,7 +162,8 @@ def test_solution_and_two_other_right_answers_pass(number):
 )
 def test_answers_that_are_right_once_fail(number):
     puzzle = page()[1][number]
-    for kind, answer in impostors(puzzle.answer, len(puzzle.check.outputs)):
+    n_outputs = len(puzzle.check.outputs)
+    for kind, answer in impostors(puzzle.answer, n_outputs):
         assert not puzzle.check.examine(answer), kind
 
 
@@ -162,14 +181,15 @@ def test_a_sample_of_mutants_is_rejected():
         for i, (number, text) in enumerate(sample)
         if examine(number, text, f"sample {i}")
     ]
-    wrong = [found for found in accepted if found[1] not in equivalents()[found[0]]]
+    wrong = [(number, text) for number, text in accepted if text not in equivalents()[number]]
     assert not wrong
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 def test_all_mutants_of_a_solution_are_rejected(number):
-    made = list(mutants(page()[1][number].solution))
+    solution = page()[1][number].solution
+    made = list(mutants(solution))
     accepted = {
         changed_lines(number, text)
         for i, (_, text) in enumerate(made)
@@ -177,24 +197,30 @@ def test_all_mutants_of_a_solution_are_rejected(number):
     }
     wrong = accepted - equivalents()[number]
     different = len(made) - len(accepted) + len(wrong)
-    assert len(wrong) <= (1 - GOAL) * different, sorted(wrong)
+    most = (1 - GOAL) * different
+    assert len(wrong) <= most, sorted(wrong)
 
 
 @pytest.mark.slow
 def test_equivalent_changes_are_few_and_each_is_a_mutant():
     total = 0
     for number in NUMBERS:
-        changes = {changed_lines(number, text) for _, text in mutants(page()[1][number].solution)}
-        assert equivalents()[number] <= changes, sorted(equivalents()[number] - changes)
+        solution = page()[1][number].solution
+        changes = {changed_lines(number, text) for _, text in mutants(solution)}
+        known_changes = equivalents()[number]
+        assert known_changes <= changes, sorted(equivalents()[number] - changes)
         total += len(changes)
-    assert sum(map(len, equivalents().values())) <= MOST_EQUIVALENT * total
+    count = sum(map(len, equivalents().values()))
+    assert count <= MOST_EQUIVALENT * total
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_kernels_of_a_solution_are_short(number):
-    tree = ast.parse(page()[1][number].solution)
+    solution = page()[1][number].solution
+    tree = ast.parse(solution)
     kernels = [node for node in tree.body if node.decorator_list]
-    lines = page()[1][number].solution.splitlines()
+    solution = page()[1][number].solution
+    lines = solution.splitlines()
     count = sum(
         bool(line.strip()) for node in kernels for line in lines[node.lineno - 1 : node.end_lineno]
     )
@@ -207,7 +233,8 @@ def test_every_picture_fits_on_its_paper():
     matplotlib = pytest.importorskip("matplotlib")
     space = dict(page()[0])
     pictures = 0
-    for cell in json.loads(PAGE.read_text(encoding="utf-8"))["cells"]:
+    text = PAGE.read_text(encoding="utf-8")
+    for cell in json.loads(text)["cells"]:
         source = "".join(cell["source"])
         if "draw_programs(" not in source:
             continue
@@ -215,18 +242,21 @@ def test_every_picture_fits_on_its_paper():
         axes = matplotlib.pyplot.gca()
         width = axes.get_xlim()[1]
         boxes = [patch.get_bbox() for patch in axes.patches if hasattr(patch, "get_bbox")]
-        assert all(box.x0 >= 0 and box.x1 <= width for box in boxes), source
+        for box in boxes:
+            assert box.x0 >= 0, source
+            assert box.x1 <= width, source
         matplotlib.pyplot.close()
         pictures += 1
     assert pictures == len(NUMBERS) + 1  # and the one before the first puzzle
 
 
-# --- what the interpreter alone lets pass -------------------------------------------------------------------------
+# --- what the interpreter alone lets pass ---------------------------------------------------------
 
 
 @triton.jit
 def shift_kernel(x_ptr, y_ptr, n, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0) * BLOCK
+    i = start + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i + SHIFT, mask=i < n, other=0.0)
     tl.store(y_ptr + i, x, mask=i < n)
 
@@ -235,7 +265,8 @@ def shift_kernel(x_ptr, y_ptr, n, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
 def unmasked_sum_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + i, mask=i < n)
-    tl.store(y_ptr + i, x + 0.0 * tl.sum(x, 0), mask=i < n)
+    total = tl.sum(x, 0)
+    tl.store(y_ptr + i, x + 0.0 * total, mask=i < n)
 
 
 @triton.jit
@@ -244,7 +275,8 @@ def dot_kernel(x_ptr, y_ptr, n, INNER: tl.constexpr, PRECISION: tl.constexpr):
     j = tl.arange(0, INNER)
     first = j[None, :] == 0
     x = tl.load(x_ptr + i[:, None] + j[None, :], mask=(i < n)[:, None] & first, other=0.0)
-    one = tl.where((j[:, None] == 0) & (i[None, :] == 0), 1.0, 0.0)
+    at_start = (j[:, None] == 0) & (i[None, :] == 0)
+    one = tl.where(at_start, 1.0, 0.0)
     y = tl.sum(tl.dot(x, one, input_precision=PRECISION), 1)
     tl.store(y_ptr + i, y, mask=i < n)
 
@@ -254,7 +286,8 @@ def growing_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     s = 0.0
     for _ in range(1):
-        s = s + tl.load(x_ptr + i, mask=i < n, other=0.0)
+        x = tl.load(x_ptr + i, mask=i < n, other=0.0)
+        s = s + x
         s = s + 0.0
     tl.store(y_ptr + i, s, mask=i < n)
 
@@ -263,14 +296,16 @@ def growing_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 def atomic_kernel(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     tl.store(y_ptr + i, 0.0, mask=i < n)
-    tl.atomic_add(y_ptr + i, tl.load(x_ptr + i, mask=i < n, other=0.0), mask=i < n)
+    x = tl.load(x_ptr + i, mask=i < n, other=0.0)
+    tl.atomic_add(y_ptr + i, x, mask=i < n)
 
 
 @triton.jit
 def row_kernel(x_ptr, y_ptr, stride, D, BLOCK: tl.constexpr):
     t = tl.program_id(0)
     d = tl.arange(0, BLOCK)
-    tl.store(y_ptr + t * D + d, tl.load(x_ptr + t * stride + d, mask=d < D), mask=d < D)
+    x = tl.load(x_ptr + t * stride + d, mask=d < D)
+    tl.store(y_ptr + t * D + d, x, mask=d < D)
 
 
 def shifted(shift):
@@ -279,7 +314,8 @@ def shifted(shift):
 
 def through_new_array(x, y):
     copied = torch.empty(len(x))
-    shift_kernel[(triton.cdiv(len(x), 4),)](x, copied, len(x), SHIFT=0, BLOCK=4)
+    grid = (triton.cdiv(len(x), 4),)
+    shift_kernel[grid](x, copied, len(x), SHIFT=0, BLOCK=4)
     y.copy_(copied)
 
 
@@ -312,7 +348,8 @@ FAULTS = {
 def test_a_fault_is_named(words):
     check = Check("x[n] -> y[n]", lambda x: x, n=(6,))
     report = check.examine(FAULTS[words])
-    assert not report and words in report.text, report.text
+    assert not report, report.text
+    assert words in report.text, report.text
 
 
 def test_faultless_answers_pass():
@@ -327,13 +364,16 @@ def test_a_load_between_two_rows_is_named():
     def launch(stride):
         return lambda x, y: row_kernel[(2,)](x, y, stride(x), 5, BLOCK=8)
 
-    assert check.examine(launch(lambda x: x.stride(0)))
-    assert "in the gap between two rows" in check.examine(launch(lambda x: x.shape[1])).text
+    report = check.examine(launch(lambda x: x.stride(0)))
+    assert report
+    report = check.examine(launch(lambda x: x.shape[1]))
+    assert "in the gap between two rows" in report.text
 
 
 def test_a_check_counts_calls_and_names_too_many():
     def steps(x, y):
-        row_kernel[(len(x),)](x, y, x.stride(0), x.shape[1], BLOCK=8)
+        stride = x.stride(0)
+        row_kernel[(len(x),)](x, y, stride, x.shape[1], BLOCK=8)
 
     for most, passes in ((2, True), (1, False)):
         check = Check("x[T,D] -> y[T,D]", lambda x: x, most_calls=most, T=(2,), D=(5,))
@@ -351,11 +391,14 @@ def test_watch_counts_and_restores_the_interpreter():
     with Watch({"x": x, "y": y}, read_only=("x",)) as watch:
         shifted(0)(x, y)
     assert torch.equal(x, y)
-    assert (watch.launches, watch.programs, watch.loads, watch.stores) == (1, 2, 6, 6)
+    assert watch.launches == 1
+    assert watch.programs == 2
+    assert watch.loads == 6
+    assert watch.stores == 6
     assert before == (GridExecutor.__call__, InterpreterBuilder.create_masked_load)
 
 
-# --- the GPU ------------------------------------------------------------------------------------------------------
+# --- the GPU --------------------------------------------------------------------------------------
 
 
 @pytest.mark.cuda
@@ -363,7 +406,8 @@ def test_watch_counts_and_restores_the_interpreter():
 def test_a_solution_passes_on_the_gpu_with_its_time(number, capsys):
     puzzle = page()[1][number]
     assert puzzle.check(puzzle.answer)
-    printed = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    printed = " ".join(out.split())
     assert "The GPU agrees." in printed
     assert not puzzle.check.large or "a copy of as many bytes takes" in printed
 
@@ -419,6 +463,7 @@ def test_solutions_compile_for_a_gpu_and_are_judged_in_the_interpreter_there(tmp
         [sys.executable, "-c", COMPILED], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    compiled = [line for line in done.stdout.splitlines() if line.startswith("compiled ")]
+    lines = done.stdout.splitlines()
+    compiled = [line for line in lines if line.startswith("compiled ")]
     assert len(compiled) == len(NUMBERS) + 1  # puzzle 8 has two kernels
     assert "refused an inner side of 8" in done.stdout

@@ -65,14 +65,22 @@ def test_every_question_has_its_answer_in_the_stream(task, half, size, values, s
         task, 3, pairs, size, values, torch.Generator().manual_seed(seed)
     )
     for row in range(3):
-        shown = [tuple(key) for key in keys[row, :pairs].tolist()]
-        memory = dict(zip(shown, symbols[row, :pairs].tolist()))  # the last value of a key stays
-        questions = [tuple(key) for key in keys[row, pairs:].tolist()]
-        assert [memory[key] for key in questions] == answers[row].tolist()
-        assert set(symbols[row, pairs:].tolist()) == {values}
-        assert symbols[row, :pairs].max() < values
+        shown_keys = keys[row, :pairs].tolist()
+        shown = [tuple(key) for key in shown_keys]
+        shown_symbols = symbols[row, :pairs].tolist()
+        memory = dict(zip(shown, shown_symbols))  # the last value of a key stays
+        requested_keys = keys[row, pairs:].tolist()
+        questions = [tuple(key) for key in requested_keys]
+        expected = answers[row].tolist()
+        assert [memory[key] for key in questions] == expected
+        others = symbols[row, pairs:]
+        result = set(others.tolist())
+        assert result == {values}
+        largest = symbols[row, :pairs].max()
+        assert largest < values
         assert sorted(questions) == sorted(memory)
-        assert all(shown.count(key) == WRITES[task] for key in memory)
+        for key in memory:
+            assert shown.count(key) == WRITES[task]
 
 
 @pytest.mark.parametrize("task", sorted(WRITES))
@@ -88,41 +96,57 @@ def test_a_seeds_streams_do_not_depend_on_the_other_seeds(task):
 
 @pytest.mark.parametrize("task", sorted(WRITES))
 def test_a_table_answers_everything_and_blind_answers_are_at_chance(task):
-    keys, symbols, answers = draw_streams(task, 4000, 8, 4, 16, torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    keys, symbols, answers = draw_streams(task, 4000, 8, 4, 16, generator)
     assert (look_up(keys, symbols, 16) == answers).all()
-    blind = torch.randint(16, answers.shape, generator=torch.Generator().manual_seed(4))
-    assert abs((blind == answers).float().mean().item() - 1 / 16) < 0.01
+    generator = torch.Generator().manual_seed(4)
+    blind = torch.randint(16, answers.shape, generator=generator)
+    hits = (blind == answers).float()
+    assert abs(hits.mean().item() - 1 / 16) < 0.01
     assert 1 / 16 < guess_level(task, 8, 4, 16) < 0.4
 
 
 @pytest.mark.parametrize("name", sorted(MEMORIES))
 def test_every_model_starts_at_ln_v_and_reads_only_the_past(name):
     model = RecallModel(name, CONFIG)
-    stream = draw_streams("once", 3, 4, 4, 6, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    stream = draw_streams("once", 3, 4, 4, 6, generator)
     keys, symbols, answers = (part[None].repeat(2, *[1] * part.dim()) for part in stream)
-    assert grade(model, keys, symbols, answers)[1][0].allclose(torch.tensor(6.0).log())
-    torch.nn.init.normal_(model.out, generator=torch.Generator().manual_seed(0))
+    loss = grade(model, keys, symbols, answers)[1][0]
+    expected = torch.tensor(6.0).log()
+    assert loss.allclose(expected)
+    generator = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(model.out, generator=generator)
     before = model(keys, symbols)
     later = keys.clone()
     later[:, :, 5] += 1
     after = model(later, symbols)
-    assert torch.allclose(before[:, :, :5], after[:, :, :5], atol=1e-5)
-    assert not torch.allclose(before[:, :, 5:], after[:, :, 5:], atol=1e-3)
+    result = before[:, :, :5]
+    expected = after[:, :, :5]
+    assert torch.allclose(result, expected, atol=1e-5)
+    result = before[:, :, 5:]
+    expected = after[:, :, 5:]
+    assert not torch.allclose(result, expected, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["longhorn_exact", "gla", "attention"])
 def test_a_seed_trains_the_same_alone_and_beside_others(name):
     together = train_recall("rewritten", name, 0.02, CONFIG)[2]
     alone = train_recall("rewritten", name, 0.02, replace(CONFIG, seeds=(1,)))[2]
-    assert torch.allclose(together[:, 0, 1], alone[:, 0, 0], atol=1e-4)
+    result = together[:, 0, 1]
+    expected = alone[:, 0, 0]
+    assert torch.allclose(result, expected, atol=1e-4)
 
 
 def test_memories_without_forgetting_agree():
     q, k, x = (torch.randn(2, 7, n, dtype=torch.float64) for n in (4, 4, 3))
     never = torch.full((2, 7, 4), 60.0, dtype=torch.float64)  # gates of 1
-    assert torch.allclose(MEMORIES["gla"](q, k, x, never), MEMORIES["linear_attention"](q, k, x))
+    result = MEMORIES["gla"](q, k, x, never)
+    expected = MEMORIES["linear_attention"](q, k, x)
+    assert torch.allclose(result, expected)
     # orthogonal keys: nothing to correct, so one pass stores all
-    unit = torch.eye(7, dtype=torch.float64).expand(2, 7, 7)
+    identity = torch.eye(7, dtype=torch.float64)
+    unit = identity.expand(2, 7, 7)
     b = torch.full((2, 7, 3), 60.0, dtype=torch.float64)
     exact, diagonal = (MEMORIES[name](unit, unit, x, b) for name in ("longhorn_exact", "longhorn"))
     assert torch.allclose(exact, x / 2)
@@ -143,16 +167,24 @@ def test_a_tiny_run_has_the_structure_of_the_record_and_is_judged(tmp_path):
         EXPERIMENT, folder=tmp_path, workers=0, **TINY | {"test_pairs": (4, 8, 16, 24, 32)}
     )
     assert record["missing"] == 0
-    assert structure(record["results"]) == structure(RECORDS[0]["results"])
-    assert record["settings"].keys() == RECORDS[0]["settings"].keys()
-    assert (tmp_path / "record.json").stat().st_size < 60_000
+    expected = structure(RECORDS[0]["results"])
+    assert structure(record["results"]) == expected
+    keys = record["settings"].keys()
+    expected_keys = RECORDS[0]["settings"].keys()
+    assert keys == expected_keys
+    size = (tmp_path / "record.json").stat().st_size
+    assert size < 60_000
     for task in record["results"]["tasks"].values():
         # it diverged
-        assert set(task["lr"].values()) == {0.05}
-        assert all(grid["1e+30"] == 0 for grid in task["grid"].values())
+        rates = set(task["lr"].values())
+        assert rates == {0.05}
+        for grid in task["grid"].values():
+            assert grid["1e+30"] == 0
     judged = claims.outcomes("recall", record)
     assert len(judged) == 8
-    assert all(judgement.n == 2 and judgement.verdict in WORDS for _, judgement in judged)
+    for _, judgement in judged:
+        assert judgement.n == 2
+        assert judgement.verdict in WORDS
 
 
 def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_test(tmp_path):
@@ -166,7 +198,8 @@ def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_
     calls = []
 
     def made_up(settings, folder):
-        calls.append((settings["lr"], settings["seeds"], settings["test_pairs"]))
+        call = (settings["lr"], settings["seeds"], settings["test_pairs"])
+        calls.append(call)
         late = {0.1: 0.4, 0.2: 0.6, 0.3: 0.5}[settings["lr"]]
         return {
             "steps": [1],
@@ -178,31 +211,37 @@ def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_
 
     run(replace(EXPERIMENT, run_job=made_up), folder=tmp_path, workers=0, **vars(config))
     search = [(lr, (100, 101), ()) for lr in (0.1, 0.2, 0.3)]
-    assert calls == (search + [(0.2, (0, 1), (2, 4))]) * 2
-    result = recall.summarize(config, Results(tmp_path))["tasks"]["once"]
+    judged = (0.2, (0, 1), (2, 4))
+    expected = (search + [judged]) * 2
+    assert calls == expected
+    summary = recall.summarize(config, Results(tmp_path))
+    result = summary["tasks"]["once"]
     assert result["lr"] == {"gla": 0.2, "attention": 0.2}
     assert result["grid"]["gla"] == {"0.1": 0.4, "0.2": 0.6, "0.3": 0.5}
     single = replace(config, lrs=(0.3,), search_seeds=(), models=("gla",))  # nothing to choose
-    assert [(s["lr"], s["seeds"]) for s in recall.jobs(single, Results(tmp_path))] == [
-        (0.3, (0, 1))
-    ]
+    planned = recall.jobs(single, Results(tmp_path))
+    result = [(s["lr"], s["seeds"]) for s in planned]
+    assert result == [(0.3, (0, 1))]
     # nothing is done
-    assert recall.summarize(single, Results(tmp_path))["tasks"]["once"]["recall"] == {}
+    summary = recall.summarize(single, Results(tmp_path))
+    result = summary["tasks"]["once"]["recall"]
+    assert result == {}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=["laptop", "narrow"])
 def test_recorded_learning_rates_lie_inside_their_grid(record):
     assert len(record["results"]["search_seeds"]) == 3
-    assert RecallConfig(
-        **{k: tuple(v) if isinstance(v, list) else v for k, v in record["settings"].items()}
-    )
+    settings = {k: tuple(v) if isinstance(v, list) else v for k, v in record["settings"].items()}
+    assert RecallConfig(**settings)
     for result in record["results"]["tasks"].values():
         for model, grid in result["grid"].items():
             rates = sorted(grid, key=float)
             best = max(grid, key=grid.get)
             assert f"{result['lr'][model]:g}" == best
             assert best not in (rates[0], rates[-1])
-            assert len(result["recall"][model]) == len(record["settings"]["seeds"]) == 8
+            n_runs = len(result["recall"][model])
+            n_seeds = len(record["settings"]["seeds"])
+            assert n_runs == n_seeds == 8
 
 
 @pytest.mark.parametrize(

@@ -82,11 +82,12 @@ def test_a_write_cut_off_by_the_system_changes_nothing(tmp_path):
         with pytest.raises(OSError, match="cannot write /dev/full: No space left"):
             append_jsonl("/dev/full", {"step": 1})
         with pytest.raises(OSError, match="cannot write .*metrics.jsonl"):
-            append_jsonl(tmp_path / "metrics.jsonl", {"step": 2}, {"numbers": list(range(5000))})
-        with pytest.raises(OSError, match="cannot write .*run: File too large"):
-            with atomic_folder(tmp_path / "run") as new:
-                (new / "a").write_text("whole")
-                (new / "b").write_text("x" * 5000)
+            long = {"numbers": list(range(5000))}
+            append_jsonl(tmp_path / "metrics.jsonl", {"step": 2}, long)
+        too_large = pytest.raises(OSError, match="cannot write .*run: File too large")
+        with too_large, atomic_folder(tmp_path / "run") as new:
+            (new / "a").write_text("whole")
+            (new / "b").write_text("x" * 5000)
     assert read_json(path) == {"loss": 1}
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert sorted(os.listdir(tmp_path)) == ["metrics.jsonl", "record.json"]
@@ -96,7 +97,8 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     (tmp_path / "run").write_text("mine")
     with pytest.raises(
         OSError,
-        match=r"cannot write .*run/record.json: (File exists|Not a directory); what was there before is unchanged",
+        match=r"cannot write .*run/record.json: (File exists|Not a directory); "
+        "what was there before is unchanged",
     ):
         write_json(tmp_path / "run" / "record.json", {})
     assert (tmp_path / "run").read_text() == "mine"
@@ -110,7 +112,8 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
     with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "run") as folder:
         (folder / "file").write_text("half")
         raise KeyboardInterrupt
-    assert (tmp_path / "run" / "deep" / "file").read_text() == "new"
+    text = (tmp_path / "run" / "deep" / "file").read_text()
+    assert text == "new"
     assert os.listdir(tmp_path) == ["run"]
 
 
@@ -132,7 +135,8 @@ def test_files_of_a_library_get_the_rights_of_other_files(tmp_path):
         finally:
             os.umask(before)
         written = tmp_path / f"{inside}{umask}"
-        assert (written if inside else written / "file").stat().st_mode & 0o777 == rights
+        result = (written if inside else written / "file").stat().st_mode & 0o777
+        assert result == rights
 
 
 def test_settings_are_compared_as_a_record_gives_them_back(tmp_path):
@@ -179,13 +183,15 @@ def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
         raise OSError("the network is down")
 
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats() | st.text(),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4)
-    ),
-    max_leaves=10,
-)
+def containers(inner):
+    "JSON's lists and objects of such values."
+    lists = st.lists(inner, max_size=4)
+    return lists | st.dictionaries(st.text(max_size=5), inner, max_size=4)
+
+
+numbers = st.integers(-(2**53), 2**53) | st.floats()
+plain_values = st.none() | st.booleans() | numbers | st.text()
+json_values = st.recursive(plain_values, containers, max_leaves=10)
 
 
 def finite(value):
@@ -211,7 +217,8 @@ def test_values_come_back_and_the_file_is_strict_json(tmp_path_factory, values):
     append_jsonl(folder / "a.jsonl", *values)
     assert read_jsonl(folder / "a.jsonl") == finite(values)
     write_jsonl(folder / "a.jsonl", values[:1])
-    assert read_jsonl(folder / "a.jsonl") == finite(values[:1])
+    expected = finite(values[:1])
+    assert read_jsonl(folder / "a.jsonl") == expected
 
 
 def test_numbers_of_torch_and_numpy_become_plain():
@@ -252,7 +259,8 @@ def test_a_folder_that_cannot_be_swapped_is_found_beside_its_place(tmp_path, mon
     def watched(source, target):
         real(source, target)
         if path in (Path(source), Path(target)):
-            observed.append((records.recovered(path) / "weights").read_text())
+            text = (records.recovered(path) / "weights").read_text()
+            observed.append(text)
 
     monkeypatch.setattr(os, "replace", watched)
     with atomic_folder(path) as new:
@@ -280,7 +288,8 @@ def test_the_next_writer_removes_what_dead_processes_left_and_nothing_else(tmp_p
     for name in dead | kept:
         (tmp_path / name).mkdir()
     write_json(tmp_path / "a.json", 1)
-    assert set(os.listdir(tmp_path)) == kept | {"a.json"}
+    result = set(os.listdir(tmp_path))
+    assert result == kept | {"a.json"}
 
 
 def test_a_folder_is_removed_in_one_step(tmp_path, monkeypatch):
@@ -290,9 +299,9 @@ def test_a_folder_is_removed_in_one_step(tmp_path, monkeypatch):
         records.shutil, "rmtree", lambda path, **_: os.kill(0, 0)
     )  # as if killed here
     records.discard(tmp_path / "step")
-    assert [path.name for path in tmp_path.iterdir()] == [
-        records.partial_path(tmp_path / "step").name
-    ]
+    result = [path.name for path in tmp_path.iterdir()]
+    expected = [records.partial_path(tmp_path / "step").name]
+    assert result == expected
     monkeypatch.undo()
     write_json(tmp_path / "step", 1)  # the next writer
     assert os.listdir(tmp_path) == ["step"]
@@ -323,7 +332,8 @@ def test_a_damaged_record_is_one_sentence_with_file_and_remedy(tmp_path, damage)
     path = write_record(tmp_path / "record.json", {"loss": 0.5, "text": "a\x1b[31mb<c>"})
     assert read_record(path)["text"] == "a\ufffd[31mb<c>"
     path.write_text(damage(path.read_text()))
-    if not path.read_text().endswith(("}\n", "]")):
+    text = path.read_text()
+    if not text.endswith(("}\n", "]")):
         with pytest.raises(ValueError, match=r"\A.*record.json is not a JSON file.*\Z"):
             read_json(path)
     with pytest.raises(
@@ -355,7 +365,10 @@ def test_a_damaged_folder_names_its_file(tmp_path):
 
 
 def test_a_second_process_does_not_get_the_folder(tmp_path):
-    code = f"from longhorn_kit.records import exclusive_lock\nwith exclusive_lock({str(tmp_path)!r}, wait=False): print('in')"
+    code = (
+        "from longhorn_kit.records import exclusive_lock\n"
+        f"with exclusive_lock({str(tmp_path)!r}, wait=False): print('in')"
+    )
 
     def second():
         return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -370,7 +383,7 @@ def test_a_second_process_does_not_get_the_folder(tmp_path):
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress_is_silent_for_short_work_away_from_a_terminal(monkeypatch, terminal):
     shown = io.StringIO()
-    shown.isatty = lambda: terminal
+    monkeypatch.setattr(shown, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stderr", shown)
     assert list(progress(range(3), "steps")) == [0, 1, 2]
     assert bool(shown.getvalue()) == terminal
@@ -392,20 +405,21 @@ def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, mo
         real(source, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    with pytest.raises(OSError, match="what was there before is unchanged"):
-        with atomic_folder(path) as new:
-            (new / "new").write_text("new")
-    assert [file.name for file in path.iterdir()] == ["old"]
+    unchanged = pytest.raises(OSError, match="what was there before is unchanged")
+    with unchanged, atomic_folder(path) as new:
+        (new / "new").write_text("new")
+    names = [file.name for file in path.iterdir()]
+    assert names == ["old"]
 
 
 def test_a_missing_key_names_its_file_also_after_a_copy(tmp_path):
     write_jsonl(tmp_path / "m.jsonl", [{"step": 1}, {}])
-    inner = read_json(write_json(tmp_path / "r.json", {"runs": [{"inner": {"seed": 3}}]}))["runs"][
-        0
-    ]["inner"]
+    path = write_json(tmp_path / "r.json", {"runs": [{"inner": {"seed": 3}}]})
+    inner = read_json(path)["runs"][0]["inner"]
     line = read_jsonl(tmp_path / "m.jsonl")[1]
     for result, says in ((inner, "r.json"), (line, "m.jsonl, line 2")):
-        for kept in (result, copy.deepcopy(result), pickle.loads(pickle.dumps(result))):
+        copies = (result, copy.deepcopy(result), pickle.loads(pickle.dumps(result)))
+        for kept in copies:
             with pytest.raises(ValueError, match=f"key 'step' is missing in .*{says}$"):
                 kept["step"]
             assert "step" not in kept
@@ -420,18 +434,19 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "work")
     home = str(tmp_path / "home" / "ada")
     here = os.getcwd()
-    assert without_machine_paths(f"a {home}/runs b={here}/x '{home}'") == "a ~/runs b=./x '~'"
+    text = f"a {home}/runs b={here}/x '{home}'"
+    assert without_machine_paths(text) == "a ~/runs b=./x '~'"
     assert (
         without_machine_paths(f"{home}lovelace {here}er /x{here}")
         == f"{home}lovelace {here}er /x{here}"
     )
 
-    def again(path):
+    def shortened(path):
         return to_plain(to_plain(FullPath(path)))  # of a run that resumes elsewhere
 
-    assert again(f"{home}/x") == "~/x"
-    assert re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", again(f"{here}/x"))
-    assert again("/a/b/x") != again("/a/c/x")
+    assert shortened(f"{home}/x") == "~/x"
+    assert re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", shortened(f"{here}/x"))
+    assert shortened("/a/b/x") != shortened("/a/c/x")
     observed = json.dumps(environment())
     assert home not in observed
     assert here not in observed
@@ -470,7 +485,8 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     ],
 )
 def test_of_other_absolute_paths_a_record_keeps_the_last_part(text, short):
-    assert to_plain(to_plain({"a": [text]})) == {"a": [short]}
+    result = to_plain(to_plain({"a": [text]}))
+    assert result == {"a": [short]}
 
 
 def test_a_path_with_spaces_is_cut_whole(tmp_path):
@@ -522,7 +538,8 @@ def test_a_recorded_command_can_be_run_again(tmp_path, how, printed):
     (tmp_path / "script.py").write_text(
         "from longhorn_kit.records import command_line\nprint(command_line())\n"
     )
-    path = os.pathsep.join([str(Path(longhorn_kit.__file__).parents[1]), str(tmp_path)])
+    package = Path(longhorn_kit.__file__).parents[1]
+    path = os.pathsep.join([str(package), str(tmp_path)])
     done = subprocess.run(
         [sys.executable, *how],
         cwd=tmp_path,

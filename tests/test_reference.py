@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
@@ -19,7 +20,8 @@ def tensors():
     torch.manual_seed(0)
 
     def new(*s):
-        return torch.randn(*s, dtype=torch.float64).requires_grad_()
+        drawn = torch.randn(*s, dtype=torch.float64)
+        return drawn.requires_grad_()
 
     return dict(
         q=new(B, T, N),
@@ -37,10 +39,15 @@ def from_gates(a, i, q, S0):
     "Read-outs and last state of S <- a S + i by sums of log gates, no recurrence; a, i (B,T,D,N)."
     log = a.log().cumsum(1)
     steps = torch.arange(a.shape[1])
-    earlier = (steps[:, None] >= steps)[None, :, :, None, None]
-    weight = (log[:, :, None] - log[:, None]).exp() * earlier
-    S = (weight * i[:, None]).sum(2) + log.exp() * S0[:, None]
-    return torch.einsum("btdn,btn->btd", S, q), S[:, -1]
+    in_time = steps[:, None] >= steps
+    earlier = in_time[None, :, :, None, None]
+    decay = (log[:, :, None] - log[:, None]).exp()
+    weight = decay * earlier
+    written = (weight * i[:, None]).sum(2)
+    started = log.exp() * S0[:, None]
+    S = written + started
+    read = torch.einsum("btdn,btn->btd", S, q)
+    return read, S[:, -1]
 
 
 def finish(y, t):
@@ -51,26 +58,31 @@ def same(results, expected, tensors):
     "Values, and gradients of every tensor under one random projection."
     weights = [torch.randn_like(o) for o in results]
     for a, b in zip(results, expected):
-        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+        assert_close(a, b, rtol=1e-11, atol=1e-11)
 
     def gradients(outputs):
-        loss = sum((w * o).sum() for w, o in zip(weights, outputs))
+        pairs = zip(weights, outputs)
+        loss = sum((w * o).sum() for w, o in pairs)
         return torch.autograd.grad(loss, tensors)
 
     for a, b in zip(gradients(results), gradients(expected)):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+        assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("form", ["diagonal", "decoupled"])
 def test_elementwise_forms_are_sums_over_products_of_gates(form, tensors):
     t = tensors
-    beta = torch.sigmoid(t["b"] + t["b_bias"])[..., None]
+    rates = torch.sigmoid(t["b"] + t["b_bias"])
+    beta = rates[..., None]
     k = t["k"][:, :, None]
     x = t["x"][..., None]
     shared = (k * k).sum(-1, keepdim=True) if form == "diagonal" else k * k
     eps = beta / (1 + beta * shared)
-    y, S = from_gates(1 - eps * k * k, eps * x * k, t["q"], t["initial_state"])
-    same(reference_scan(**t, form=form), (finish(y, t), S), list(t.values()))
+    kept = 1 - eps * k * k
+    written = eps * x * k
+    y, S = from_gates(kept, written, t["q"], t["initial_state"])
+    result = reference_scan(**t, form=form)
+    same(result, (finish(y, t), S), list(t.values()))
 
 
 def test_exact_is_a_dense_solve_a_step(tensors):
@@ -83,21 +95,30 @@ def test_exact_is_a_dense_solve_a_step(tensors):
         beta = rates[:, i, :, None]
         x = t["x"][:, i, :, None]
         k = t["k"][:, i, None]
-        system = identity + beta[..., None] * torch.einsum("ban,bam->banm", k, k)
-        S = torch.linalg.solve(system, S + beta * x * k)
-        reads.append(torch.einsum("bdn,bn->bd", S, t["q"][:, i]))
+        outer = torch.einsum("ban,bam->banm", k, k)
+        system = identity + beta[..., None] * outer
+        target = S + beta * x * k
+        S = torch.linalg.solve(system, target)
+        query = t["q"][:, i]
+        reads.append(torch.einsum("bdn,bn->bd", S, query))
     expected = (finish(torch.stack(reads, 1), t), S)
-    same(reference_scan(**t, form="exact"), expected, list(t.values()))
+    result = reference_scan(**t, form="exact")
+    same(result, expected, list(t.values()))
 
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_s6_is_a_sum_over_products_of_gates(timed, tensors):
     t = dict(tensors)
     shape = (B, T, N) if timed else (D, N)
-    A = (-torch.rand(shape, dtype=torch.float64)).requires_grad_()
-    delta = F.softplus(t["b"] + t["b_bias"])[..., None]
-    gate = torch.exp(delta * (A[:, :, None] if timed else A))
-    written = delta * t["x"][..., None] * t["k"][:, :, None]
+    drawn = torch.rand(shape, dtype=torch.float64)
+    A = (-drawn).requires_grad_()
+    rates = F.softplus(t["b"] + t["b_bias"])
+    delta = rates[..., None]
+    rates = A[:, :, None] if timed else A
+    gate = torch.exp(delta * rates)
+    x = t["x"][..., None]
+    k = t["k"][:, :, None]
+    written = delta * x * k
     first = t["initial_state"]
     y, S = from_gates(gate, written, t["q"], first)
     inputs = [t[n] for n in "qkxb"]
@@ -112,4 +133,4 @@ def test_scalar_rate_is_one_column_for_all_channels(form, tensors):
     b = torch.randn(B, T, 1, dtype=torch.float64)
     one, _ = reference_scan(**t, b=b, form=form)
     many, _ = reference_scan(**t, b=b.expand(B, T, D), form=form)
-    torch.testing.assert_close(one, many, rtol=1e-13, atol=1e-13)
+    assert_close(one, many, rtol=1e-13, atol=1e-13)

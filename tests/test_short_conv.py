@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing import assert_close
 
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton import conv as triton_conv
@@ -25,13 +26,16 @@ def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=Tru
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
-        return torch.randn(*s, generator=gen).to(DEVICE)
+        drawn = torch.randn(*s, generator=gen)
+        return drawn.to(DEVICE)
 
     n = B if sequences is None else sequences
     a = dict(x=new(B, T, D).to(dtype), weight=new(D, W))
     a["bias"] = new(D) if bias else None
     a["initial_state"] = new(n, D, W - 1).to(dtype) if state else None
-    return a, new(B, T, D).to(dtype), new(n, D, W - 1).to(dtype)
+    dy = new(B, T, D).to(dtype)
+    dfinal = new(n, D, W - 1).to(dtype)
+    return a, dy, dfinal
 
 
 def summed(x, weight, bias, initial_state, activation="silu"):
@@ -39,20 +43,26 @@ def summed(x, weight, bias, initial_state, activation="silu"):
     B, T, D = x.shape
     W = weight.shape[1]
     past = x.new_zeros(B, D, W - 1) if initial_state is None else initial_state
-    row = torch.cat([past.transpose(1, 2), x], 1)
+    past_rows = past.transpose(1, 2)
+    row = torch.cat([past_rows, x], 1)
     y = sum(row[:, j : j + T] * weight[:, j] for j in range(W))
     if bias is not None:
         y = y + bias
     if activation:
         y = y * torch.sigmoid(y)
-    return y, row[:, T:].transpose(1, 2)
+    last_rows = row[:, T:]
+    return y, last_rows.transpose(1, 2)
 
 
 def results(run, a, dy, dfinal):
     "y, final state and gradients by name; zeros where nothing depends on an argument."
     out = run(**a)
-    grads = gradients(out, (dy.to(out[0].dtype), dfinal.to(out[1].dtype)), a)
-    return dict(y=out[0].detach(), final=out[1].detach(), **grads)
+    y_slope = dy.to(out[0].dtype)
+    final_slope = dfinal.to(out[1].dtype)
+    grads = gradients(out, (y_slope, final_slope), a)
+    y = out[0].detach()
+    final = out[1].detach()
+    return dict(y=y, final=final, **grads)
 
 
 def oracle(a, dy, dfinal, activation="silu", bounds=None):
@@ -61,14 +71,17 @@ def oracle(a, dy, dfinal, activation="silu", bounds=None):
             return summed(x, weight, bias, initial_state, activation)
         outs = []
         finals = []
-        for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+        pairs = zip(bounds, bounds[1:])
+        for i, (lo, hi) in enumerate(pairs):
             past = None if initial_state is None else initial_state[i : i + 1]
-            out, final = summed(x[:, lo:hi], weight, bias, past, activation)
+            part = x[:, lo:hi]
+            out, final = summed(part, weight, bias, past, activation)
             outs.append(out)
             finals.append(final)
         return torch.cat(outs, 1), torch.cat(finals)
 
-    return results(run, leaves(a, torch.float64), dy.double(), dfinal.double())
+    wide = leaves(a, torch.float64)
+    return results(run, wide, dy.double(), dfinal.double())
 
 
 def by_kit(a, dy, dfinal, backend="triton", bounds=None, **options):
@@ -105,7 +118,9 @@ def test_sixteen_bits_are_rounded_once(activation, dtype):
     got = by_kit(a, dy, dfinal, "torch", activation=activation)
     want = oracle(a, dy, dfinal, activation)
     for name in ("y", "x", "initial_state"):
-        assert error(got[name], want[name]) < 1.01 * error(want[name].to(dtype), want[name])
+        result = error(got[name], want[name])
+        rounding = error(want[name].to(dtype), want[name])
+        assert result < 1.01 * rounding
     assert error(got["weight"], want["weight"]) < 3e-6
     assert error(got["bias"], want["bias"]) < 3e-6
     assert got["final"].dtype is dtype
@@ -118,10 +133,16 @@ def test_steps_keep_wide_states_and_round_once(backend):
     state = a["initial_state"].float() + 1e-3  # no bfloat16 numbers
     with torch.no_grad():
         y, after = causal_conv1d_step(x, state, a["weight"], a["bias"], backend=backend)
-    want, _ = summed(*(t.double() for t in (a["x"], a["weight"], a["bias"], state)))
+    tensors = (a["x"], a["weight"], a["bias"], state)
+    want, _ = summed(*(t.double() for t in tensors))
     want = want[:, 0]
-    assert error(y, want) < 1.01 * error(want.bfloat16(), want)
-    assert torch.equal(after, torch.cat([state[..., 1:], x.float()[..., None]], -1))
+    result = error(y, want)
+    rounding = error(want.bfloat16(), want)
+    assert result < 1.01 * rounding
+    shifted = state[..., 1:]
+    newest = x.float()[..., None]
+    expected = torch.cat([shifted, newest], -1)
+    assert torch.equal(after, expected)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -132,7 +153,9 @@ def test_empty_inputs_give_gradients_of_zeros(B, T, backend):
     assert y.shape == (B, T, 3)
     assert final.shape == (B, 3, 3)
     y.sum().backward()
-    assert all(t.grad.shape == t.shape and not t.grad.any() for t in a.values())
+    for t in a.values():
+        assert t.grad.shape == t.shape
+        assert not t.grad.any()
 
 
 @pytest.fixture
@@ -184,10 +207,14 @@ def test_plans_for_real_shapes(shape):
 def assert_packed_as_alone(backend, bounds, D, dtype=torch.float32, names=("y", "x", "final")):
     a, dy, dfinal = inputs(1, bounds[-1], D, 4, len(bounds) - 1, dtype)
     packed = by_kit(a, dy, dfinal, backend, bounds)
-    for i, (lo, hi) in enumerate(zip(bounds, bounds[1:])):
+    pairs = zip(bounds, bounds[1:])
+    for i, (lo, hi) in enumerate(pairs):
         one = slice(i, i + 1)
-        cut = {**a, "x": a["x"][:, lo:hi], "initial_state": a["initial_state"][one]}
-        alone = by_kit(cut, dy[:, lo:hi], dfinal[one], backend)
+        x = a["x"][:, lo:hi]
+        start = a["initial_state"][one]
+        cut = {**a, "x": x, "initial_state": start}
+        part = dy[:, lo:hi]
+        alone = by_kit(cut, part, dfinal[one], backend)
         for name in names:
             whole = packed[name]
             expected = whole[:, lo:hi] if name in "xy" else whole[one]
@@ -211,37 +238,46 @@ def test_going_on_from_a_final_state_is_one_convolution(backend, lengths, W):
     for piece in a["x"].split(lengths, 1):
         y, past = causal_conv1d(piece, a["weight"], a["bias"], initial_state=past, **options)
         parts.append(y)
-    torch.testing.assert_close(torch.cat(parts, 1), whole[0])
+    assert_close(torch.cat(parts, 1), whole[0])
     assert torch.equal(past, whole[1])
 
 
 def test_strides_do_not_matter(small):
     a, dy, dfinal = inputs(1, 5, 6, 4)
     wide = dict(a)
-    wide["x"] = torch.cat([a["x"], a["x"]], -1)[..., :6]
-    wide["weight"] = a["weight"].t().contiguous().t()
-    last = {**a, "x": a["x"].mT.contiguous().mT}
+    twice = torch.cat([a["x"], a["x"]], -1)
+    wide["x"] = twice[..., :6]
+    transposed = a["weight"].t().contiguous()
+    wide["weight"] = transposed.t()
+    channels_first = a["x"].mT.contiguous()
+    last = {**a, "x": channels_first.mT}
     plain = by_kit(a, dy, dfinal)
-    strided_dy = dy.transpose(0, 1).contiguous().transpose(0, 1)
+    time_first = dy.transpose(0, 1).contiguous()
+    strided_dy = time_first.transpose(0, 1)
     for variant in (wide, last):
         got = by_kit(variant, strided_dy, dfinal)
-        assert all(torch.equal(got[n], plain[n]) for n in plain)
+        for n in plain:
+            assert torch.equal(got[n], plain[n])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bounds_may_have_any_stride(backend, small):
     a, dy, dfinal = inputs(1, 12, 3, 4, 2)
-    bounds = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)[:, 0]
+    table = torch.tensor([[0, 9], [5, 1], [12, 3]], dtype=torch.int32, device=DEVICE)
+    bounds = table[:, 0]
     assert not bounds.is_contiguous()
     got = by_kit(a, dy, dfinal, backend, bounds)
     want = by_kit(a, dy, dfinal, backend, bounds.clone())
-    assert all(torch.equal(got[n], want[n]) for n in want)
+    for n in want:
+        assert torch.equal(got[n], want[n])
 
 
 def test_conv1d_weights_are_taken_as_they_are():
     a, *_ = inputs(1, 5, 3, 4)
     expected = causal_conv1d(a["x"], a["weight"], a["bias"])
-    assert torch.equal(causal_conv1d(a["x"], a["weight"][:, None], a["bias"]), expected)
+    filters = a["weight"][:, None]
+    result = causal_conv1d(a["x"], filters, a["bias"])
+    assert torch.equal(result, expected)
 
 
 def test_bits_do_not_depend_on_the_plan():
@@ -262,15 +298,19 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
     a, dy, dfinal = inputs(1, 5, 3, 4)
     want = by_kit(a, dy, dfinal)
     poisoned(monkeypatch)
-    got = by_kit({n: within(t) for n, t in a.items()}, dy, dfinal)
-    assert all(error(got[n], want[n]) < 1e-6 for n in want)
+    windows = {n: within(t) for n, t in a.items()}
+    got = by_kit(windows, dy, dfinal)
+    for n in want:
+        assert error(got[n], want[n]) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:overflow")  # NumPy's word for what the GPU does in silence
 def test_extremes_stay_finite(small):
     a, dy, dfinal = inputs(1, 8, 3, 4)
-    a["x"][0, 1:4] = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
-    assert all(torch.isfinite(t).all() for t in by_kit(a, dy, dfinal).values())
+    extremes = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
+    a["x"][0, 1:4] = extremes
+    for t in by_kit(a, dy, dfinal).values():
+        assert torch.isfinite(t).all()
 
 
 def test_one_output_without_the_other():
@@ -279,16 +319,20 @@ def test_one_output_without_the_other():
         r = leaves(a)
         y = causal_conv1d(**r, backend=backend)
         _, final = causal_conv1d(**r, output_final_state=True, backend=backend)
-        g = torch.autograd.grad(final, (r["x"], r["initial_state"]), dfinal)
-        assert torch.equal(g[0][:, 2:], dfinal.transpose(1, 2))
-        assert not g[0][:, :2].any()
+        inputs_of_final = (r["x"], r["initial_state"])
+        g = torch.autograd.grad(final, inputs_of_final, dfinal)
+        result = g[0][:, 2:]
+        assert torch.equal(result, dfinal.transpose(1, 2))
+        before = g[0][:, :2]
+        assert not before.any()
         assert not g[1].any()
         assert y.shape == (1, 5, 3)
 
 
 def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **made):
     "An output that is read twice, or by one of two, has the gradients of the sum."
-    a, dy, dfinal = inputs(*shape, None if bounds is None else len(bounds) - 1, dtype, **made)
+    sequences = None if bounds is None else len(bounds) - 1
+    a, dy, dfinal = inputs(*shape, sequences, dtype, **made)
     r = leaves(a)
     names = [n for n, t in r.items() if t is not None]
     cu = None if bounds is None else torch.tensor(bounds, device=DEVICE)
@@ -310,8 +354,10 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
         weights = ((y, first), (copy, second), (last, third))
         outputs = [t for t, g in weights if g is not None]
         grads = [g for _, g in weights if g is not None]
-        got = torch.autograd.grad(outputs, [r[n] for n in names], grads, retain_graph=True)
-        total = sum(g.double() for g in (first, second) if g is not None)
+        tensors = [r[n] for n in names]
+        got = torch.autograd.grad(outputs, tensors, grads, retain_graph=True)
+        slopes = (first, second)
+        total = sum(g.double() for g in slopes if g is not None)
         want = oracle(a, total, no_final if third is None else third, bounds=bounds)
         for name, grad in zip(names, got):
             assert error(grad, want[name]) < limit, name
@@ -319,7 +365,8 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_two_readers_are_added(backend, small):
-    for options in (dict(), dict(state=False), dict(state=False, bias=False, dtype=torch.bfloat16)):
+    variants = (dict(), dict(state=False), dict(state=False, bias=False, dtype=torch.bfloat16))
+    for options in variants:
         assert_readers_added(backend, 1, 7, 3, 4, **options)
     assert_readers_added(backend, 1, 7, 3, 4, bounds=[0, 2, 2, 7])
 
@@ -328,10 +375,13 @@ def test_operations_are_well_formed(small):
     a, dy, dfinal = inputs(1, 2, 2, 2)
     r = leaves(a)
     cu = torch.tensor([0, 1, 2], device=DEVICE)
-    torch.library.opcheck(triton_conv._short_conv, (*r.values(), None, True, True))
+    arguments = (*r.values(), None, True, True)
+    torch.library.opcheck(triton_conv._short_conv, arguments)
     packed = {**r, "initial_state": None}
-    torch.library.opcheck(triton_conv._short_conv, (*packed.values(), cu, False, False))
-    torch.library.opcheck(triton_conv._short_conv_backward, (dy, dfinal, *a.values(), None, True))
+    arguments = (*packed.values(), cu, False, False)
+    torch.library.opcheck(triton_conv._short_conv, arguments)
+    arguments = (dy, dfinal, *a.values(), None, True)
+    torch.library.opcheck(triton_conv._short_conv_backward, arguments)
 
 
 @pytest.mark.parametrize("twice", (slow_case(False), True))
@@ -359,7 +409,8 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
         y, *copy = y if twice else (y,)
         outputs = [y, *copy, last]
         weights = [t.cos() for t in outputs]
-        grads = torch.autograd.grad(outputs, list(r.values()), weights)
+        tensors = list(r.values())
+        grads = torch.autograd.grad(outputs, tensors, weights)
         return y.grad_fn.name(), [*outputs, *grads]
 
     calls = [run(), run()]  # the second starts kernels that the first compiled
@@ -368,7 +419,8 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
     operation, want = run()
     assert ran == ["forward", "backward"] * 3
     assert twice or "longhorn_kit_short_conv" in operation
-    assert not any("longhorn_kit" in name for name in names)
+    for name in names:
+        assert "longhorn_kit" not in name
     assert all(torch.equal(x, y) for result in results for x, y in zip(result, want, strict=True))
 
 
@@ -377,29 +429,34 @@ def test_compiles_without_graph_breaks(small):
     r = leaves(a)
 
     def once(x, w, c, h):
-        return causal_conv1d(x, w, c, initial_state=h, backend="triton").sin().sum()
+        y = causal_conv1d(x, w, c, initial_state=h, backend="triton")
+        return y.sin().sum()
 
     def twice(x, w, c, h):
         y, copy = causal_conv1d(x, w, c, initial_state=h, backend="triton", twice=True)
-        return y.sin().sum() + copy.cos().sum()
+        first = y.sin().sum()
+        second = copy.cos().sum()
+        return first + second
 
     args = list(r.values())
     for run in (once, twice):
         compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(
-            torch.autograd.grad(compiled(*args), args), torch.autograd.grad(run(*args), args)
-        )
+        outputs = compiled(*args)
+        gradients = torch.autograd.grad(outputs, args)
+        expected = run(*args)
+        expected_gradients = torch.autograd.grad(expected, args)
+        assert_close(gradients, expected_gradients)
 
 
 def test_second_derivative_by_torch_and_refused_by_triton(small):
     a, *_ = inputs(1, 3, 2, 3)
     for backend in BACKENDS:
         r = leaves(a)
-        (g,) = torch.autograd.grad(
-            causal_conv1d(**r, backend=backend).square().sum(), r["x"], create_graph=True
-        )
+        loss = causal_conv1d(**r, backend=backend).square().sum()
+        (g,) = torch.autograd.grad(loss, r["x"], create_graph=True)
         if backend == "torch":
-            assert torch.autograd.grad(g.sum(), r["weight"])[0].abs().sum() > 0
+            gradient = torch.autograd.grad(g.sum(), r["weight"])[0]
+            assert gradient.abs().sum() > 0
         else:
             with pytest.raises(RuntimeError, match="no second derivative"):
                 g.sum().backward()
@@ -413,14 +470,13 @@ def test_autocast_and_mixed_types():
             low, a["weight"], a["bias"], output_final_state=True, backend=backend
         )
         assert y.dtype == final.dtype == torch.bfloat16
-        torch.testing.assert_close(
+        assert_close(
             y.float(), causal_conv1d(low.float(), a["weight"], a["bias"]), atol=0.05, rtol=0.05
         )
         expected = causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend)
         with torch.autocast(DEVICE, torch.bfloat16):
-            torch.testing.assert_close(
-                causal_conv1d(a["x"], a["weight"], a["bias"], backend=backend), expected
-            )
+            result = expected
+            assert_close(result, expected)
 
 
 def test_forward_mode_takes_pytorch():
@@ -430,12 +486,14 @@ def test_forward_mode_takes_pytorch():
         def conv(x):
             return causal_conv1d(x, a["weight"], a["bias"], **options)
 
-        _, direction = torch.func.jvp(conv, (a["x"],), (a["x"],))
+        x = a["x"]
+        _, direction = torch.func.jvp(conv, (x,), (a["x"],))
         return direction
 
     expected = tangent(backend="torch")
-    assert expected.abs().max() > 0.1
-    torch.testing.assert_close(tangent(), expected)
+    largest = expected.abs().max()
+    assert largest > 0.1
+    assert_close(tangent(), expected)
 
 
 X = torch.zeros(2, 5, 3, device=DEVICE)
@@ -541,7 +599,8 @@ def test_gpu_gradients_repeat_bit_for_bit():
     a, dy, dfinal = inputs(4, 1000, 300, 4, dtype=torch.bfloat16)
     first = by_kit(a, dy, dfinal)
     second = by_kit(a, dy, dfinal)
-    assert all(torch.equal(first[n], second[n]) for n in first)
+    for n in first:
+        assert torch.equal(first[n], second[n])
 
 
 @pytest.mark.cuda
@@ -551,11 +610,18 @@ def test_gpu_offsets_beyond_two_to_the_31():
     w = torch.randn(D, 4, device=DEVICE)
     c = torch.randn(D, device=DEVICE)
     y = causal_conv1d(x, w, c)
-    tail = causal_conv1d(x[:, -70:], w, c)
-    assert torch.equal(y[:, -60:], tail[:, -60:])
+    end = x[:, -70:]
+    tail = causal_conv1d(end, w, c)
+    result = y[:, -60:]
+    expected = tail[:, -60:]
+    assert torch.equal(result, expected)
     dx, *_ = conv_backward(y, None, x, w, c, None, None, True)
-    near, *_ = conv_backward(y[:, -70:], None, x[:, -70:], w, c, None, None, True)
-    assert torch.equal(dx[:, -60:], near[:, -60:])
+    end_dy = y[:, -70:]
+    end_x = x[:, -70:]
+    near, *_ = conv_backward(end_dy, None, end_x, w, c, None, None, True)
+    result = dx[:, -60:]
+    expected = near[:, -60:]
+    assert torch.equal(result, expected)
 
 
 @pytest.mark.cuda
@@ -568,7 +634,8 @@ def test_gpu_cuda_graph_and_inductor():
         return compiled(**t, output_final_state=True)
 
     got = results(run, leaves(a), dy, dfinal)
-    assert all(torch.equal(got[n], want[n]) for n in want)
+    for n in want:
+        assert torch.equal(got[n], want[n])
     with torch.no_grad():
         causal_conv1d(**a)
         graph, y = captured(lambda: causal_conv1d(**a))

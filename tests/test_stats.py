@@ -50,18 +50,25 @@ def test_without_a_search_the_interval_and_p_value_are_those_of_the_t_test(value
 @given(VALUES, st.integers(1, 4))
 def test_a_search_widens_the_interval_by_its_share_of_a_variance(values, searched):
     plain, wide = (measure(Comparison("x", tuple(values), searched=b)) for b in (0, searched))
-    ratio = math.sqrt(1 + len(values) * SEARCH / searched)
-    assert wide[2] - wide[0] == pytest.approx(ratio * (plain[2] - plain[0]))
+    share = len(values) * SEARCH / searched
+    ratio = math.sqrt(1 + share)
+    width = wide[2] - wide[0]
+    width_without = plain[2] - plain[0]
+    assert width == pytest.approx(ratio * width_without)
     assert wide[3] >= plain[3]
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
 def test_corrected_p_values_keep_their_order_and_never_shrink(values):
     corrected = holm(values)
-    assert all(a <= b <= 1 for a, b in zip(values, corrected))
+    for a, b in zip(values, corrected):
+        assert a <= b <= 1
     order = sorted(range(len(values)), key=values.__getitem__)
-    assert all(corrected[a] <= corrected[b] for a, b in zip(order, order[1:]))
-    assert corrected[order[0]] == min(1, len(values) * values[order[0]])
+    for a, b in zip(order, order[1:]):
+        assert corrected[a] <= corrected[b]
+    smallest = values[order[0]]
+    expected = min(1, len(values) * smallest)
+    assert corrected[order[0]] == expected
 
 
 @pytest.mark.parametrize(
@@ -85,18 +92,23 @@ def test_words(values, options, word):
     assert result.verdict == word
     assert result.n == len(values)
     assert word in WORDS
-    assert bool(result.why) == (word == "cannot be judged" or len(values) == 2)
+    expected = word == "cannot be judged" or len(values) == 2
+    assert bool(result.why) == expected
 
 
 def test_a_claim_with_many_questions_is_harder():
     clear = Comparison("x", (2.0, 3.1, 2.4), searched=0)
     one = judge([clear])[0]
-    many = judge([clear] + [Comparison("y", (-1.0, 2.0, 0.5), searched=0)] * 9)[0]
-    assert (one.verdict, many.verdict) == ("holds", "undecided")
+    uncertain = Comparison("y", (-1.0, 2.0, 0.5), searched=0)
+    many = judge([clear] + [uncertain] * 9)[0]
+    assert one.verdict == "holds"
+    assert many.verdict == "undecided"
     assert many.p == pytest.approx(10 * one.p)
-    assert (one.low, one.high) == (many.low, many.high)
+    assert one.low == many.low
+    assert one.high == many.high
     assert "10 comparisons" in many.why
-    unjudged = judge([clear] + [Comparison("y", (1.0,))] * 9)[0]
+    one_run = Comparison("y", (1.0,))
+    unjudged = judge([clear] + [one_run] * 9)[0]
     assert unjudged.p == one.p < LEVEL, "comparisons without a verdict cost nothing"
 
 
@@ -115,11 +127,10 @@ def test_equal_models_get_a_verdict_in_five_per_cent_of_claims(questions):
 def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
     ahead = Comparison("a above b", (1.0, 1.1, 0.9), searched=0)
     even = Comparison("a above c", (1.0, -1.0, 0.1), searched=0)
-    title, header, rows = verdict_table(list(zip([ahead, even], judge([ahead, even]))))
-    assert (title, header) == (
-        "Verdicts",
-        ["comparison", "difference [95 % interval]", "n", "verdict"],
-    )
+    judged = judge([ahead, even])
+    title, header, rows = verdict_table(list(zip([ahead, even], judged)))
+    assert title == "Verdicts"
+    assert header == ["comparison", "difference [95 % interval]", "n", "verdict"]
     assert [row[0] for row in rows] == ["a above b", "a above c"]
     assert [row[2] for row in rows] == [3, 3]
     assert rows[0][3].startswith("holds")
@@ -130,7 +141,8 @@ def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
         list(zip([published, even], judge([published, even]))), "Points"
     )
     assert header[-1] == "paper"
-    assert rows[0][4] == show(0.5, published.unit)
+    expected = show(0.5, published.unit)
+    assert rows[0][4] == expected
     assert rows[1][4] == ""
 
 
@@ -143,12 +155,17 @@ def by_least_squares(x, y, flattest):
     "Return estimate, weight, squares and degrees of freedom of the parabola, by `lstsq`."
     A = np.vander(x, 3)
     coefficients, squares, *_ = np.linalg.lstsq(A, y, rcond=None)
-    position = -coefficients[1] / 2 / max(coefficients[0], flattest)
-    position = min(max(position, 0.75 * min(x)), 0.75 * max(x))
+    curvature = max(coefficients[0], flattest)
+    position = -coefficients[1] / 2 / curvature
+    least = 0.75 * min(x)
+    most = 0.75 * max(x)
+    position = min(max(position, least), most)
     at = np.array([position**2, position, 1])
     # the estimate is this combination of the losses
     weight = np.linalg.lstsq(A.T, at, rcond=None)[0]
-    return np.polyval(coefficients, position), (weight**2).sum(), squares[0], len(x) - 3
+    value = np.polyval(coefficients, position)
+    variance = (weight**2).sum()
+    return value, variance, squares[0], len(x) - 3
 
 
 @given(LOSSES, LOSSES, LOSSES, st.sampled_from([0.5, 1.0]), st.integers(-2, 9))
@@ -168,7 +185,10 @@ def test_the_fit_is_that_of_least_squares(low, middle, high, step, best):
     assert (fit.value, fit.weight, fit.squares) == pytest.approx(
         (value, weight, squares), rel=1e-9, abs=1e-9
     )
-    assert (fit.df, fit.values, fit.exploded, fit.why) == (df, tuple(judged), 0, "")
+    assert fit.df == df
+    assert fit.values == tuple(judged)
+    assert fit.exploded == 0
+    assert fit.why == ""
 
 
 @pytest.mark.parametrize(
@@ -179,18 +199,23 @@ def test_without_noise_the_estimate_is_the_minimum_up_to_three_quarters_of_a_ste
     minimum, expected
 ):
     search = [(position, 2 * (position - minimum) ** 2) for position in (-1, 0, 1)]
-    fit = fit_rates(search, [2 * minimum**2] * 2, 0, sd=1.0)
+    judged = [2 * minimum**2] * 2
+    fit = fit_rates(search, judged, 0, sd=1.0)
     assert fit.value == pytest.approx(expected, abs=1e-12)
     assert fit.squares == pytest.approx(0, abs=1e-20)
 
 
 def test_a_line_and_a_hill_are_read_with_the_least_curvature():
-    line = fit_rates([(-1, 0.06), (0, 0.0), (1, -0.06)], [0.0], 0, sd=1.0)
+    search = [(-1, 0.06), (0, 0.0), (1, -0.06)]
+    line = fit_rates(search, [0.0], 0, sd=1.0)
     # slope -0.06, curvature 0.15: 0.2 steps away
-    assert line.value == pytest.approx(-0.06 * 0.06 / (2 * 0.15))
-    hill = fit_rates([(-1, -0.9), (0, 0.0), (1, -1.1)], [0.0], 0, sd=1.0)
+    expected = -0.06 * 0.06 / (2 * 0.15)
+    assert line.value == pytest.approx(expected)
+    search = [(-1, -0.9), (0, 0.0), (1, -1.1)]
+    hill = fit_rates(search, [0.0], 0, sd=1.0)
     # its own curvature is -1
-    assert hill.value == pytest.approx(-0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2)
+    expected = -0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2
+    assert hill.value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("side", [-1, 1])
@@ -198,7 +223,8 @@ def test_a_neighbour_at_half_a_step_limits_the_minimum(side):
     # 2 - 2x + x² on the positive side: the minimum is at 1
     search = [(3 - side, 5.0), (3, 2.0), (3 + side / 2, 1.25)]
     fit = fit_rates(search, [2.0], 3, sd=1.0)
-    assert fit.value == pytest.approx(2 - 2 * 0.375 + 0.375**2)
+    expected = 2 - 2 * 0.375 + 0.375**2
+    assert fit.value == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -208,23 +234,33 @@ def test_a_neighbour_at_half_a_step_limits_the_minimum(side):
 def test_with_fewer_than_three_rates_the_estimate_is_the_mean_at_the_best_one(neighbours):
     at_best = [0.1, -0.4, 0.3]
     judged = [0.2, 0.6, -0.1, 0.0]
-    fit = fit_rates([*((0, loss) for loss in at_best), *neighbours], judged, 0, sd=1.0)
+    searched = [*((0, loss) for loss in at_best), *neighbours]
+    fit = fit_rates(searched, judged, 0, sd=1.0)
     values = np.array(at_best + judged)
-    assert fit.value == pytest.approx(values.mean())
-    assert fit.weight == pytest.approx(1 / 7 + 0.1 / 3)
-    assert fit.squares == pytest.approx(6 * values.var(ddof=1))
+    mean = values.mean()
+    assert fit.value == pytest.approx(mean)
+    weight = 1 / 7 + 0.1 / 3
+    assert fit.weight == pytest.approx(weight)
+    squares = 6 * values.var(ddof=1)
+    assert fit.squares == pytest.approx(squares)
     assert fit.df == 6
     assert fit.values == tuple(judged)
-    assert fit.exploded == sum(not loss < 50 for _, loss in neighbours)
+    expected = sum(not loss < 50 for _, loss in neighbours)
+    assert fit.exploded == expected
 
 
 @pytest.mark.parametrize("loss, exploded", [(14.9, 0), (15.1, 1), (math.nan, 1), (math.inf, 1)])
 def test_an_exploded_run_at_a_neighbour_is_left_out_and_counted(loss, exploded):
-    calm = [(-1, 1.0)] * 3 + [(0, 0.5), (0, -0.5), (0, 0.0)] + [(1, 1.0)] * 2
-    fit = fit_rates([*calm, (1, loss)], [0.0], 0, sd=1.0)
+    left = [(-1, 1.0)] * 3
+    middle = [(0, 0.5), (0, -0.5), (0, 0.0)]
+    right = [(1, 1.0)] * 2
+    calm = left + middle + right
+    search = [*calm, (1, loss)]
+    fit = fit_rates(search, [0.0], 0, sd=1.0)
     assert fit.exploded == exploded
     assert fit.why == ""
-    assert fit.df == 3 + 3 + 2 + 1 + (not exploded) - 3
+    expected = 3 + 3 + 2 + 1 + (not exploded) - 3
+    assert fit.df == expected
     assert not exploded or fit == dataclasses.replace(fit_rates(calm, [0.0], 0, sd=1.0), exploded=1)
 
 
@@ -240,9 +276,11 @@ def test_an_exploded_run_at_a_neighbour_is_left_out_and_counted(loss, exploded):
     ],
 )
 def test_an_exploded_run_at_the_best_rate_leaves_no_verdict(judged, why):
-    fit = fit_rates([(-1, 1.0), (0, 0.1), (0, -0.1), (1, 1.0)], judged, 0, sd=1.0)
+    search = [(-1, 1.0), (0, 0.1), (0, -0.1), (1, 1.0)]
+    fit = fit_rates(search, judged, 0, sd=1.0)
     assert fit.why == why
-    assert math.isnan(fit.value) == bool(why)
+    result = math.isnan(fit.value)
+    assert result == bool(why)
     assert len(fit.values) == len(judged)
 
 
@@ -262,9 +300,8 @@ def test_every_limit_is_in_planned_standard_deviations(search, judged, exploded,
         [PLAN_SD * loss for loss in judged],
         0,
     )
-    assert (scaled.value, scaled.weight) == pytest.approx(
-        (PLAN_SD * unit.value, unit.weight), nan_ok=True
-    )
+    expected = (PLAN_SD * unit.value, unit.weight)
+    assert (scaled.value, scaled.weight) == pytest.approx(expected, nan_ok=True)
     assert (unit.exploded, unit.why) == (scaled.exploded, scaled.why) == (exploded, why)
 
 
@@ -277,20 +314,23 @@ def test_an_end_of_the_grid_and_a_missing_rate_leave_no_verdict():
 @given(st.lists(st.floats(-9, 9), min_size=2, max_size=9))
 def test_a_mean_has_the_standard_error_of_the_mean(values):
     fit = fit_mean(values)
-    assert fit.value == pytest.approx(np.mean(values))
+    mean = np.mean(values)
+    assert fit.value == pytest.approx(mean)
     assert fit.values == tuple(values)
-    assert math.sqrt(fit.squares / fit.df * fit.weight) == pytest.approx(
-        reference.sem(values), abs=1e-7
-    )
+    variance = fit.squares / fit.df * fit.weight
+    result = math.sqrt(variance)
+    assert result == pytest.approx(reference.sem(values), abs=1e-7)
 
 
 def test_a_mean_uses_the_residuals_at_the_best_rate_but_no_run_twice():
     best = Fit(0.7, 0.1, 8.0, 10, (0.5, 0.9))
-    assert fit_mean([1.0, 3.0], best) == Fit(2.0, 0.5, 2.0 + 8.0, 11, (1.0, 3.0))
+    expected = Fit(2.0, 0.5, 2.0 + 8.0, 11, (1.0, 3.0))
+    assert fit_mean([1.0, 3.0], best) == expected
     assert fit_mean([0.5, 0.9], best) == dataclasses.replace(
         fit_mean([0.5, 0.9]), squares=8.0, df=10
     )
-    assert fit_mean([1.0, math.nan], best).why == "1 of 2 runs exploded"
+    fit = fit_mean([1.0, math.nan], best)
+    assert fit.why == "1 of 2 runs exploded"
 
 
 def fit_of(variance, df, why=""):
@@ -308,16 +348,20 @@ def test_variances_are_pooled_and_shrunk():
     )
     pooled = (10 * 1 + 12 * 2 + 8 * 1.5) / 30
     assert variances.keys() == {"a", "b", "c"}
-    assert variances["a"] == pytest.approx(((6 * pooled + 10) / 16, 16))
-    assert variances["b"] == pytest.approx(((6 * pooled + 24) / 18, 18))
+    variance = (6 * pooled + 10) / 16
+    assert variances["a"] == pytest.approx((variance, 16))
+    variance = (6 * pooled + 24) / 18
+    assert variances["b"] == pytest.approx((variance, 18))
 
 
 def test_the_prior_has_no_more_weight_than_the_other_models():
     assert spreads({"alone": fit_of(2.0, 5)}) == {"alone": (2.0, 5)}
-    assert spreads({"a": fit_of(2.0, 5), "b": fit_of(4.0, 2)})["a"] == pytest.approx(
-        ((2 * 18 / 7 + 10) / 7, 7)
-    )
-    assert spreads({"one run": fit_of(0.0, 0)}) == {"one run": (math.inf, 1)}
+    result = spreads({"a": fit_of(2.0, 5), "b": fit_of(4.0, 2)})["a"]
+    variance = (2 * 18 / 7 + 10) / 7
+    assert result == pytest.approx((variance, 7))
+    result = spreads({"one run": fit_of(0.0, 0)})
+    expected = {"one run": (math.inf, 1)}
+    assert result == expected
 
 
 @pytest.mark.parametrize("df, others", [(3, 9), (10, 30), (22, 44)])
@@ -331,7 +375,8 @@ def test_a_variance_beyond_the_f_test_stays_out_of_the_pool(df, others):
     )
     assert below["wide"][1] == df + 6
     assert below["x"][0] > 1
-    assert above["wide"] == pytest.approx((limit * 1.001, df))
+    expected = (limit * 1.001, df)
+    assert above["wide"] == pytest.approx(expected)
     assert above["x"][0] == pytest.approx(1)
 
 
@@ -369,11 +414,11 @@ def test_two_models_of_separate_groups_are_compared_by_welchs_test(a, b):
     assert (judgement.low, judgement.high) == pytest.approx(
         (interval.low, interval.high), rel=1e-6, abs=1e-9
     )
-    assert (judgement.difference, judgement.n, judgement.level) == (
-        pytest.approx(np.mean(b) - np.mean(a)),
-        min(len(a), len(b)),
-        0.03,
-    )
+    difference = np.mean(b) - np.mean(a)
+    assert judgement.difference == pytest.approx(difference)
+    expected = min(len(a), len(b))
+    assert judgement.n == expected
+    assert judgement.level == 0.03
 
 
 def test_an_interaction_adds_four_variances():
@@ -387,18 +432,19 @@ def test_an_interaction_adds_four_variances():
     fits = {name: fit_mean(runs) for name, runs in values.items()}
     judgement = judge_one(Contrast("interaction", weights), fits)
     parts = [reference.sem(runs) ** 2 for runs in values.values()]
-    df = sum(parts) ** 2 / sum(part**2 / 2 for part in parts)
+    shares = sum(part**2 / 2 for part in parts)
+    df = sum(parts) ** 2 / shares
     difference = sum(weight * np.mean(values[name]) for name, weight in weights)
-    reach = reference.t.isf(0.01, df) * math.sqrt(sum(parts))
-    assert (judgement.difference, judgement.low, judgement.high) == pytest.approx(
-        (difference, difference - reach, difference + reach)
-    )
+    error = math.sqrt(sum(parts))
+    reach = reference.t.isf(0.01, df) * error
+    expected = (difference, difference - reach, difference + reach)
+    assert (judgement.difference, judgement.low, judgement.high) == pytest.approx(expected)
     assert "rank test" not in judgement.beside
-    doubled = judge_one(Contrast("twice", (("A", -2), ("B", 2)), margin=0), fits)
+    twice = Contrast("twice", (("A", -2), ("B", 2)), margin=0)
+    doubled = judge_one(twice, fits)
     once = judge_one(Contrast("once", BELOW, margin=0), fits)
-    assert (doubled.difference, doubled.low, doubled.p) == pytest.approx(
-        (2 * once.difference, 2 * once.low, once.p)
-    )
+    expected = (2 * once.difference, 2 * once.low, once.p)
+    assert (doubled.difference, doubled.low, doubled.p) == pytest.approx(expected)
 
 
 def normal_fit(difference, weight=0.5):
@@ -419,7 +465,8 @@ def compare_normal(differences, margin=0.0, kind="better"):
     for look in differences:
         fits = {name: normal_fit(d) for name, d in zip(names, look) if d is not None}
         looks.append({"base": BASE} | fits)
-    return judge_looks(contrasts, looks, dict.fromkeys([*names, "base"], "group"), level=0.02)
+    groups = dict.fromkeys([*names, "base"], "group")
+    return judge_looks(contrasts, looks, groups, level=0.02)
 
 
 def closed_test(p_values, level):
@@ -432,7 +479,8 @@ def closed_test(p_values, level):
         sets += itertools.combinations(range(count), size)
     falls = [True] * count
     for subset in sets:
-        rejected = min(p_values[i] for i in subset) <= level / len(subset)
+        smallest = min(p_values[i] for i in subset)
+        rejected = smallest <= level / len(subset)
         for i in subset:
             falls[i] = falls[i] and rejected
     return falls
@@ -449,7 +497,8 @@ def test_a_side_is_the_closed_test_and_its_bar_excludes_zero(differences):
     assert [judgement.side for judgement in judged] == expected
     for judgement in judged:
         decided = bool(judgement.side)
-        assert (judgement.low > 0 or judgement.high < 0) == decided
+        excludes_zero = judgement.low > 0 or judgement.high < 0
+        assert excludes_zero == decided
         assert (judgement.p <= 0.02) == decided
 
 
@@ -457,12 +506,15 @@ def test_the_level_of_a_bar_follows_the_step_of_the_correction():
     # p 0.92, 0.0005, 0.0037, 0.016, 0.84; steps 0.02/5, 0.02/4, 0.02/3
     judged = compare_normal([[0.1, 3.5, -2.9, 2.4, 0.2]])
     assert [judgement.side for judgement in judged] == ["", "ahead", "behind", "", ""]
-    assert [judgement.level for judgement in judged] == pytest.approx(
-        [0.02 / 3, 0.02 / 5, 0.02 / 4, 0.02 / 3, 0.02 / 3]
-    )
+    levels = [judgement.level for judgement in judged]
+    expected = [0.02 / 3, 0.02 / 5, 0.02 / 4, 0.02 / 3, 0.02 / 3]
+    assert levels == pytest.approx(expected)
     reach = reference.norm.isf(0.02 / 3 / 2)
-    assert (judged[0].low, judged[0].high) == pytest.approx((0.1 - reach, 0.1 + reach), rel=1e-5)
-    assert judged[3].p == pytest.approx(3 * 2 * reference.norm.sf(2.4), rel=1e-5)
+    result = (judged[0].low, judged[0].high)
+    expected = (0.1 - reach, 0.1 + reach)
+    assert result == pytest.approx(expected, rel=1e-5)
+    expected = 3 * 2 * reference.norm.sf(2.4)
+    assert judged[3].p == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
@@ -474,12 +526,16 @@ def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
         ("", 0),
         ("", 0),
     ]
-    assert judged[0] == compare_normal([first])[0]
+    expected = compare_normal([first])[0]
+    assert judged[0] == expected
     assert judged[1].level == 0.02 / 2
     # p 0.0093: significant among two, not among three
     better = compare_normal([first, [0.5, 2.6, 1.0]])
-    assert (better[1].side, better[1].look, better[1].level) == ("ahead", 8, 0.02 / 2)
-    assert compare_normal([[0.5, 2.6, 1.0]])[1].side == ""
+    assert better[1].side == "ahead"
+    assert better[1].look == 8
+    assert better[1].level == 0.02 / 2
+    judgement = compare_normal([[0.5, 2.6, 1.0]])[1]
+    assert judgement.side == ""
 
 
 @pytest.mark.parametrize("missing", [None, "exploded", "equal"])
@@ -496,16 +552,19 @@ def test_a_comparison_without_a_side_still_counts(missing):
         del fits["x"], last["x"]
     if missing == "exploded":
         fits["x"] = last["x"] = Fit(math.nan, math.nan, 0.0, 0, why="1 of 7 runs exploded")
-    x, y = judge_looks(contrasts, [fits, last], dict.fromkeys([*names, "base"], "group"))
+    groups = dict.fromkeys([*names, "base"], "group")
+    x, y = judge_looks(contrasts, [fits, last], groups)
     assert y.side == ""
     assert y.level == 0.02 / 2
-    assert y.p == pytest.approx(2 * 2 * reference.norm.sf(2.45), rel=1e-5)
+    expected = 2 * 2 * reference.norm.sf(2.45)
+    assert y.p == pytest.approx(expected, rel=1e-5)
     assert (x.verdict, x.why) == {
         None: ("not run", ""),
         "exploded": ("cannot be judged", "x: 1 of 7 runs exploded"),
         "equal": ("undecided", ""),
     }[missing]
-    alone = judge_looks(contrasts[1:], [fits, last], dict.fromkeys([*names, "base"], "group"))[0]
+    groups = dict.fromkeys([*names, "base"], "group")
+    alone = judge_looks(contrasts[1:], [fits, last], groups)[0]
     assert alone.side == "ahead"
 
 
@@ -524,12 +583,10 @@ def test_a_comparison_without_a_side_still_counts(missing):
 )
 def test_the_word_follows_from_kind_and_side(kind, difference, verdict, side, still_open):
     judgement = compare_normal([[difference]], margin=3.0, kind=kind)[0]
-    assert (judgement.verdict, judgement.side, judgement.look, is_open(judgement)) == (
-        verdict,
-        side,
-        4 if side else 0,
-        still_open,
-    )
+    assert judgement.verdict == verdict
+    assert judgement.side == side
+    assert judgement.look == (4 if side else 0)
+    assert is_open(judgement) == still_open
     assert judgement.verdict in WORDS
 
 
@@ -539,16 +596,18 @@ def test_equal_is_read_from_the_uncorrected_interval_of_96_per_cent():
         (reach, "equal within the margin"),
         (-reach, "equal within the margin"),
     ):
-        inside = compare_normal(
-            [[difference - 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach
-        )[0]
-        outside = compare_normal(
-            [[difference + 0.001 * math.copysign(1, difference), 0.0, 0.0]], margin=2 * reach
-        )[0]
-        assert (inside.side, outside.side) == (side, "")
-        assert max(-inside.low, inside.high) > 2 * reach  # its bar is corrected
-    assert compare_normal([[3.0]], margin=9.0)[0].side == "ahead"  # also within the margin
-    assert "96% interval" in compare_normal([[0.0]], margin=9.0)[0].beside
+        just_less = difference - 0.001 * math.copysign(1, difference)
+        inside = compare_normal([[just_less, 0.0, 0.0]], margin=2 * reach)[0]
+        just_more = difference + 0.001 * math.copysign(1, difference)
+        outside = compare_normal([[just_more, 0.0, 0.0]], margin=2 * reach)[0]
+        assert inside.side == side
+        assert outside.side == ""
+        largest = max(-inside.low, inside.high)
+        assert largest > 2 * reach  # its bar is corrected
+    judgement = compare_normal([[3.0]], margin=9.0)[0]
+    assert judgement.side == "ahead"  # also within the margin
+    judgement = compare_normal([[0.0]], margin=9.0)[0]
+    assert "96% interval" in judgement.beside
 
 
 def test_better_and_as_good_on_one_pair_are_one_question():
@@ -577,7 +636,8 @@ def test_runs_are_compared_beside_the_verdict():
         "the bar contains "
         "the published +0.0044"
     )
-    turned = judge_one(Contrast("B below A", (("B", -1), ("A", 1)), published=9.0), fits)
+    contrast = Contrast("B below A", (("B", -1), ("A", 1)), published=9.0)
+    turned = judge_one(contrast, fits)
     assert "fresh run of B beats one of A: 12%" in turned.beside
     assert "the bar excludes the published +9.0000" in turned.beside
 
@@ -585,23 +645,28 @@ def test_runs_are_compared_beside_the_verdict():
 def test_the_rank_test_is_exact():
     # 2 of 252 orders are so extreme
     fits = {"A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)), "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5))}
-    assert f"rank test p = {2 / 252:.2g};" in judge_one(Contrast("A below B", BELOW), fits).beside
+    judgement = judge_one(Contrast("A below B", BELOW), fits)
+    assert f"rank test p = {2 / 252:.2g};" in judgement.beside
 
 
 def test_later_data_stand_beside_a_verdict():
-    clear = {"A": fit_mean([1.0, 1.1, 0.9, 1.0]), "B": fit_mean([2.0, 2.1, 1.9, 2.05])}
-    more = {"A": fit_mean([1.0, 1.1, 0.9, 1.0] * 2), "B": fit_mean([2.0, 2.1, 1.9, 1.0] * 2)}
+    a = fit_mean([1.0, 1.1, 0.9, 1.0])
+    b = fit_mean([2.0, 2.1, 1.9, 2.05])
+    clear = {"A": a, "B": b}
+    a = fit_mean([1.0, 1.1, 0.9, 1.0] * 2)
+    b = fit_mean([2.0, 2.1, 1.9, 1.0] * 2)
+    more = {"A": a, "B": b}
     contrast = Contrast("A below B", BELOW)
     first, both = (judge_one(contrast, *looks) for looks in ([clear], [clear, more]))
     assert first.side == "ahead"
     assert first.look == 4
     assert dataclasses.replace(both, beside=first.beside) == first
     later = judge_one(contrast, more)
-    assert (
-        both.beside
-        == first.beside
+    expected = (
+        first.beside
         + f"; all 8 seeds: {later.difference:+.4f} [{later.low:+.4f}, {later.high:+.4f}]"
     )
+    assert both.beside == expected
     # no further seeds: nothing to add
     stopped = judge_one(contrast, clear, clear)
     assert stopped == first
@@ -618,12 +683,15 @@ def test_an_open_comparison_shows_its_last_look():
     judgement = judge_one(Contrast("A below B", BELOW), *looks)
     assert is_open(judgement)
     assert judgement.n == 4
-    assert judgement == judge_one(Contrast("A below B", BELOW), *looks[1:])
-    kept = judge_one(Contrast("A below B", BELOW), looks[0], {"A": looks[1]["A"]})
-    assert (kept.n, kept.difference) == (
-        2,
-        judge_one(Contrast("A below B", BELOW), *looks[:1]).difference,
-    )
+    contrast = Contrast("A below B", BELOW)
+    expected = judge_one(contrast, *looks[1:])
+    assert judgement == expected
+    contrast = Contrast("A below B", BELOW)
+    kept = judge_one(contrast, looks[0], {"A": looks[1]["A"]})
+    assert kept.n == 2
+    contrast = Contrast("A below B", BELOW)
+    expected = judge_one(contrast, *looks[:1]).difference
+    assert kept.difference == expected
 
 
 def test_exploded_neighbours_are_named_beside_the_verdict():
@@ -656,32 +724,36 @@ def test_equal_models_get_a_wrong_verdict_in_about_five_per_cent_of_claims_over_
 def test_shares_are_compared_by_fishers_test(wins, runs):
     shares = {}
     for name, win, n in zip("AB", wins, runs):
-        shares[name] = fit_share([True] * win + [False] * (n - win))
+        outcomes = [True] * win + [False] * (n - win)
+        shares[name] = fit_share(outcomes)
     contrast = Contrast("A learns more often", (("A", 1), ("B", -1)), unit="share", margin=0.1)
     judgement = judge_one(contrast, shares)
     table = [[win, n - win] for win, n in zip(wins, runs)]
-    assert judgement.p == pytest.approx(reference.fisher_exact(table).pvalue)
+    expected = reference.fisher_exact(table).pvalue
+    assert judgement.p == pytest.approx(expected)
     assert judgement.n == min(runs)
-    assert judgement.difference == pytest.approx(wins[0] / runs[0] - wins[1] / runs[1])
+    share = wins[0] / runs[0]
+    other_share = wins[1] / runs[1]
+    assert judgement.difference == pytest.approx(share - other_share)
     assert judgement.low < judgement.difference < judgement.high
     assert bool(judgement.side) == (judgement.p <= 0.02)
     assert "rank test" not in judgement.beside
     turned = judge_one(
         Contrast("B learns more often", (("B", 1), ("A", -1)), unit="share", margin=0.1), shares
     )
-    assert (turned.low, turned.high, turned.p) == pytest.approx(
-        (-judgement.high, -judgement.low, judgement.p)
-    )
+    expected = (-judgement.high, -judgement.low, judgement.p)
+    assert (turned.low, turned.high, turned.p) == pytest.approx(expected)
 
 
 def test_the_interval_of_two_shares_is_newcombes():
     # example of Newcombe (1998)
-    shares = {
-        "A": fit_share([True] * 56 + [False] * 14),
-        "B": fit_share([True] * 48 + [False] * 32),
-    }
-    judgement = judge_one(Contrast("A", (("A", 1), ("B", -1)), unit="share"), shares, level=0.05)
-    assert (judgement.low, judgement.high) == pytest.approx((0.0524, 0.3339), abs=5e-5)
+    a = fit_share([True] * 56 + [False] * 14)
+    b = fit_share([True] * 48 + [False] * 32)
+    shares = {"A": a, "B": b}
+    contrast = Contrast("A", (("A", 1), ("B", -1)), unit="share")
+    judgement = judge_one(contrast, shares, level=0.05)
+    interval = (judgement.low, judgement.high)
+    assert interval == pytest.approx((0.0524, 0.3339), abs=5e-5)
 
 
 def test_impossible_plans_are_refused():

@@ -1,4 +1,7 @@
-"""The kernels of norms and losses against float64, and what a training step keeps for its backward."""
+"""The kernels of norms and losses against float64.
+
+Also what a training step keeps for its backward.
+"""
 
 from functools import partial
 
@@ -7,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
+from torch.testing import assert_close
 
 from longhorn_kit.models import LMConfig, SequenceLM, baselines, lm, mixer
 from longhorn_kit.models import recompute as memory
@@ -29,7 +33,10 @@ CLOSE = {
 
 def far(a, b):
     "The distance from b, relative to its norm; NaN if any number is."
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+    exact = b.double()
+    distance = (a.double() - exact).norm()
+    size = exact.norm()
+    return (distance / size).item()
 
 
 def random(*shape, dtype=torch.float32):
@@ -50,25 +57,32 @@ def test_losses_and_gradients_of_logits(M, V, room, dtype):
     targets[1::3] = -100
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
-    (gradient,) = torch.autograd.grad(expected.sum(), exact)
+    total = expected.sum()
+    (gradient,) = torch.autograd.grad(total, exact)
     before = logits.clone()
     tp.cross_entropy_(logits, targets, losses, learns=False)
-    assert torch.equal(logits, before) and torch.allclose(
-        losses.double(), expected, rtol=1e-5, atol=2e-6
-    )
+    assert torch.equal(logits, before)
+    assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=2e-6)
     losses.fill_(float("nan"))
     tp.cross_entropy_(logits, targets.int(), losses)
     assert torch.allclose(losses.double(), expected, rtol=1e-5, atol=2e-6)
-    assert far(logits, gradient) < CLOSE[dtype] if V > 1 else not logits.any()
-    assert not rows[:, V:].any()
+    if V > 1:
+        assert far(logits, gradient) < CLOSE[dtype]
+    else:
+        assert not logits.any()
+    padding = rows[:, V:]
+    assert not padding.any()
 
 
 def test_a_wrong_target_and_a_wrong_logit_show():
     logits = random(4, 20)
     losses = torch.empty(4, device=DEVICE)
-    logits[2, 5], logits[3] = float("nan"), 3e4 * logits[3]
-    tp.cross_entropy_(logits, torch.tensor([3, 20, 1, 2], device=DEVICE), losses)
-    assert losses.isnan().tolist() == [False, True, True, False] and logits[3].isfinite().all()
+    logits[2, 5] = float("nan")
+    logits[3] *= 3e4
+    targets = torch.tensor([3, 20, 1, 2], device=DEVICE)
+    tp.cross_entropy_(logits, targets, losses)
+    assert losses.isnan().tolist() == [False, True, True, False]
+    assert logits[3].isfinite().all()
 
 
 def test_the_padding_of_the_logits_is_finite(monkeypatch):
@@ -95,8 +109,11 @@ def test_the_padding_of_the_logits_is_finite(monkeypatch):
     grads = torch.func.grad(
         lambda h, weight: chunked_cross_entropy(h, weight, targets, 100), (0, 1)
     )(h, weight)
-    assert len(paddings) == 1 and paddings[0].numel() and not paddings[0].any()
-    assert all(grad.isfinite().all() for grad in grads)
+    assert len(paddings) == 1
+    assert paddings[0].numel()
+    assert not paddings[0].any()
+    for grad in grads:
+        assert grad.isfinite().all()
 
 
 @pytest.mark.parametrize("chunk", [slow_case(1), 8, slow_case(100)])
@@ -111,26 +128,27 @@ def test_the_loss_of_features(chunk, dtype, compiled, kernels, monkeypatch):
     weight = random(35, 8, dtype=dtype).requires_grad_()
     targets = torch.randint(35, (21,), device=DEVICE)
     targets[::4] = -100
-    expected = F.cross_entropy(F.linear(h.double(), weight.double()), targets)
+    wide = weight.double()
+    logits = F.linear(h.double(), wide)
+    expected = F.cross_entropy(logits, targets)
     torch._dynamo.reset()
-    monkeypatch.setattr(memory, "kernels_run", lambda *tensors: kernels)
+    monkeypatch.setattr(memory, "kernels_run", always(kernels))
     run = (
         torch.compile(chunked_cross_entropy, backend="aot_eager", fullgraph=True)
         if compiled
         else chunked_cross_entropy
     )
-    found = run(h, weight, targets, chunk)
-    assert found.dtype == torch.float32 and torch.allclose(
-        found.double(), expected, rtol=CLOSE[dtype]
-    )
-    for ours, exact in zip(
-        torch.autograd.grad(3 * found, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))
-    ):
-        assert ours.dtype == dtype and far(ours, exact) < 2 * CLOSE[dtype]
-    with torch.no_grad():
-        assert torch.allclose(
-            chunked_cross_entropy(h, weight, targets, chunk), found, rtol=1e-6
-        )  # another kernel
+    loss = run(h, weight, targets, chunk)
+    assert loss.dtype == torch.float32
+    assert torch.allclose(loss.double(), expected, rtol=CLOSE[dtype])
+    gradients = torch.autograd.grad(3 * loss, (h, weight))
+    exact_gradients = torch.autograd.grad(3 * expected, (h, weight))
+    for gradient, exact in zip(gradients, exact_gradients):
+        assert gradient.dtype == dtype
+        assert far(gradient, exact) < 2 * CLOSE[dtype]
+    with torch.no_grad():  # another kernel
+        result = chunked_cross_entropy(h, weight, targets, chunk)
+    assert torch.allclose(result, loss, rtol=1e-6)
 
 
 def test_targets_may_be_a_view_but_not_too_few(monkeypatch):
@@ -138,8 +156,9 @@ def test_targets_may_be_a_view_but_not_too_few(monkeypatch):
     weight = random(35, 8)
     wide = torch.randint(35, (6, 3), device=DEVICE)
     monkeypatch.setattr(memory, "kernels_run", lambda *tensors: True)
-    for targets in (wide[:, 0], wide[0, :1].expand(6)):
-        torch.testing.assert_close(
+    short = wide[0, :1].expand(6)
+    for targets in (wide[:, 0], short):
+        assert_close(
             chunked_cross_entropy(h, weight, targets, 4), F.cross_entropy(h @ weight.T, targets)
         )
     with pytest.raises(ValueError, match="5 targets for 6 features"):
@@ -152,9 +171,11 @@ def test_a_loss_without_targets_is_what_pytorch_says(monkeypatch, kernels):
     h = random(5, 4).requires_grad_()
     weight = random(9, 4).requires_grad_()
     none = torch.full((5,), -100, device=DEVICE)
-    monkeypatch.setattr(memory, "kernels_run", lambda *tensors: kernels)
+    monkeypatch.setattr(memory, "kernels_run", always(kernels))
     for loss in (chunked_cross_entropy(h, weight, none, 2), F.cross_entropy(h @ weight.T, none)):
-        assert loss.isnan() and not any(g.any() for g in torch.autograd.grad(loss, (h, weight)))
+        assert loss.isnan()
+        for g in torch.autograd.grad(loss, (h, weight)):
+            assert not g.any()
 
 
 def test_the_operation_is_well_formed():
@@ -163,9 +184,8 @@ def test_the_operation_is_well_formed():
         random(9, 4).requires_grad_(),
         torch.randint(9, (6,), device=DEVICE),
     )
-    torch.library.opcheck(
-        torch.ops.longhorn_kit.linear_cross_entropy.default, (*args, 4, torch.float32, True)
-    )
+    operation = torch.ops.longhorn_kit.linear_cross_entropy.default
+    torch.library.opcheck(operation, (*args, 4, torch.float32, True))
 
 
 @pytest.mark.parametrize(
@@ -177,28 +197,32 @@ def test_the_stream_and_its_norm(shape, dtype):
     h = random(*shape).requires_grad_()
     y = random(*shape, dtype=dtype).requires_grad_()
     weight = random(shape[-1]).requires_grad_()
-    found = tp.add_norm(h, y, weight, 1e-5, dtype)
+    results = tp.add_norm(h, y, weight, 1e-5, dtype)
     s = h.double() + y.double()
-    expected = s, F.rms_norm(s, shape[-1:], weight.double(), 1e-5)
-    assert [t.dtype for t in found] == [torch.float32, dtype]
+    wide = weight.double()
+    normed = F.rms_norm(s, shape[-1:], wide, 1e-5)
+    expected = s, normed
+    assert [t.dtype for t in results] == [torch.float32, dtype]
     grads = random(*shape), random(*shape, dtype=dtype)
-    for wanted in ((0, 1), (0,), (1,)):  # gradients of both results, or of one
-        ours, exact = (
-            torch.autograd.grad(
-                [part[i] for i in wanted],
-                (h, y, weight),
-                [grads[i].to(part[i].dtype) for i in wanted],
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            for part in (found, expected)
+
+    def gradients(outputs, chosen):
+        return torch.autograd.grad(
+            [outputs[i] for i in chosen],
+            (h, y, weight),
+            [grads[i].to(outputs[i].dtype) for i in chosen],
+            retain_graph=True,
+            materialize_grads=True,
         )
-        for name, a, b in zip(("h", "y", "weight"), ours, exact):
-            assert a.shape == b.shape and (
-                not b.any() and not a.any() or far(a, b) < (CLOSE[dtype] if name == "y" else 2e-6)
-            )
-    if found[0].numel():
-        assert far(found[0], s) < 1e-6 and far(found[1], expected[1]) < CLOSE[dtype]
+
+    for chosen in ((0, 1), (0,), (1,)):  # gradients of both results, or of one
+        pairs = zip(gradients(results, chosen), gradients(expected, chosen))
+        for name, (a, b) in zip(("h", "y", "weight"), pairs):
+            assert a.shape == b.shape
+            limit = CLOSE[dtype] if name == "y" else 2e-6
+            assert not b.any() and not a.any() or far(a, b) < limit
+    if results[0].numel():
+        assert far(results[0], s) < 1e-6
+        assert far(results[1], normed) < CLOSE[dtype]
 
 
 @pytest.mark.parametrize(
@@ -229,27 +253,34 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
         else tp.to_length
     )
     N = shape[-1]
-    exact = whole.detach().double().requires_grad_()  # its gradients are not rounded on the way
-    zero = (exact[..., room - N :] == 0).all(-1, keepdim=True)
-    length = (
-        exact[..., room - N :].square().sum(-1, keepdim=True).masked_fill(zero, 1).sqrt()
-    )  # no root of zero
-    found = run(whole[..., room - N :], s)
-    expected = s.double() * exact[..., room - N :] / length
-    assert found.dtype is dtype and found.is_contiguous() and found.shape == shape
+    wide = whole.detach().double()
+    exact = wide.requires_grad_()  # its gradients are not rounded on the way
+    used = exact[..., room - N :]
+    zero = (used == 0).all(-1, keepdim=True)
+    squares = used.square().sum(-1, keepdim=True)
+    length = squares.masked_fill(zero, 1).sqrt()  # no root of zero
+    expected = s.double() * used / length
+    result = run(whole[..., room - N :], s)
+    assert result.dtype is dtype
+    assert result.is_contiguous()
+    assert result.shape == shape
     g = random(*shape, dtype=dtype)
-    dk, ds = torch.autograd.grad(found, (whole, s), g)
+    dk, ds = torch.autograd.grad(result, (whole, s), g)
     exact_dk, exact_ds = torch.autograd.grad(expected, (exact, s), g.double())
-    assert dk.dtype is dtype and ds.dtype is torch.float32 and ds.shape == (1,)
-    if found.numel():
-        assert far(found, expected) < CLOSE[dtype]
-        terms = (
-            (g.double() * expected.detach() / s.detach()).abs().sum()
-        )  # of the length's gradient: most of it may cancel
+    assert dk.dtype is dtype
+    assert ds.dtype is torch.float32
+    assert ds.shape == (1,)
+    if result.numel():
+        assert far(result, expected) < CLOSE[dtype]
+        quotient = g.double() * expected.detach() / s.detach()
+        terms = quotient.abs().sum()  # of the length's gradient: most of it may cancel
         assert (ds - exact_ds).abs() < 2e-6 * terms
         exact_dk = exact_dk.masked_fill(zero, 0)
-        assert N == 1 and not exact_dk.abs().gt(1e-6).any() or far(dk, exact_dk) < CLOSE[dtype]
-        assert not found[zero[..., 0]].any() and not dk[zero[..., 0]].any()
+        vanishes = N == 1 and not exact_dk.abs().gt(1e-6).any()
+        assert vanishes or far(dk, exact_dk) < CLOSE[dtype]
+        is_zero = zero[..., 0]
+        assert not result[is_zero].any()
+        assert not dk[is_zero].any()
 
 
 def test_keys_that_are_no_numbers_show():
@@ -257,16 +288,32 @@ def test_keys_that_are_no_numbers_show():
     s = torch.ones(1, device=DEVICE)
     k[1, 0] = float("nan")
     k[2, 0] = float("inf")
-    for found in (tp.to_length(k, s), mixer.to_length(k, s)):
-        assert found.isfinite().all(-1).tolist() == [True, False, False, True]
+    for result in (tp.to_length(k, s), mixer.to_length(k, s)):
+        finite = result.isfinite().all(-1)
+        assert finite.tolist() == [True, False, False, True]
 
 
 def test_the_operation_of_keys_is_well_formed():
-    args = (
-        random(6, 9)[:, 2:7].requires_grad_(),
-        torch.full((1,), 2.0, device=DEVICE, requires_grad=True),
-    )
-    torch.library.opcheck(torch.ops.longhorn_kit.to_length.default, args)
+    view = random(6, 9)[:, 2:7]
+    args = (view.requires_grad_(), torch.full((1,), 2.0, device=DEVICE, requires_grad=True))
+    operation = torch.ops.longhorn_kit.to_length.default
+    torch.library.opcheck(operation, args)
+
+
+def always(value):
+    "Return a function that gives a value, whatever its arguments."
+    return lambda *arguments: value
+
+
+def repeats_if(on):
+    "Return a stand-in for `memory.repeats`."
+    return lambda x: on and torch.is_grad_enabled()
+
+
+def noted(nodes, graph, _):
+    "Compile nothing; add the names of a graph's operations to a set."
+    nodes.update(str(node.target) for node in graph.graph.nodes)
+    return make_boxed_func(graph)
 
 
 @pytest.fixture
@@ -288,14 +335,17 @@ def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
     kept = []
     grads = []
     for on in (False, True):
-        monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
+        monkeypatch.setattr(memory, "repeats", repeats_if(on))
         torch._dynamo.reset()
-        out = torch.add(
-            *torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)(h, y)
-        )
-        kept.append(sum(t.numel() for t in out.grad_fn.next_functions[0][0].saved_tensors))
-        grads.append(torch.autograd.grad(out.square().sum(), [h, *block.parameters()]))
-    assert kept[0] - kept[1] >= 9 * (64 - 2)
+        run = torch.compile(block, backend="aot_eager_decomp_partition", fullgraph=True)
+        out = torch.add(*run(h, y))
+        saved = out.grad_fn.next_functions[0][0].saved_tensors
+        kept.append(sum(t.numel() for t in saved))
+        loss = out.square().sum()
+        tensors = [h, *block.parameters()]
+        grads.append(torch.autograd.grad(loss, tensors))
+    difference = kept[0] - kept[1]
+    assert difference >= 9 * (64 - 2)
     assert all(map(torch.equal, *grads))
 
 
@@ -316,21 +366,18 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, options, compi
     results = []
     for kernels in (False, True):
         for module in (lm, memory, mixer):
-            monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
+            monkeypatch.setattr(module, "kernels_run", always(kernels))
         torch._dynamo.reset()
         nodes = set()
-
-        def note(graph, _):
-            return nodes.update(str(node.target) for node in graph.graph.nodes) or make_boxed_func(
-                graph
-            )
-
+        note = partial(noted, nodes)
         backend = aot_autograd(fw_compiler=note, bw_compiler=note)
         run = (
             torch.compile(block, backend=backend, fullgraph=True) if compiled and kernels else block
         )
         out = torch.add(*run(h, y))
-        results.append([out, *torch.autograd.grad(out.square().sum(), [h, y, *block.parameters()])])
+        loss = out.square().sum()
+        tensors = [h, y, *block.parameters()]
+        results.append([out, *torch.autograd.grad(loss, tensors)])
     assert max(map(far, *results)) < 2e-6
     if compiled:  # the compiler sees operations, in the backward too
         assert {"longhorn_kit.add_norm.default", "longhorn_kit.add_norm_backward.default"} <= nodes
@@ -349,24 +396,33 @@ def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
     x = random(1, 9, 32)
     layer = model.dt_proj if name == "mamba" else model.b_proj
     grads = []
-    seen = []
+    used_weights = []
     linear = F.linear
-    monkeypatch.setattr(F, "linear", lambda x, w, *bias: seen.append(w) or linear(x, w, *bias))
+
+    def noting(x, w, *bias):
+        used_weights.append(w)
+        return linear(x, w, *bias)
+
+    monkeypatch.setattr(F, "linear", noting)
     for on in (False, True):
-        monkeypatch.setattr(memory, "repeats", lambda x: on and torch.is_grad_enabled())
-        seen.clear()
+        monkeypatch.setattr(memory, "repeats", repeats_if(on))
+        used_weights.clear()
         loss = model(x).square().sum()
-        forward = len(seen)
-        grads.append(torch.autograd.grad(loss, list(model.parameters())))
-        again = seen[forward:]
-        assert len(again) == on and all(w.data_ptr() == layer.weight.data_ptr() for w in again)
+        forward = len(used_weights)
+        parameters = list(model.parameters())
+        grads.append(torch.autograd.grad(loss, parameters))
+        repeated = used_weights[forward:]
+        assert len(repeated) == on
+        for w in repeated:
+            expected = layer.weight.data_ptr()
+            assert w.data_ptr() == expected
     assert all(map(torch.equal, *grads))
     with saved_tensors_hooks(lambda t: t, lambda t: t):
-        seen.clear()
+        used_weights.clear()
         loss = model(x).square().sum()
-        forward = len(seen)
+        forward = len(used_weights)
     loss.backward()
-    assert len(seen) == forward
+    assert len(used_weights) == forward
 
 
 @pytest.mark.cuda
@@ -387,33 +443,40 @@ def test_gpu_training_with_the_kernels_is_training_without_them(
 ):
     torch.manual_seed(0)
     model = SequenceLM(LMConfig(301, 64, 2, name, options, d_mlp=d_mlp, tie_embeddings=tied)).cuda()
-    exact = SequenceLM(model.config).cuda().double()
-    exact.load_state_dict({key: value.double() for key, value in model.state_dict().items()})
+    model_on_gpu = SequenceLM(model.config).cuda()
+    exact = model_on_gpu.double()
+    state = {key: value.double() for key, value in model.state_dict().items()}
+    exact.load_state_dict(state)
     tokens = torch.randint(301, (3, 50), device="cuda")
-    expected = torch.autograd.grad(
-        exact(tokens[:, :-1], tokens[:, 1:])[1], list(exact.parameters())
-    )
-    whole = torch.stack([b.norm() for b in expected]).norm()
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    loss = exact(inputs, targets)[1]
+    parameters = list(exact.parameters())
+    expected = torch.autograd.grad(loss, parameters)
+    norms = [b.norm() for b in expected]
+    whole = torch.stack(norms).norm()
 
     # in the gradient of a single number nearly everything cancels: it is compared with the whole
     # gradient
     def error(a, b):
-        return far(a, b) if b.numel() > 1 else ((a.double() - b).norm() / whole).item()
+        if b.numel() > 1:
+            return far(a, b)
+        difference = (a.double() - b).norm()
+        return (difference / whole).item()
 
     errors = []
     for kernels in (False, True):
         for module in (lm, memory, mixer):
-            monkeypatch.setattr(module, "kernels_run", lambda *tensors: kernels)
+            monkeypatch.setattr(module, "kernels_run", always(kernels))
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:], chunk=40)
-        errors.append(
-            [
-                error(a, b)
-                for a, b in zip(torch.autograd.grad(loss, list(model.parameters())), expected)
-            ]
-        )
+            inputs = tokens[:, :-1]
+            targets = tokens[:, 1:]
+            loss = model.loss(inputs, targets, chunk=40)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        errors.append([error(a, b) for a, b in zip(gradients, expected)])
     if bf16:
-        assert all(new < 1.3 * old + 1e-3 for old, new in zip(*errors))
+        for old, new in zip(*errors):
+            assert new < 1.3 * old + 1e-3
     else:
         assert max(errors[1]) < 2e-5
 
@@ -427,6 +490,6 @@ def test_gpu_the_loss_needs_a_slice_of_logits():
     before = torch.cuda.memory_allocated()
     with torch.autocast("cuda", torch.bfloat16):
         chunked_cross_entropy(h, weight, targets, 1024).backward()
-    assert (
-        torch.cuda.max_memory_allocated() - before < 1.2 * 1024 * 50304 * 2 + 6 * weight.numel() * 4
-    )
+    peak = torch.cuda.max_memory_allocated() - before
+    limit = 1.2 * 1024 * 50304 * 2 + 6 * weight.numel() * 4
+    assert peak < limit

@@ -88,7 +88,8 @@ def test_gates_keep_every_fading_row_stable():
             gates = {name: gate.double() for name, gate in draw_gates(layer, D, N).items()}
             key = layer.keys(k)
             kept = layer.step(torch.ones(D, len(key), dtype=k.dtype), key, 0 * x, **gates)
-            assert (kept > 0).all() and (kept <= 1).all(), layer.name
+            assert (kept > 0).all(), layer.name
+            assert (kept <= 1).all(), layer.name
 
 
 # The published recurrences, written as matrix products.
@@ -96,9 +97,11 @@ def test_gates_keep_every_fading_row_stable():
 
 def test_gla_and_hgrn2_and_retnet_as_matrices():
     alpha = rate(7, N)
-    assert torch.allclose(gla_step(S, k, x, alpha), S @ torch.diag(alpha) + torch.outer(x, k))
+    expected = S @ torch.diag(alpha) + torch.outer(x, k)
+    assert torch.allclose(gla_step(S, k, x, alpha), expected)
     key = rate(8, N)
-    assert torch.allclose(hgrn2_step(S, key, x), S @ (eye - torch.diag(key)) + torch.outer(x, key))
+    expected = S @ (eye - torch.diag(key)) + torch.outer(x, key)
+    assert torch.allclose(hgrn2_step(S, key, x), expected)
 
 
 def test_mamba_is_the_discretised_state_equation():
@@ -107,7 +110,8 @@ def test_mamba_is_the_discretised_state_equation():
     after = mamba_step(S, k, x, dt, A)
     for d in range(D):
         transition = torch.linalg.matrix_exp(dt[d] * torch.diag(A[d]))
-        assert torch.allclose(after[d], transition @ S[d] + dt[d] * k * x[d])
+        expected = transition @ S[d] + dt[d] * k * x[d]
+        assert torch.allclose(after[d], expected)
     shared = -rate(11, N)
     expected = mamba_step(S, k, x, dt, shared.expand(D, N))
     assert torch.allclose(mamba_input_a_step(S, k, x, dt, -shared), expected)
@@ -121,7 +125,9 @@ def test_mamba_is_the_discretised_state_equation():
 def test_gated_delta_rule_as_matrices():
     key = k / k.norm()
     beta = torch.tensor([0.4], dtype=torch.float64)
-    expected = 0.9 * S @ (eye - 0.4 * torch.outer(key, key)) + 0.4 * torch.outer(x, key)
+    forget = eye - 0.4 * torch.outer(key, key)
+    write = 0.4 * torch.outer(x, key)
+    expected = 0.9 * S @ forget + write
     assert torch.allclose(gated_deltanet_step(S, key, x, 0.9, beta), expected)
 
 
@@ -183,8 +189,10 @@ def test_the_table_is_complete():
         assert layer.name == name
         assert layer.family in FAMILIES
         assert layer.arxiv or layer.source == "this book"
-        assert all(re.fullmatch(r"\d{4}\.\d{5}", number) for number in layer.arxiv)
-    assert zoo_markdown().count("\n") == len(ZOO) + 1
+        for number in layer.arxiv:
+            assert re.fullmatch(r"\d{4}\.\d{5}", number)
+    result = zoo_markdown().count("\n")
+    assert result == len(ZOO) + 1
 
 
 def test_the_formulas_are_valid_for_matplotlib():
