@@ -155,17 +155,27 @@ def label_ends(
     ends = [(end_of(ax, line), line) for line in named]
     ends = sorted((end for end in ends if end[0]), key=lambda end: end[0][1])
     heights = spread([end[1] for end, _ in ends], gap)
-    moved = [abs(height - y) > gap / 4 or x < 0.9 for height, ((x, y), _) in zip(heights, ends)]
-    for height, leads, (end, line) in zip(heights, moved, ends):
-        leader = {"arrowstyle": "-", "linewidth": 0.7, "shrinkA": 3, "shrinkB": 1}
+    short = [x < 0.9 for (x, _), _ in ends]
+    moved = [abs(height - y) > gap / 4 for height, ((_, y), _) in zip(heights, ends)]
+    leads = [of_short or of_moved for of_short, of_moved in zip(short, moved)]
+    for height, is_short, has_leader, (end, line) in zip(heights, short, leads, ends):
+        leader = {
+            "arrowstyle": "-",
+            "color": line.get_color(),
+            "linestyle": ":" if is_short else "-",  # inside the axes it is no curve
+            "linewidth": 0.7,
+            "relpos": (0, 0.5),
+            "shrinkA": 3,
+            "shrinkB": 1,
+        }
         ax.annotate(
             line.get_label(),
             end,
-            (1.05 if any(moved) else 1.01, height),
+            (1.05 if any(leads) else 1.01, height),
             xycoords="axes fraction",
             color=readable(line.get_color()),
             va="center",
-            arrowprops=leader | {"color": line.get_color(), "relpos": (0, 0.5)} if leads else None,
+            arrowprops=leader if has_leader else None,
         )
 
 # %% ../nbs/machine/plots.ipynb #plots-010

@@ -88,6 +88,9 @@ def test_a_label_that_moved_or_is_far_from_its_curve_has_a_leader_to_its_end(ax)
     assert heights == pytest.approx([0.50025 - 0.0325, 0.50025 + 0.0325])
     places = {place[0] for _, place in result.values()}
     assert len(places) == 1, "the labels stand below one another"
+    styles = {text.get_text(): text.arrow_patch.get_linestyle() for text in ax.texts}
+    assert styles["short"] == ":", "a leader that crosses the axes is no curve"
+    assert styles["low"] == "-"
 
 
 def test_labels_at_their_curves_have_no_leaders(ax):
