@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-004
+from triton import constexpr_function
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -13,19 +14,27 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from longhorn_kit.scan.triton.diagonal_forward import (
     Rule,
     _alone,
+    _by_step,
     _channel_rates,
     _itself,
     _next,
     _norm,
     _rate,
     _rates_buffer,
+    _row,
+    _state_offsets,
     _weighed,
 )
 from longhorn_kit.scan.triton.gluon import (
     LOG2E,
+    ROWS,
+    TILES,
     _adjacent,
     _at_most,
+    _copied,
     _copy,
+    _copy_chunk,
+    _copy_layout,
     _dot,
     _float,
     _fnma,
@@ -221,6 +230,377 @@ DIAGONAL_RULE = Rule(
     bias_by=-LOG2E.value,
 )
 
+# %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-062
+@constexpr_function
+def _times(rule):
+    # Turns the multiple of x that the backward keeps into x.
+    return 1.0 if rule.x_scale is None else 1.0 / rule.x_scale
+
+
+@constexpr_function
+def _lane_channels(NW):
+    # How many adjacent channels of a tile (16,32) a lane holds.
+    return 4 if NW < 4 else 8 // NW
+
+
+@constexpr_function
+def _lane_channels_of_four(NW):
+    # The same of a tile of four steps (4,32).
+    return max(1, 4 // NW)
+
+
+@constexpr_function
+def _tile_layout(NW):
+    # Tiles (16,32) of a chunk.
+    width = _lane_channels(NW)
+    return gl.BlockedLayout([1, width], [width, 32 // width], [NW, 1], [1, 0])
+
+
+@constexpr_function
+def _norms_layout(N, NW):
+    # Keys (16,N), whose steps lie in the lanes that have them in such a tile.
+    width = _lane_channels(NW)
+    return gl.BlockedLayout([1, N * width // 32], [width, 32 // width], [NW, 1], [1, 0])
+
+
+@constexpr_function
+def _parts_layout(NW):
+    # Sums of four steps over the states of every warp (4,NW,32).
+    if NW > 4:
+        return gl.BlockedLayout([1, NW // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0])
+    width = _lane_channels_of_four(NW)
+    return gl.BlockedLayout([1, NW, width], [width, 1, 32 // width], [NW, 1, 1], [2, 1, 0])
+
+# %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-064
+@gluon.jit
+def _copies(x, b, z, g, k, q, A, N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr):
+    # Buffers for copies of a chunk's x, b, z, g, keys, queries, and rates if tokens have them.
+    cx = gl.allocate_shared_memory(x.dtype.element_ty, [16, BD], ROWS)
+    cb = gl.allocate_shared_memory(b.dtype.element_ty, [16, BD], ROWS)
+    cz = gl.allocate_shared_memory(z.dtype.element_ty, [16, BD], ROWS)
+    cg = gl.allocate_shared_memory(g.dtype.element_ty, [16, BD], ROWS)
+    ck = gl.allocate_shared_memory(k.dtype.element_ty, [16, N], ROWS)
+    cq = gl.allocate_shared_memory(q.dtype.element_ty, [16, N], ROWS)
+    ca = ck
+    if RULE.timed:
+        ca = gl.allocate_shared_memory(A.dtype.element_ty, [16, N], ROWS)
+    return cx, cb, cz, cg, ck, cq, ca
+
+
+@gluon.jit
+def _tiles(N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr, HAS_Z: gl.constexpr):
+    # What the steps of a chunk read: rates, x, x times RULE.x_scale, gradients of y, keys, queries,
+    # rates of tokens. Then what the stores alone read: slopes of the rates, and factors of dz.
+    sw = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    sx = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    sh = sx
+    if RULE.x_scale is not None:
+        sh = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    sd = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    slopes = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    sk = gl.allocate_shared_memory(gl.float32, [16, N], ROWS)
+    sq = gl.allocate_shared_memory(gl.float32, [16, N], ROWS)
+    sa = _rates_buffer(sk, 16, N, RULE)
+    gates = slopes
+    if HAS_Z:
+        gates = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    return (sw, sx, sh, sd, sk, sq, sa), slopes, gates
+
+
+@gluon.jit
+def _parts(N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, HAS_Z: gl.constexpr):
+    # The warps' parts of four sums for dx, for the rates and of y, and a tile of dq.
+    px = gl.allocate_shared_memory(gl.float32, [4, NW, BD], TILES)
+    pe = gl.allocate_shared_memory(gl.float32, [4, NW, BD], TILES)
+    py = px
+    if HAS_Z:
+        # with many states memory is scarce, and these parts are read before the others are written
+        py = pe
+        if NW < 8:
+            py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], TILES)
+    pq = gl.allocate_shared_memory(gl.float32, [4, N], ROWS)
+    return px, pe, py, pq
+
+
+@gluon.jit
+def _by_four(tile):
+    # The same memory, seen as tiles of four steps.
+    return tile._reinterpret(gl.float32, [4, 4, tile.shape[1]], ROWS)
+
+# %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-066
+@gluon.jit
+def _wide_sources(
+    copies,  # of `_copies`
+    ptrs,  # of x, b, z, g
+    between,  # their strides between sequences, / VEC
+    strides,  # their strides between steps
+    offsets,  # of their tiles
+    batch,  # sequence
+    first,  # step
+    VEC: gl.constexpr,  # elements per copy
+    HAS_Z: gl.constexpr,  # z is given
+):
+    # For `_copy_chunk`, from the first step of a segment on.
+    sources = ()
+    for i in gl.static_range(4):
+        if i != 2 or HAS_Z:
+            ptr = ptrs[i] + (batch * between[i] * VEC + first * strides[i])
+            sources = sources + ((copies[i], ptr, strides[i], offsets[i]),)
+    return sources
+
+
+@gluon.jit
+def _key_sources(copies, k, q, A, first, N: gl.constexpr, RULE: gl.constexpr):
+    # For `_copy_chunk`, from row `first` on: keys, queries, and rates if tokens have them.
+    sources = (copies[4], k + first * N), (copies[5], q + first * N)
+    if RULE.timed:
+        sources = sources + ((copies[6], A + first * N),)
+    return sources
+
+
+@gluon.jit
+def _four_offsets(d0, D, BD: gl.constexpr, HALF: gl.constexpr):
+    # Offsets of a tile of four steps, which of its channels exist, their numbers, and the steps.
+    d = d0 + gl.arange(0, BD, gl.SliceLayout(0, HALF))
+    t = gl.arange(0, 4, gl.SliceLayout(1, HALF))
+    return t[:, None] * D + d[None, :], d[None, :] < D, d, t
+
+
+@gluon.jit
+def _last_adjoint(
+    carry,  # (slots,N,D) adjoints that enter the segments
+    dhT,  # (n,D,N) gradient of the final states
+    slot,  # segment
+    seq,  # sequence
+    D,  # channels
+    state,  # of `_state_offsets`
+    N: gl.constexpr,
+    BD: gl.constexpr,
+    STATE: gl.constexpr,
+    SEGMENTED: gl.constexpr,  # start from carry
+    HAS_DHT: gl.constexpr,  # dhT is given
+):
+    # The adjoint after the last step of a segment.
+    nd, dn, mS = state
+    G = gl.zeros([N, BD], gl.float32, STATE)
+    if SEGMENTED:
+        G = _load(carry + slot.to(gl.int64) * N * D, nd, mS, True)
+    elif HAS_DHT:
+        G = _load(dhT + seq * N * D, dn, mS, True).to(gl.float32)
+    return G
+
+# %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-068
+@gluon.jit
+def _rates_in(
+    copies,  # of `_copies`
+    sw,  # tile of rates
+    slopes,  # tile of their slopes
+    bias,  # (D,)
+    bounds,  # channels and steps of a tile, and how many of both exist
+    NW: gl.constexpr,
+    RULE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+):
+    # Write a chunk's rates and their slopes; return the rates and the keys that gave |k|^2.
+    N: gl.constexpr = copies[4].shape[1]
+    TILE: gl.constexpr = _tile_layout(NW)
+    KEYS: gl.constexpr = _norms_layout(N, NW)
+    d, t, D, left = bounds
+    bi = _row(bias, d, D, HAS_BIAS, RAGGED_D)
+    if HAS_BIAS:
+        bi = RULE.bias_by * bi
+    keys = copies[4].load(KEYS)
+    v = gl.fma(_float(copies[1].load(TILE)), RULE.bias_by, bi)
+    slope = RULE.slope(v)
+    kk = _norm(keys, N * _lane_channels(NW) // 32, TILE, RULE)
+    w = RULE.rate_again(v, slope, kk, t < left, RAGGED_T)
+    sw.store(w)
+    slopes.store(slope)
+    return w, keys
+
+
+@gluon.jit
+def _gradients_in(copies, sd, gates, TILE: gl.constexpr, HAS_Z: gl.constexpr):
+    # Write the gradient of y. With gates, it is dout times z's SiLU, and `gates` gets the factor by
+    # which the gradient of z follows from y.
+    dout = _float(copies[3].load(TILE))
+    if HAS_Z:
+        z = _float(copies[2].load(TILE))
+        sigmoid = _reciprocal(1.0 + gl.exp2(-LOG2E * z))
+        gated = dout * sigmoid
+        sd.store(gated * z)
+        gates.store(gated * gl.fma(z, 1.0 - sigmoid, 1.0))
+    else:
+        sd.store(dout)
+
+
+@gluon.jit
+def _inputs_in(copies, tiles, w, keys, TILE: gl.constexpr, RULE: gl.constexpr):
+    # Write x as the steps and as the sums take it, keys, queries and rates of tokens.
+    sw, sx, sh, sd, sk, sq, sa = tiles
+    KEYS: gl.constexpr = keys.type.layout
+    x = _float(copies[0].load(TILE))
+    sx.store(RULE.enters(x, w))
+    if RULE.x_scale is not None:
+        sh.store(RULE.x_scale * x)
+    sk.store(_float(keys))
+    sq.store(_float(copies[5].load(KEYS)))
+    if RULE.timed:
+        sa.store(LOG2E * _float(copies[6].load(KEYS)))
+
+
+@gluon.jit
+def _chunk_in(
+    copies,  # of `_copies`
+    buffers,  # of `_tiles`
+    bias,  # (D,)
+    bounds,  # channels and steps of a tile, and how many of both exist
+    NW: gl.constexpr,
+    RULE: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    HAS_Z: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+):
+    # Write all tiles of a chunk.
+    tiles, slopes, gates = buffers
+    TILE: gl.constexpr = _tile_layout(NW)
+    w, keys = _rates_in(
+        copies, tiles[0], slopes, bias, bounds, NW, RULE, HAS_BIAS, RAGGED_T, RAGGED_D
+    )
+    _gradients_in(copies, tiles[3], gates, TILE, HAS_Z)
+    _inputs_in(copies, tiles, w, keys, TILE, RULE)
+
+# %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-070
+@gluon.jit
+def _to_last_four(S, kept, A, steps, RULE: gl.constexpr):
+    # From the checkpoint to the state before the last four steps; `kept` gets those between.
+    sw, sx, sh, sd, sk, sq, sa = steps
+    for a in range(0, 3):
+        for u in gl.static_range(4):
+            S = RULE.step_at(S, A, 4 * a + u, sw, sx, sk, sa, RULE)
+        if a < 2:
+            kept.index(a + 1).store(S)
+    return S
+
+
+@gluon.jit
+def _after_last_four(S, after, turn, c, A, steps, RULE: gl.constexpr):
+    # The state after the last four steps of chunk c: `after`, or in the first turn from S on.
+    sw, sx, sh, sd, sk, sq, sa = steps
+    if turn == 0:
+        after = S
+    for t in range(c * 16 + 12, c * 16 + gl.where(turn == 0, 16, 12)):
+        after = RULE.step_at(after, A, t - c * 16, sw, sx, sk, sa, RULE)
+    return after
+
+# %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-072
+@gluon.jit
+def _exchange_parts(over_n, parts, HAS_Z: gl.constexpr):
+    # Write the warps' parts of both sums over n. Eight warps have no memory of its own for y, which
+    # is summed before; for the others the first result means nothing.
+    px, pe, py, pq = parts
+    NW: gl.constexpr = px.shape[1]
+    y = over_n[0]
+    if HAS_Z and NW == 8:
+        y = gl.sum(py.load(_parts_layout(NW)), 1)
+    if NW > 1:
+        px.store(over_n[0])
+        pe.store(over_n[1])
+    return y
+
+
+@gluon.jit
+def _output_again(y, py, skip, x):
+    # y with the skip; `y` is the sum of its parts if there are eight.
+    NW: gl.constexpr = py.shape[1]
+    if NW < 8:
+        y = gl.sum(py.load(_parts_layout(NW)), 1)
+    return gl.fma(skip, x, gl.convert_layout(y, x.type.layout))
+
+
+@gluon.jit
+def _rate_gradient(falls, pe, kG, x, w, slopes, RULE: gl.constexpr):
+    # The gradient of w times w (`fall`), w, and the gradient of the logit.
+    HALF: gl.constexpr = x.type.layout
+    fall = RULE.fall(_over_warps(falls, pe, _parts_layout(pe.shape[1])), kG, x)
+    w4 = w.load(HALF)
+    slope = slopes.load(HALF)
+    return fall, w4, fall * (w4 * slope if RULE.normed else slope)
+
+
+@gluon.jit
+def _norm_share(fall, w, NW: gl.constexpr):
+    # The sum over channels of what dk gets through |k|^2, without its factor k.
+    share = gl.sum(_adjacent(fall, w, _lane_channels_of_four(NW)), 1)
+    return gl.convert_layout(share, gl.SliceLayout(1, fall.type.layout))
+
+
+@gluon.jit
+def _store_tokens(ptr, over_d, left, N: gl.constexpr, RAGGED_T: gl.constexpr):
+    # Gradients of four keys and queries, and of rates if tokens have them, side by side.
+    WIDTH: gl.constexpr = len(over_d)
+    for part in gl.static_range(WIDTH):
+        _store_steps(ptr + part * N, WIDTH * N, over_d[part], left, RAGGED_T)
+
+
+@gluon.jit
+def _four_gradients(
+    over,  # sums over n, for dx and for the rates; sums over d, for dk, dq and for dA of tokens
+    sums,  # (4,BD) gradients of bias and skip so far, the latter by the multiple of x that is kept
+    where,  # chunk, which four of its steps, steps of the segment, channels
+    buffers,  # of `_tiles`
+    parts,  # of `_parts`
+    skip,  # of the channels
+    grads,  # pointers to dx, db, dz, dtok, drate
+    offsets,  # of `_four_offsets`
+    HAS_Z: gl.constexpr,
+    RULE: gl.constexpr,
+    RAGGED_T: gl.constexpr,
+    RAGGED_D: gl.constexpr,
+):
+    # Store the gradients of four steps; add to those of bias and skip.
+    RAGGED: gl.constexpr = RAGGED_T or RAGGED_D
+    over_n, over_d = over
+    c, four, left, D = where
+    WIDTH: gl.constexpr = len(over_d)
+    N: gl.constexpr = over_d[0].shape[1]
+    px, pe, py, pq = parts
+    dx, db, dz, dtok, drate = grads
+    oO, mD, dO, tR = offsets
+    NW: gl.constexpr = px.shape[1]
+    HALF: gl.constexpr = gl.SliceLayout(1, _parts_layout(NW))
+    tiles, slopes, gates = buffers
+    sw, sx, sh, sd, sk, sq, sa = tiles
+    y = _exchange_parts(over_n, parts, HAS_Z)
+    t0 = 4 * four
+    rest = left - c * 16 - t0
+    mO = _mask(tR[:, None] < rest, mD, RAGGED_T, RAGGED_D)
+    o64 = c.to(gl.int64) * (16 * D) + t0 * D
+    xh = _by_four(sh).index(four).load(HALF)
+    dy = _by_four(sd).index(four).load(HALF)
+    if HAS_Z:
+        y = _output_again(y, py, _times(RULE) * skip, xh)
+        _store(dz + o64, oO, y * _by_four(gates).index(four).load(HALF), mO, RAGGED)
+    kG = _over_warps(over_n[0], px, _parts_layout(NW))
+    rates = _by_four(sw).index(four)
+    dx4 = gl.fma(skip, dy, RULE.enters(kG, rates.load(HALF)))
+    _store(dx + o64, oO, dx4, mO, RAGGED)
+    fall, w, dv = _rate_gradient(over_n[1], pe, kG, xh, rates, _by_four(slopes).index(four), RULE)
+    _store(db + o64, oO, dv, mO, RAGGED)
+    if RAGGED_T and not RULE.normed:  # in these rules a key of 0 does not make dv 0
+        dv = gl.where(tR[:, None] < rest, dv, 0.0)
+    dbias = sums[0] + dv
+    dskip = gl.fma(dy, xh, sums[1])
+    if RULE.normed:
+        share = _norm_share(fall, w, NW)
+        _store(drate + c.to(gl.int64) * 16 + t0, tR, share, tR < rest, RAGGED_T)
+    t64 = c.to(gl.int64) * (16 * WIDTH * N) + t0 * WIDTH * N
+    _store_tokens(dtok + t64, over_d, rest, N, RAGGED_T)
+    return dbias, dskip
+
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-058
 @gluon.jit(do_not_specialize=["T", "LS", "SLOTS"])
 def _diagonal_bwd_kernel(
@@ -279,200 +659,65 @@ def _diagonal_bwd_kernel(
     # from a checkpoint to its last four steps, then back by fours from the states kept on the way.
     C: gl.constexpr = 16
     BD: gl.constexpr = 32
+    RAGGED: gl.constexpr = RAGGED_T or RAGGED_D
     WIDTH: gl.constexpr = 3 if RULE.timed else 2
-    # turns the kept multiple of x into x
-    TIMES: gl.constexpr = 1.0 if RULE.x_scale is None else 1.0 / RULE.x_scale
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
-    TD: gl.constexpr = 4 if NW < 4 else 8 // NW  # channels of a lane in a tile
-    TILE: gl.constexpr = gl.BlockedLayout([1, TD], [TD, 32 // TD], [NW, 1], [1, 0])
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [NW, 1], [1, 0])
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [NW, 1], [1, 0])
-    OD: gl.constexpr = 4 // NW if NW < 4 else 1
-    PARTS: gl.constexpr = (
-        gl.BlockedLayout([1, NW, OD], [OD, 1, 32 // OD], [NW, 1, 1], [2, 1, 0])
-        if NW <= 4
-        else gl.BlockedLayout([1, NW // 2, 1], [1, 2, 16], [4, 1, NW // 4], [2, 1, 0])
-    )
-    HALF: gl.constexpr = gl.SliceLayout(1, PARTS)
-    # keys, with a tile's rows
-    SUMS: gl.constexpr = gl.BlockedLayout([1, N * TD // 32], [TD, 32 // TD], [NW, 1], [1, 0])
-    OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
-    OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    rows3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    HALF: gl.constexpr = gl.SliceLayout(1, _parts_layout(NW))
     pid = gl.program_id(0)
     slot = pid // ND
     pd = pid % ND
     seq, batch, start, row, length, lo, chunk = _slot(slot, cu, owner, T, LS, SLOTS, C, PACKED)
     left = gl.minimum(lo + LS, length) - lo
     D = DV * VEC
-    sx, sb, sz, sg = _row_strides(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
-    d2 = pd * BD + gl.arange(0, BD, OVER_D)
-    n2 = gl.arange(0, N, OVER_N)
-    nd = n2[:, None] * D + d2[None, :]
-    dn = d2[None, :] * N + n2[:, None]
-    mS = d2[None, :] < D
-    dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
-    dO = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, HALF))
-    tT = gl.arange(0, C, gl.SliceLayout(1, TILE))[:, None]
-    tR = gl.arange(0, 4, gl.SliceLayout(1, HALF))
-    tO = tR[:, None]
-    oO = tO * D + dO[None, :]
-    mD = dO[None, :] < D
-    tC = gl.arange(0, C, gl.SliceLayout(1, COPY))[:, None]
-    dC = (pd * BD + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
-    oX = tC * sx + dC
-    oB = tC * sb + dC
-    oZ = tC * sz + dC
-    oG = tC * sg + dC
-    mC = dC < D
-    tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))[:, None]
-    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    cx = gl.allocate_shared_memory(x.dtype.element_ty, [C, BD], rows2)
-    cb = gl.allocate_shared_memory(b.dtype.element_ty, [C, BD], rows2)
-    cz = gl.allocate_shared_memory(z.dtype.element_ty, [C, BD], rows2)
-    cg = gl.allocate_shared_memory(g.dtype.element_ty, [C, BD], rows2)
-    ck = gl.allocate_shared_memory(k.dtype.element_ty, [C, N], rows2)
-    cq = gl.allocate_shared_memory(q.dtype.element_ty, [C, N], rows2)
-    if RULE.timed:
-        ca = gl.allocate_shared_memory(A.dtype.element_ty, [C, N], rows2)
+    strides = _row_strides(D, sx_v, sb_v, sz_v, sg_v, VEC, ONE_STRIDE)
+    state = _state_offsets(pd * BD, D, N, BD, STATE)
+    nd, dn, mS = state
+    dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, _tile_layout(NW)))
+    tT = gl.arange(0, C, gl.SliceLayout(1, _tile_layout(NW)))[:, None]
+    outer = _four_offsets(pd * BD, D, BD, HALF)
+    dO = outer[2]
+    tC = gl.arange(0, C, gl.SliceLayout(1, _copy_layout(BD, NW, 8)))[:, None]
+    offsets, mC, tK, oK = _copied(tC, pd * BD, D, *strides, N, BD, NW, 8)
+    copies = _copies(x, b, z, g, k, q, A, N, BD, RULE)
     # the state before every four steps but the last
-    kept = gl.allocate_shared_memory(gl.float32, [C // 4 - 1, N, BD], rows2)
-    sw = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sh = sx_
-    if RULE.x_scale is not None:
-        sh = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sd = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sm = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sk = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
-    sq = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
-    sa = _rates_buffer(sk, C, N, RULE)
-    sw1 = sw._reinterpret(gl.float32, [C, BD], rows1)
-    sx1 = sx_._reinterpret(gl.float32, [C, BD], rows1)
-    sh1 = sh._reinterpret(gl.float32, [C, BD], rows1)
-    sd1 = sd._reinterpret(gl.float32, [C, BD], rows1)
-    sk1 = sk._reinterpret(gl.float32, [C, N], rows1)
-    sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
-    sa1 = sa._reinterpret(gl.float32, [C, N], rows1)
-    px = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
-    pe = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
-    py = px
-    if HAS_Z:
-        # with many states memory is scarce, and these parts are read before the others are written
-        py = pe
-        if NW < 8:
-            py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], rows3)
-    pq = gl.allocate_shared_memory(gl.float32, [4, N], rows2)
-    sw4 = sw._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
-    sh4 = sh._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
-    sd4 = sd._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
-    sm4 = sm._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
-    if HAS_Z:
-        sf = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-        sf4 = sf._reinterpret(gl.float32, [C // 4, 4, BD], rows2)
-    G = gl.zeros([N, BD], gl.float32, STATE)
+    kept = gl.allocate_shared_memory(gl.float32, [C // 4 - 1, N, BD], ROWS)
+    buffers = _tiles(N, BD, RULE, HAS_Z)
+    steps = _by_step(buffers[0])
+    parts = _parts(N, BD, NW, HAS_Z)
     adA = gl.zeros([N, BD], gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, adA, RULE, RAGGED_D)
-    if SEGMENTED:
-        G = _load(carry + slot.to(gl.int64) * N * D, nd, mS, True)
-    else:
-        if HAS_DHT:
-            G = _load(dhT + seq * N * D, dn, mS, True).to(gl.float32)
-    x += batch * sx_bv * VEC + (start + lo) * sx
-    b += batch * sb_bv * VEC + (start + lo) * sb
-    z += batch * sz_bv * VEC + (start + lo) * sz
-    g += batch * sg_bv * VEC + (start + lo) * sg
-    k += (row + lo) * N
-    q += (row + lo) * N
-    if RULE.timed:
-        A += (row + lo) * N
-    dx += (row + lo) * D
-    db += (row + lo) * D
-    dz += (row + lo) * D
+    G = _last_adjoint(carry, dhT, slot, seq, D, state, N, BD, STATE, SEGMENTED, HAS_DHT)
+    between = sx_bv, sb_bv, sz_bv, sg_bv
+    wide = _wide_sources(
+        copies, (x, b, z, g), between, strides, offsets, batch, start + lo, VEC, HAS_Z
+    )
+    keys = _key_sources(copies, k, q, A, row + lo, N, RULE)
+    o = (row + lo) * D
     part_row = pd.to(gl.int64) * rows + row + lo
-    dtok += part_row * (WIDTH * N)
     if RULE.normed:
         drate += part_row
+    grads = dx + o, db + o, dz + o, dtok + part_row * (WIDTH * N), drate
     ckpt += (chunk + lo // C) * N * D
     chunks = (left + C - 1) // C
     c0 = gl.maximum(chunks - 1, 0)
-    c64 = c0.to(gl.int64) * C
-    mT = _mask(tC < left - c0 * C, mC, RAGGED_T, RAGGED_D)
-    mK = tK < left - c0 * C
-    _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
-    _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
-    if HAS_Z:
-        _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D, VEC)
-    _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D, VEC)
-    _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
-    _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
-    if RULE.timed:
-        _copy(ca, A + c64 * N, oK, mK, RAGGED_T)
-    _copy(kept.index(0), ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED_T or RAGGED_D)
+    _copy_chunk(None, c0, left, wide, keys, tC, mC, tK, oK, RAGGED_T, RAGGED_D, VEC)
+    _copy(kept.index(0), ckpt + c0.to(gl.int64) * N * D, nd, mS & (left > 0), RAGGED)
     async_copy.commit_group()
-    abi = gl.zeros([4, BD], gl.float32, HALF)
-    ads = gl.zeros([4, BD], gl.float32, HALF)
+    zero = gl.zeros([4, BD], gl.float32, HALF)
+    sums = zero, zero  # gradients of bias and skip
     S = gl.zeros([N, BD], gl.float32, STATE)
     for i in range(0, chunks):
         after = S  # the state before the steps of the last turn follows those of this one
         c = chunks - 1 - i
         async_copy.wait_group(0)
-        bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-        ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, HALF))[None, :]
-        if HAS_BIAS:
-            bi = RULE.bias_by * _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
-        kc = ck.load(SUMS)
-        v = gl.fma(_float(cb.load(TILE)), RULE.bias_by, bi)
-        slope = RULE.slope(v)
-        w = RULE.rate_again(
-            v, slope, _norm(kc, N * TD // 32, TILE, RULE), tT < left - c * C, RAGGED_T
-        )
-        sw.store(w)
-        sm.store(slope)
-        gf = _float(cg.load(TILE))
-        if HAS_Z:
-            zf = _float(cz.load(TILE))
-            gate = _reciprocal(1.0 + gl.exp2(-LOG2E * zf))
-            gg = gf * gate
-            sd.store(gg * zf)
-            sf.store(gg * gl.fma(zf, 1.0 - gate, 1.0))
-        else:
-            sd.store(gf)
-        xf = _float(cx.load(TILE))
-        sx_.store(RULE.enters(xf, w))
-        if RULE.x_scale is not None:
-            sh.store(RULE.x_scale * xf)
-        sk.store(_float(kc))
-        sq.store(_float(cq.load(SUMS)))
-        if RULE.timed:
-            sa.store(LOG2E * _float(ca.load(SUMS)))
+        bounds = dT, tT, D, left - c * C
+        _chunk_in(copies, buffers, bias, bounds, NW, RULE, HAS_BIAS, HAS_Z, RAGGED_T, RAGGED_D)
         S = kept.index(0).load(STATE)
         cn = gl.maximum(c - 1, 0)
-        c64 = cn.to(gl.int64) * C
-        mT = _mask(tC < left - cn * C, mC, RAGGED_T, RAGGED_D)
-        mK = tK < left - cn * C
-        _copy(cx, x + c64 * sx, oX, mT, RAGGED_T or RAGGED_D, VEC)
-        _copy(cb, b + c64 * sb, oB, mT, RAGGED_T or RAGGED_D, VEC)
-        if HAS_Z:
-            _copy(cz, z + c64 * sz, oZ, mT, RAGGED_T or RAGGED_D, VEC)
-        _copy(cg, g + c64 * sg, oG, mT, RAGGED_T or RAGGED_D, VEC)
-        _copy(ck, k + c64 * N, oK, mK, RAGGED_T)
-        _copy(cq, q + c64 * N, oK, mK, RAGGED_T)
-        if RULE.timed:
-            _copy(ca, A + c64 * N, oK, mK, RAGGED_T)
-        if HAS_SKIP:
-            ds = _load(skip, dO, dO < D, RAGGED_D).to(gl.float32)[None, :]
-        for a in range(0, C // 4 - 1):  # to the last four steps
-            for u in gl.static_range(4):
-                S = RULE.step_at(S, rates, 4 * a + u, sw1, sx1, sk1, sa1, RULE)
-            if a < C // 4 - 2:
-                kept.index(a + 1).store(S)
-        if i == 0:  # no turn came before
-            after = S
-        for t in range(c * C + C - 4, c * C + gl.where(i == 0, C, C - 4)):
-            after = RULE.step_at(after, rates, t - c * C, sw1, sx1, sk1, sa1, RULE)
+        _copy_chunk(None, cn, left, wide, keys, tC, mC, tK, oK, RAGGED_T, RAGGED_D, VEC)
+        ds = _row(skip, dO, D, HAS_SKIP, RAGGED_D)
+        S = _to_last_four(S, kept, rates, steps, RULE)
+        after = _after_last_four(S, after, i, c, rates, steps, RULE)
         for back in range(C // 4):  # the last four steps, then those before
             four = C // 4 - 1 - back
             t0 = 4 * four
@@ -483,64 +728,16 @@ def _diagonal_bwd_kernel(
                     _copy(kept.index(0), ckpt + cn.to(gl.int64) * N * D, nd, mS, RAGGED_D)
                     async_copy.commit_group()
             G, adA, over_n, over_d = RULE.four_steps(
-                S,
-                after,
-                G,
-                rates,
-                adA,
-                t0,
-                py,
-                pq,
-                sw1,
-                sx1,
-                sh1,
-                sd1,
-                sk1,
-                sq1,
-                sa1,
-                HAS_Z,
-                VEC,
-                RULE,
+                S, after, G, rates, adA, t0, parts[2], parts[3], *steps, HAS_Z, VEC, RULE
             )
-            kGs, falls = over_n
-            if HAS_Z and NW == 8:
-                y = gl.sum(py.load(PARTS), 1)
-            if NW > 1:
-                px.store(kGs)
-                pe.store(falls)
-            mO = _mask(tO < left - c * C - t0, mD, RAGGED_T, RAGGED_D)
-            o64 = c.to(gl.int64) * (C * D) + t0 * D
-            xh = sh4.index(four).load(HALF)
-            dy = sd4.index(four).load(HALF)
-            if HAS_Z:
-                if NW < 8:
-                    y = gl.sum(py.load(PARTS), 1)
-                y = gl.fma(TIMES * ds, xh, gl.convert_layout(y, HALF))
-                _store(dz + o64, oO, y * sf4.index(four).load(HALF), mO, RAGGED_T or RAGGED_D)
-            kG = _over_warps(kGs, px, PARTS)
-            dx4 = gl.fma(ds, dy, RULE.enters(kG, sw4.index(four).load(HALF)))
-            _store(dx + o64, oO, dx4, mO, RAGGED_T or RAGGED_D)
-            fall = RULE.fall(_over_warps(falls, pe, PARTS), kG, xh)
-            w4 = sw4.index(four).load(HALF)
-            s4 = sm4.index(four).load(HALF)
-            dv = fall * (w4 * s4 if RULE.normed else s4)
-            _store(db + o64, oO, dv, mO, RAGGED_T or RAGGED_D)
-            if RAGGED_T and not RULE.normed:  # in these rules a key of 0 does not make dv 0
-                dv = gl.where(tO < left - c * C - t0, dv, 0.0)
-            abi += dv
-            ads = gl.fma(dy, xh, ads)
-            if RULE.normed:
-                share = gl.sum(_adjacent(fall, w4, OD), 1)
-                share = gl.convert_layout(share, gl.SliceLayout(1, HALF))
-                _store(drate + c.to(gl.int64) * C + t0, tR, share, tR < left - c * C - t0, RAGGED_T)
-            t64 = c.to(gl.int64) * (C * WIDTH * N) + t0 * WIDTH * N
-            for part in gl.static_range(WIDTH):  # dk, dq and dA of a token
-                _store_steps(
-                    dtok + t64 + part * N, WIDTH * N, over_d[part], left - c * C - t0, RAGGED_T
-                )
+            over = over_n, over_d
+            where = c, four, left, D
+            sums = _four_gradients(
+                over, sums, where, buffers, parts, ds, grads, outer, HAS_Z, RULE, RAGGED_T, RAGGED_D
+            )
     async_copy.wait_group(0)  # the sums use memory that a copy of the last chunk may still fill
-    gl.store(dbias + slot.to(gl.int64) * D + dO, gl.sum(abi, 0), mask=dO < D)
-    gl.store(dskip + slot.to(gl.int64) * D + dO, TIMES * gl.sum(ads, 0), mask=dO < D)
+    gl.store(dbias + slot.to(gl.int64) * D + dO, gl.sum(sums[0], 0), mask=dO < D)
+    gl.store(dskip + slot.to(gl.int64) * D + dO, _times(RULE) * gl.sum(sums[1], 0), mask=dO < D)
     if RULE.fixed:
         gl.store(dA + slot.to(gl.int64) * N * D + dn, adA, mask=mS)
     if (lo == 0) & (length >= 0):

@@ -14,6 +14,9 @@ from triton.experimental.gluon import language as gl
 
 from longhorn_kit.scan.triton.gluon import (
     LOG2E,
+    ROWS,
+    TILES,
+    VECTOR,
     _adjacent,
     _dot,
     _exp2,
@@ -68,8 +71,7 @@ def _token_rates(A, first, offsets, mask, none, RULE: gl.constexpr, RAGGED: gl.c
 @gluon.jit
 def _rates_buffer(sk, C: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
     # Shared memory for that tile; any buffer without one.
-    rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [C, N], rows) if RULE.timed else sk
+    return gl.allocate_shared_memory(gl.float32, [C, N], ROWS) if RULE.timed else sk
 
 
 @gluon.jit
@@ -102,6 +104,34 @@ def _itself(x, w):
 def _next(S, k, eps, x, a):
     # Equation (1).
     return gl.fma(k * eps, _fnma(k, S, x), S)
+
+# %% ../../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal_forward-048
+@gluon.jit
+def _state_offsets(d0, D, N: gl.constexpr, BD: gl.constexpr, STATE: gl.constexpr):
+    # Offsets of a state (N,BD) in memory (N,D) and (D,N); which of its channels exist.
+    d = d0 + gl.arange(0, BD, gl.SliceLayout(0, STATE))
+    n = gl.arange(0, N, gl.SliceLayout(1, STATE))
+    nd = n[:, None] * D + d[None, :]
+    dn = d[None, :] * N + n[:, None]
+    return nd, dn, d[None, :] < D
+
+
+@gluon.jit
+def _row(ptr, d, D, GIVEN: gl.constexpr, RAGGED_D: gl.constexpr):
+    # A number per channel d as a row of a tile, zeros without it.
+    row = gl.zeros(d.shape, gl.float32, d.type.layout)[None, :]
+    if GIVEN:
+        row = _load(ptr, d, d < D, RAGGED_D).to(gl.float32)[None, :]
+    return row
+
+
+@gluon.jit
+def _by_step(tiles):
+    # The same memory, seen row by row: a step reads one row of every tile.
+    rows = ()
+    for i in gl.static_range(len(tiles)):
+        rows = rows + (tiles[i]._reinterpret(gl.float32, tiles[i].shape, VECTOR),)
+    return rows
 
 # %% ../../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-032
 @gluon.jit
@@ -237,11 +267,6 @@ def _diagonal_fwd_kernel(
     TILE: gl.constexpr = gl.BlockedLayout([1, TE], [32 // TX, TX], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
     PARTS: gl.constexpr = gl.BlockedLayout([1, NW, TE], [32 // TX, 1, TX], [NW, 1, 1], [2, 1, 0])
-    OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
-    OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
-    rows3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pid = gl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -249,11 +274,7 @@ def _diagonal_fwd_kernel(
     hi = gl.minimum(lo + LS, length)
     D = DV * VEC
     sx, sb, sz, sg = _row_strides(D, sx_v, sb_v, sz_v, sz_v, VEC, ONE_STRIDE)
-    d2 = pd * BD + gl.arange(0, BD, OVER_D)
-    n2 = gl.arange(0, N, OVER_N)
-    nd = n2[:, None] * D + d2[None, :]
-    dn = d2[None, :] * N + n2[:, None]
-    mS = d2[None, :] < D
+    nd, dn, mS = _state_offsets(pd * BD, D, N, BD, STATE)
     dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
     mD = dT[None, :] < D
@@ -263,24 +284,18 @@ def _diagonal_fwd_kernel(
     oO = tT[:, None] * D + dT[None, :]
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))
     oK = tK[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
-    ds = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+    bi = _row(bias, dT, D, HAS_BIAS, RAGGED_D)
     if HAS_BIAS:
-        bi = RULE.bias_by * _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
-    if HAS_SKIP:
-        ds = _load(skip, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
-    sw = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sk = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
-    sq = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
+        bi = RULE.bias_by * bi
+    ds = _row(skip, dT, D, HAS_SKIP, RAGGED_D)
+    sw = gl.allocate_shared_memory(gl.float32, [C, BD], ROWS)
+    sx_ = gl.allocate_shared_memory(gl.float32, [C, BD], ROWS)
+    sk = gl.allocate_shared_memory(gl.float32, [C, N], ROWS)
+    sq = gl.allocate_shared_memory(gl.float32, [C, N], ROWS)
     sa = _rates_buffer(sk, C, N, RULE)
-    sw1 = sw._reinterpret(gl.float32, [C, BD], rows1)
-    sx1 = sx_._reinterpret(gl.float32, [C, BD], rows1)
-    sk1 = sk._reinterpret(gl.float32, [C, N], rows1)
-    sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
-    sa1 = sa._reinterpret(gl.float32, [C, N], rows1)
-    sy = gl.allocate_shared_memory(gl.float32, [C, NW, BD], rows3)
-    sy4 = sy._reinterpret(gl.float32, [2, 8, NW, BD], rows3)
+    sw1, sx1, sk1, sq1, sa1 = _by_step((sw, sx_, sk, sq, sa))
+    sy = gl.allocate_shared_memory(gl.float32, [C, NW, BD], TILES)
+    sy4 = sy._reinterpret(gl.float32, [2, 8, NW, BD], TILES)
     S = gl.zeros([N, BD], gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, S, RULE, RAGGED_D)
     if SEGMENTED:
@@ -401,10 +416,7 @@ def _diagonal_adjoint_kernel(
     TD: gl.constexpr = 4 if NW < 4 else 8 // NW
     TILE: gl.constexpr = gl.BlockedLayout([1, TD], [TD, 32 // TD], [NW, 1], [1, 0])
     KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [NW, 1], [1, 0])
-    OVER_N: gl.constexpr = gl.SliceLayout(1, STATE)
     OVER_D: gl.constexpr = gl.SliceLayout(0, STATE)
-    rows2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    rows1: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     pid = gl.program_id(0)
     slot = pid // ND
     pd = pid % ND
@@ -416,11 +428,7 @@ def _diagonal_adjoint_kernel(
         left = gl.where(lo + LS >= length, 0, left)
     D = DV * VEC
     sx, sb, sz, sg = _row_strides(D, sb_v, sb_v, sz_v, sv_v, VEC, ONE_STRIDE)
-    d2 = pd * BD + gl.arange(0, BD, OVER_D)
-    n2 = gl.arange(0, N, OVER_N)
-    nd = n2[:, None] * D + d2[None, :]
-    dn = d2[None, :] * N + n2[:, None]
-    mS = d2[None, :] < D
+    nd, dn, mS = _state_offsets(pd * BD, D, N, BD, STATE)
     dT = pd * BD + gl.arange(0, BD, gl.SliceLayout(0, TILE))
     tT = gl.arange(0, C, gl.SliceLayout(1, TILE))
     mD = dT[None, :] < D
@@ -429,19 +437,15 @@ def _diagonal_adjoint_kernel(
     oG = tT[:, None] * sg + dT[None, :]
     tK = gl.arange(0, C, gl.SliceLayout(1, KEYS))
     oK = tK[:, None] * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    bi = gl.zeros([BD], gl.float32, gl.SliceLayout(0, TILE))[None, :]
+    bi = _row(bias, dT, D, HAS_BIAS, RAGGED_D)
     if HAS_BIAS:
-        bi = RULE.bias_by * _load(bias, dT, dT < D, RAGGED_D).to(gl.float32)[None, :]
-    sw = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sd = gl.allocate_shared_memory(gl.float32, [C, BD], rows2)
-    sk = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
-    sq = gl.allocate_shared_memory(gl.float32, [C, N], rows2)
+        bi = RULE.bias_by * bi
+    sw = gl.allocate_shared_memory(gl.float32, [C, BD], ROWS)
+    sd = gl.allocate_shared_memory(gl.float32, [C, BD], ROWS)
+    sk = gl.allocate_shared_memory(gl.float32, [C, N], ROWS)
+    sq = gl.allocate_shared_memory(gl.float32, [C, N], ROWS)
     sa = _rates_buffer(sk, C, N, RULE)
-    sw1 = sw._reinterpret(gl.float32, [C, BD], rows1)
-    sd1 = sd._reinterpret(gl.float32, [C, BD], rows1)
-    sk1 = sk._reinterpret(gl.float32, [C, N], rows1)
-    sq1 = sq._reinterpret(gl.float32, [C, N], rows1)
-    sa1 = sa._reinterpret(gl.float32, [C, N], rows1)
+    sw1, sd1, sk1, sq1, sa1 = _by_step((sw, sd, sk, sq, sa))
     G = gl.zeros([N, BD], gl.float32, STATE)
     P = gl.full([N, BD], 1.0, gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, G, RULE, RAGGED_D)

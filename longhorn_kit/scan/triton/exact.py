@@ -20,7 +20,10 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from longhorn_kit.scan.triton.gluon import (
     LOG2E,
-    _copy,
+    ROWS,
+    _copied,
+    _copy_chunk,
+    _copy_layout,
     _dot,
     _fnma,
     _held,
@@ -169,34 +172,6 @@ def _and(v, mask):
 
 # %% ../../../nbs/machine/triton_exact.ipynb #triton_exact-015
 @gluon.jit
-def _copy_chunk(
-    slot,  # of every ring
-    c,  # chunk
-    length,  # steps of the sequence
-    wide,  # of every tensor (B,T,D): (ring, pointer, row stride, offsets)
-    keys,  # of every tensor (B,T,N): (ring, pointer)
-    tC,  # steps of a wide tile
-    mC,  # which of its channels exist
-    tK,  # steps of a tile of keys
-    oK,  # offsets in a tile of keys
-    RAGGED_T: gl.constexpr,  # the chunk may lack rows
-    NARROW: gl.constexpr,  # there are fewer channels than the tile has
-    VEC: gl.constexpr,  # elements per copy
-):
-    # Start copying chunk c into a slot of the rings.
-    C: gl.constexpr = 16
-    c64 = c.to(gl.int64) * C
-    mT = _mask(tC < length - c * C, mC, RAGGED_T, NARROW)
-    mK = tK < length - c * C
-    for i in gl.static_range(len(wide)):
-        ring, ptr, stride, offsets = wide[i]
-        _copy(ring.index(slot), ptr + c64 * stride, offsets, mT, RAGGED_T or NARROW, VEC)
-    for i in gl.static_range(len(keys)):
-        ring, ptr = keys[i]
-        _copy(ring.index(slot), ptr + c64 * ring.shape[2], oK, mK, RAGGED_T)
-
-
-@gluon.jit
 def _bounds(seq, cu_ptr, T, EXTRA: gl.constexpr, PACKED: gl.constexpr):
     # (batch, first row in the batch, first row of all, length, first checkpoint) of a sequence.
     # It has EXTRA checkpoints more than chunks.
@@ -267,12 +242,6 @@ def _mma_layout(NW):
 
 
 @constexpr_function
-def _copy_layout(BD, NW, VEC):
-    # Tiles (16,BD) in copies of VEC elements.
-    return gl.BlockedLayout([1, VEC], [32 // (BD // VEC), BD // VEC], [NW, 1], [1, 0])
-
-
-@constexpr_function
 def _keys_layout(N):
     # Rows of N bfloat16, rotated so that no access pattern puts two lanes on one bank.
     return gl.SwizzledSharedLayout(8, max(1, 64 // N), min(8, N // 8), [1, 0])
@@ -287,34 +256,7 @@ def _channels_layout(BD):
     return gl.SwizzledSharedLayout(4, 2, 4, [1, 0])
 
 
-ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 BY_STEP = gl.constexpr(gl.SwizzledSharedLayout(8, 2, 4, [1, 0]))
-
-
-@gluon.jit
-def _copied(
-    tC,  # (16,1) steps of a chunk
-    d0,  # first channel
-    D,  # channels of all blocks
-    sx,  # row stride of x
-    sb,  # row stride of b
-    sz,  # row stride of z
-    sg,  # row stride of g
-    N: gl.constexpr,
-    BD: gl.constexpr,
-    NW: gl.constexpr,
-    VEC: gl.constexpr,
-):
-    # For the copies of a chunk: offsets of (x, b, z, g), which of their channels exist; steps and
-    # offsets of keys.
-    COPY: gl.constexpr = _copy_layout(BD, NW, VEC)
-    KEYS: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (N // 8), N // 8], [NW, 1], [1, 0])
-    dC = (d0 + gl.arange(0, BD, gl.SliceLayout(0, COPY)))[None, :]
-    offsets = tC * sx + dC, tC * sb + dC, tC * sz + dC, tC * sg + dC
-    mC = dC < D
-    tK = gl.arange(0, 16, gl.SliceLayout(1, KEYS))[:, None]
-    oK = tK * N + gl.arange(0, N, gl.SliceLayout(0, KEYS))[None, :]
-    return offsets, mC, tK, oK
 
 
 @gluon.jit

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from longhorn_kit.scan.triton.exact import (
-    ROWS,
     _add_halves,
     _add_product,
     _add_products,
@@ -22,9 +21,6 @@ from longhorn_kit.scan.triton.exact import (
     _causal,
     _columns,
     _compiled_for,
-    _copied,
-    _copy_chunk,
-    _copy_layout,
     _first_channel,
     _from_columns,
     _halves,
@@ -38,9 +34,14 @@ from longhorn_kit.scan.triton.exact import (
     _take_out,
 )
 from longhorn_kit.scan.triton.gluon import (
+    ROWS,
+    VECTOR,
     _adjacent,
     _at_most,
+    _copied,
     _copy,
+    _copy_chunk,
+    _copy_layout,
     _exp,
     _load,
     _mask,
@@ -99,7 +100,6 @@ def _states_layout(N, BD):
     return gl.SharedLinearLayout(bits + [[16, 0]] if BD == 32 else bits)
 
 
-COLUMN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 HALVES = gl.constexpr(gl.SwizzledSharedLayout(8, 4, 2, [1, 0]))  # parts (BD,16) in bfloat16
 
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-102
@@ -251,8 +251,8 @@ def _of_channels(
     NARROW: gl.constexpr,
 ):
     # Bias and skip of the program's channels d, in shared memory.
-    s_bias = gl.allocate_shared_memory(gl.float32, [BD], COLUMN)
-    s_skip = gl.allocate_shared_memory(gl.float32, [BD], COLUMN)
+    s_bias = gl.allocate_shared_memory(gl.float32, [BD], VECTOR)
+    s_skip = gl.allocate_shared_memory(gl.float32, [BD], VECTOR)
     if HAS_BIAS:
         s_bias.store(_load(bias, d, d < D, NARROW).to(gl.float32))
     if HAS_SKIP:

@@ -146,6 +146,15 @@ def _locate(slot, cu_ptr, seq_ptr, T, LS, SLOTS, C: tl.constexpr, PACKED: tl.con
 
 # %% ../../../nbs/machine/triton_portable.ipynb #17_triton_portable-015
 @triton.jit
+def _load_channels(ptr, d, md, GIVEN: tl.constexpr):
+    # A number for every channel d; zeros without them.
+    values = tl.zeros(d.shape, tl.float32)
+    if GIVEN:
+        values = tl.load(ptr + d, mask=md, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
 def _load_rows(ptr, t0, length, md, stride, U: tl.constexpr):
     # Rows of U steps from t0; zeros past the end.
     rows = ()
@@ -250,12 +259,8 @@ def _scan_fwd_kernel(
         mnd = (n < N)[:, None] & md[None, :]
         states = DS.to(tl.int64) * PAIR  # D, of which the compiler knows only whether it is even
         nd = n[:, None] * states + d[None, :]
-        bias = tl.zeros([BD], tl.float32)
-        skip = tl.zeros([BD], tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-        if HAS_SKIP:
-            skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
+        bias = _load_channels(bias_ptr, d, md, HAS_BIAS)
+        skip = _load_channels(skip_ptr, d, md, HAS_SKIP)
         x_ptr += batch * sx_b + start * sx_t
         b_ptr += batch * sb_b + start * sb_t
         z_ptr += batch * sz_b + start * sz_t

@@ -34,6 +34,7 @@ from longhorn_kit.scan.triton.portable import (
     _gate,
     _has,
     _last_contiguous,
+    _load_channels,
     _load_group,
     _load_rows,
     _locate,
@@ -99,9 +100,7 @@ def _adjoint_kernel(
         md = d < D
         mnd = (n < N)[:, None] & md[None, :]
         nd = n[:, None].to(tl.int64) * D + d[None, :]
-        bias = tl.zeros([BD], tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
+        bias = _load_channels(bias_ptr, d, md, HAS_BIAS)
         b_ptr += batch * sb_b + start * sb_t
         z_ptr += batch * sz_b + start * sz_t
         g_ptr += batch * sg_b + start * sg_t
@@ -276,6 +275,13 @@ def _states_in_registers(
 
 
 @triton.jit
+def _own_scratch(ptr, C: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr):
+    # A program's own memory for the states of a chunk.
+    first = ptr + tl.program_id(0).to(tl.int64) * (C * NP * BD)
+    return first + tl.arange(0, NP)[:, None] * BD + tl.arange(0, BD)[None, :]
+
+
+@triton.jit
 def _states_in_memory(
     S,  # (NP,BD) state before the chunk
     t0,  # first step
@@ -311,6 +317,95 @@ def _states_in_memory(
         tl.store(scratch + i * (NP * BD), S)
         S = _advance(S, k, _rate(v, kk, m, RULE)[None, :], x[None, :], A, RULE)
     return S
+
+# %% ../../../nbs/machine/triton_portable_backward.ipynb #triton_portable_backward-054
+@triton.jit
+def _back_in_registers(
+    S,  # (NP,BD) state after the chunk
+    back,  # its adjoint; gradients so far of the rates, of bias and of skip
+    t0,  # first step
+    states,  # of `_states_in_registers`
+    loaded,  # of `_load_group`
+    gs,  # gradients of the output, of `_load_rows`
+    channels,  # bias, skip and rates
+    where,  # channels, states, which channels exist, first row and length of the sequence
+    ptrs,  # tokens and |k|^2; gradients of x, b, z and tokens
+    D,  # channels
+    RULE: tl.constexpr,  # one of RULES
+    WIDTH: tl.constexpr,  # vectors of N per token
+    HAS_Z: tl.constexpr,  # there are gates
+):
+    # From the last step of a chunk to its first; returns `back` before it.
+    C: tl.constexpr = len(states)
+    xs, vs, zs, kks = loaded
+    bias, skip, A = channels
+    G, dA, dbias, dskip = back
+    NP: tl.constexpr = G.shape[0]
+    for i in tl.static_range(C):
+        x = xs[C - 1 - i].to(tl.float32)
+        v = vs[C - 1 - i].to(tl.float32) + bias
+        z = bias
+        if HAS_Z:
+            z = zs[C - 1 - i].to(tl.float32)
+        inputs = x, v, gs[C - 1 - i].to(tl.float32), z
+        t = t0 + (C - 1 - i)
+        S0 = states[C - 1 - i]
+        G, dA, a, e = _bwd_step(
+            t, S0, S, G, inputs, A, dA, skip, where, ptrs, D, RULE, NP, WIDTH, HAS_Z
+        )
+        S = S0
+        dbias += a
+        dskip += e
+    return G, dA, dbias, dskip
+
+
+@triton.jit
+def _back_in_memory(
+    S,  # (NP,BD) state after the chunk
+    back,  # its adjoint; gradients so far of the rates, of bias and of skip
+    t0,  # first step
+    scratch,  # (C,NP,BD) the states before its steps
+    sources,  # inputs, logits and their strides between steps; tokens and |k|^2
+    gates,  # gradients of the output, gates, and their strides between steps
+    channels,  # bias, skip and rates
+    where,  # channels, states, which channels exist, first row and length of the sequence
+    ptrs,  # tokens and |k|^2; gradients of x, b, z and tokens
+    D,  # channels
+    RULE: tl.constexpr,  # one of RULES
+    C: tl.constexpr,  # steps
+    WIDTH: tl.constexpr,  # vectors of N per token
+    B_SCALAR: tl.constexpr,  # b has one logit per step
+    HAS_Z: tl.constexpr,  # there are gates
+):
+    # The same, with states and inputs from memory.
+    x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr = sources
+    gp, zp, sg_t, sz_t = gates
+    bias, skip, A = channels
+    d, n, md, row, length = where
+    G, dA, dbias, dskip = back
+    NP: tl.constexpr = G.shape[0]
+    BD: tl.constexpr = G.shape[1]
+    for i_ in range(0, C):
+        i = C - 1 - i_
+        t = t0 + i
+        m = md & (t < length)
+        t64 = row * 0 + t
+        x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
+        db = d * (0 if B_SCALAR else 1)
+        v = tl.load(b_ptr + t64 * sb_t + db, mask=m, other=0.0).to(tl.float32) + bias
+        g = tl.load(gp + t64 * sg_t, mask=m, other=0.0).to(tl.float32)
+        z = bias
+        if HAS_Z:
+            z = tl.load(zp + t64 * sz_t, mask=m, other=0.0).to(tl.float32)
+        S0 = tl.load(scratch + i * (NP * BD))
+        inputs = x, v, g, z
+        G, dA, a, e = _bwd_step(
+            t, S0, S, G, inputs, A, dA, skip, where, ptrs, D, RULE, NP, WIDTH, HAS_Z
+        )
+        S = S0
+        dbias += a
+        dskip += e
+    return G, dA, dbias, dskip
 
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-023
 @triton.jit(do_not_specialize=["T", "LS", "SLOTS", "first"])
@@ -355,7 +450,7 @@ def _scan_bwd_kernel(
     sg_t,  # stride of g between steps
     first,  # first program of this launch
     RULE: tl.constexpr,  # one of RULES
-    MODE: tl.constexpr,  # below
+    MODE: tl.constexpr,  # 0: whole sequences; 2: segments, which start from carry
     NP: tl.constexpr,  # states, padded to a power of two
     BD: tl.constexpr,  # channels per program
     C: tl.constexpr,  # steps per chunk
@@ -382,36 +477,25 @@ def _scan_bwd_kernel(
         mnd = (n < N)[:, None] & md[None, :]
         nd = n[:, None].to(tl.int64) * D + d[None, :]
         dn = d[None, :].to(tl.int64) * N + n[:, None]
-        bias = tl.zeros([BD], tl.float32)
-        skip = tl.zeros([BD], tl.float32)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
-        if HAS_SKIP:
-            skip = tl.load(skip_ptr + d, mask=md, other=0.0).to(tl.float32)
+        bias = _load_channels(bias_ptr, d, md, HAS_BIAS)
+        skip = _load_channels(skip_ptr, d, md, HAS_SKIP)
         x_ptr += batch * sx_b + start * sx_t
         b_ptr += batch * sb_b + start * sb_t
         z_ptr += batch * sz_b + start * sz_t
         g_ptr += batch * sg_b + start * sg_t
         dtok = dtok_ptr + (pd.to(tl.int64) * rows + row) * (WIDTH * NP) + n
         if not IN_REGISTERS:
-            scratch = (
-                scratch_ptr
-                + tl.program_id(0).to(tl.int64) * (C * NP * BD)
-                + n[:, None] * BD
-                + tl.arange(0, BD)[None, :]
-            )
+            scratch = _own_scratch(scratch_ptr, C, NP, BD)
         G = tl.zeros([NP, BD], tl.float32)
         A = tl.zeros([NP, BD], tl.float32)
         dA = tl.zeros([NP, BD], tl.float32)
-        dbias = tl.zeros([BD], tl.float32)
-        dskip = tl.zeros([BD], tl.float32)
+        zero = tl.zeros([BD], tl.float32)
         if RULE >= S6:
             A = tl.load(A_ptr + dn, mask=mnd, other=0.0).to(tl.float32)
         if MODE == 2:
             G = tl.load(carry_ptr + slot.to(tl.int64) * N * D + nd, mask=mnd, other=0.0)
-        if MODE == 0:
-            if HAS_DHT:
-                G = tl.load(dhT_ptr + seq * N * D + dn, mask=mnd, other=0.0).to(tl.float32)
+        elif HAS_DHT:
+            G = tl.load(dhT_ptr + seq * N * D + dn, mask=mnd, other=0.0).to(tl.float32)
         xp = x_ptr + d
         bp = b_ptr + d * (0 if B_SCALAR else 1)
         zp = z_ptr + d
@@ -419,6 +503,9 @@ def _scan_bwd_kernel(
         where = d, n, md, row, length
         ptrs = tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok
         sources = x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr
+        channels = bias, skip, A
+        back = G, dA, zero, zero  # goes from step to step: the adjoint, dA, dbias, dskip
+        gates = gp, zp, sg_t, sz_t
         first = lo // C
         last = (hi + C - 1) // C
         kkp = kk_ptr + row
@@ -431,7 +518,6 @@ def _scan_bwd_kernel(
             S = tl.load(ckpt_ptr + (chunk + c) * N * D + nd, mask=mnd, other=0.0)
             if IN_REGISTERS:
                 loaded = raw
-                xs, vs, zs, kks = raw
                 gs = raw_g
                 at = row * 0 + tl.maximum((c - 1) * C, lo)  # meanwhile the chunk before is loaded
                 raw = _load_group(xp, bp, zp, kkp, at, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
@@ -439,47 +525,33 @@ def _scan_bwd_kernel(
                 states, S = _states_in_registers(
                     S, c * C, loaded, bias, A, where, tok_ptr, RULE, NP, BD, C, WIDTH
                 )
-                for i in tl.static_range(C):
-                    x = xs[C - 1 - i].to(tl.float32)
-                    v = vs[C - 1 - i].to(tl.float32) + bias
-                    z = bias
-                    if HAS_Z:
-                        z = zs[C - 1 - i].to(tl.float32)
-                    inputs = x, v, gs[C - 1 - i].to(tl.float32), z
-                    t = c * C + (C - 1 - i)
-                    S0 = states[C - 1 - i]
-                    G, dA, a, e = _bwd_step(
-                        t, S0, S, G, inputs, A, dA, skip, where, ptrs, D, RULE, NP, WIDTH, HAS_Z
-                    )
-                    S = S0
-                    dbias += a
-                    dskip += e
+                back = _back_in_registers(
+                    S, back, c * C, states, loaded, gs, channels, where, ptrs, D, RULE, WIDTH, HAS_Z
+                )
             else:
                 S = _states_in_memory(
                     S, c * C, scratch, sources, bias, A, where, RULE, NP, BD, C, WIDTH, B_SCALAR
                 )
                 tl.debug_barrier()
-                for i_ in range(0, C):
-                    i = C - 1 - i_
-                    t = c * C + i
-                    m = md & (t < length)
-                    t64 = row * 0 + t
-                    x = tl.load(x_ptr + t64 * sx_t + d, mask=m, other=0.0).to(tl.float32)
-                    db = d * (0 if B_SCALAR else 1)
-                    v = tl.load(b_ptr + t64 * sb_t + db, mask=m, other=0.0).to(tl.float32) + bias
-                    g = tl.load(gp + t64 * sg_t, mask=m, other=0.0).to(tl.float32)
-                    z = bias
-                    if HAS_Z:
-                        z = tl.load(zp + t64 * sz_t, mask=m, other=0.0).to(tl.float32)
-                    S0 = tl.load(scratch + i * (NP * BD))
-                    inputs = x, v, g, z
-                    G, dA, a, e = _bwd_step(
-                        t, S0, S, G, inputs, A, dA, skip, where, ptrs, D, RULE, NP, WIDTH, HAS_Z
-                    )
-                    S = S0
-                    dbias += a
-                    dskip += e
+                back = _back_in_memory(
+                    S,
+                    back,
+                    c * C,
+                    scratch,
+                    sources,
+                    gates,
+                    channels,
+                    where,
+                    ptrs,
+                    D,
+                    RULE,
+                    C,
+                    WIDTH,
+                    B_SCALAR,
+                    HAS_Z,
+                )
                 tl.debug_barrier()
+        G, dA, dbias, dskip = back
         tl.store(dbias_ptr + slot.to(tl.int64) * D + d, dbias, mask=md)
         tl.store(dskip_ptr + slot.to(tl.int64) * D + d, dskip, mask=md)
         if RULE >= S6:
