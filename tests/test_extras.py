@@ -513,20 +513,23 @@ for page in map(pathlib.Path, sys.argv[1:]):
 RUN_ANYWAY = {
     "12_triton_primer": ("floor_ms",),
     "12b_triton_puzzles": ("draw_programs(",),
-    "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)"),
+    "13_triton_diagonal": ("undo_error", "check_dk(dk_decoupled)", "check_chunk(best_chunk)"),
     "14_triton_exact": (
+        "check_tf32(tf32)",
         "check_parts(part_errors)",
         "check_shared(solve_shared)",
         "check_dk(dk_step)",
     ),
+    "17_gluon": ("both[way] = ",),
     "18_triton_step": ("check_most_tokens(most_tokens)",),
     "triton_op": (),
 }
 NEED_KERNELS = {  # checks and cells that do
     "12_triton_primer": ("check_softplus(_softplus_kernel)", "check_sums(column_sums)"),
     "12b_triton_puzzles": ("check_copy(copy)", "check_exact_chunk(exact_chunk)"),
-    "13_triton_diagonal": ("check_decoupled(_decoupled_kernel)", "results = {C: checkpointed"),
-    "14_triton_exact": ("_chunk_kernel[(", "y, S, kept = exact_forward"),
+    "13_triton_diagonal": ("check_decoupled(decoupled)", "checkpointed(q, k, x, b, dy, *grads"),
+    "14_triton_exact": ("check_chunks(by_chunks)", "y, S, kept = exact_forward"),
+    "17_gluon": ("check_layout(wide_layout)", "_two_phase_kernel[("),
     "18_triton_step": ("out, state = longhorn_step(",),
     "triton_op": ("opcheck(",),
 }

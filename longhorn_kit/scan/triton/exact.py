@@ -93,7 +93,7 @@ def _take_out(acc, u, j: gl.constexpr, BEGIN: gl.constexpr, END: gl.constexpr, g
 
 @gluon.jit
 def _substitute(acc, es, gram, zero):
-    # U of (2) as 16 columns; right side and rates are columns too.
+    # U of (3) as 16 columns; right side and rates are columns too.
     us = ()
     for j in gl.static_range(16):
         u = es[j] * acc[j]

@@ -59,7 +59,7 @@ from .portable_backward import KernelGradients, _collect, _wide_gradients
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-009
 @gluon.jit
 def _substitute_both(acc, bac, es, gram, zero):
-    # U of (2) from the first column on and W of (6) from the last, side by side.
+    # U of (3) from the first column on and W of (5) from the last, side by side.
     us = ()
     ws = ()
     for j in gl.static_range(16):
@@ -334,7 +334,7 @@ def _rates_and_gates(
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-110
 @gluon.jit
 def _right_sides(sk, sq, sS, G, causal, tiles, halves, BD: gl.constexpr, MMA: gl.constexpr):
-    # The products before the substitutions: the Gram matrix, Q K^T, and the right sides of (2) and
+    # The products before the substitutions: the Gram matrix, Q K^T, and the right sides of (3) and
     # (5). Return also q^T and the parts of S and dY.
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
@@ -427,7 +427,7 @@ def _substituted(gram, tiles, BD: gl.constexpr, NW: gl.constexpr):
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-114
 @gluon.jit
 def _state_adjoint(G, sk, sq, D2, w2, MMA: gl.constexpr):
-    # (7): the adjoint of the state before the chunk. Return keys and queries as right operands too.
+    # dS_0 of (6): the adjoint of the state before the chunk. Return keys and queries as right operands too.
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     w_high, w_low = w2
@@ -469,7 +469,7 @@ def _key_gradients(
     MMA: gl.constexpr,
     RAGGED_D: gl.constexpr,
 ):
-    # Sums over channels, rows are steps: dQ by (8), and dK in two parts, the second with -W by (9).
+    # Sums over channels, rows are steps: dQ and dK of (6), dK in two parts, the second with -W.
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     u_high, u_low = u2

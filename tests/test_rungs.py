@@ -1,0 +1,101 @@
+"""The teaching kernels of the pages on the diagonal and the exact scan, and the layouts of Gluon's page."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from triton._C.libtriton import gluon_ir, ir
+from triton.experimental.gluon import language as gl
+
+from sweep import slow_case
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "kernels"))
+import rungs  # noqa: E402
+
+PAGES = ("13_triton_diagonal", "14_triton_exact", "17_gluon")
+LONGEST = 40  # lines of a kernel that a reader could have written
+
+
+def code_cells(page):
+    cells = json.loads((ROOT / f"nbs/scan/{page}.ipynb").read_text(encoding="utf-8"))["cells"]
+    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_kernel_of_a_ladder_is_longer_than_a_reader_would_write(page):
+    kernels = 0
+    for source in code_cells(page):
+        if ".jit\n" not in source:
+            continue
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef) and node.decorator_list:
+                kernels += 1
+                assert node.end_lineno - node.lineno < LONGEST, node.name
+    assert kernels >= 5
+
+
+@pytest.mark.parametrize("form", ("exact", slow_case("diagonal")))
+def test_rungs_are_right_in_the_script_that_times_them(form):
+    errors = rungs.check((form,))
+    assert len(errors) >= 3
+    assert max(errors.values()) < 1e-5
+
+
+def test_a_wrong_rung_is_not_timed(monkeypatch):
+    def wrong(page, q, k, x, b, dy):
+        return {"y": torch.full_like(x, float("nan"))}
+
+    monkeypatch.setattr(rungs, "RUNGS", [("exact", "wrong", wrong, ["S1"])])
+    with pytest.raises(SystemExit, match="nothing is timed"):
+        rungs.check(("exact",))
+
+
+def page_owners():
+    "Return the function `owners` of the page on Gluon."
+    space = {"np": np}
+    (source,) = (cell for cell in code_cells("17_gluon") if cell.startswith("def owners("))
+    exec(source, space)
+    return space["owners"]
+
+
+def compiled_owners(layout, shape):
+    "Return the lane and register of every element, as Triton's compiler has them."
+    context = ir.context()
+    ir.load_dialects(context)
+    builder = gluon_ir.GluonOpBuilder(context)
+    linear = builder.to_linear_layout(layout._to_ir(builder), list(shape))
+    lane = np.full(shape, -1)
+    register = np.full(shape, -1)
+    for r in reversed(range(2 ** len(linear.reg_bases))):  # the first holder is written last
+        for one in reversed(range(2 ** len(linear.lane_bases))):
+            at = np.zeros(len(shape), int)
+            for number, bases in ((r, linear.reg_bases), (one, linear.lane_bases)):
+                for bit, base in enumerate(bases):
+                    if number >> bit & 1:
+                        at ^= np.array(base)
+            lane[tuple(at)] = one
+            register[tuple(at)] = r
+    return lane, register
+
+
+@pytest.mark.parametrize(
+    "lists, shape",
+    [
+        (([16, 1], [1, 32], [1, 1], [1, 0]), (16, 32)),
+        (([1, 4], [4, 8], [1, 1], [1, 0]), (16, 32)),
+        (([1, 16], [32, 1], [1, 1], [1, 0]), (16, 16)),
+        (([1, 16], [32, 1], [1, 1], [1, 0]), (32, 16)),
+        (([1, 8], [4, 8], [1, 1], [1, 0]), (16, 64)),
+        (([2, 2], [8, 4], [1, 1], [0, 1]), (32, 32)),
+    ],
+)
+def test_the_page_on_gluon_draws_the_layouts_of_the_compiler(lists, shape):
+    layout = gl.BlockedLayout(*lists)
+    expected = compiled_owners(layout, shape)
+    for result, correct in zip(page_owners()(layout, shape), expected, strict=True):
+        assert (result == correct).all()
