@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from .tokenizers import CharTokenizer, get_tokenizer, read_characters
 
 from longhorn_kit.lab.data.text import (
     TEXT_ENDINGS,
@@ -45,6 +44,7 @@ from longhorn_kit.lab.data.text import (
     texts_and_others,
     warn_once,
 )
+from .tokenizers import CharTokenizer, get_tokenizer, read_characters
 from longhorn_kit.records import (
     LONE_SURROGATES,
     atomic_path,

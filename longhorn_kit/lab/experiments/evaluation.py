@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ..data.tokenizers import get_tokenizer
 from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
 from ...extras import need
+from ..data.tokenizers import get_tokenizer
 from ..train.lm import check_finite, check_vocabulary, trained_tokenizer
 from ...models import SequenceLM
 from ...models.building import check_sizes

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 
 # %% ../../../nbs/machine/language_training.ipynb #language_training-n05
-from ..data.tokenizers import CharTokenizer, get_tokenizer
-
 from longhorn_kit.lab.data.corpus import (
     Corpus,
     held_out_files,
@@ -29,6 +27,7 @@ from longhorn_kit.lab.data.corpus import (
     warn_of_others,
 )
 from ..data.text import VAL_PART, file_documents, matching_files
+from ..data.tokenizers import CharTokenizer, get_tokenizer
 from ..distributed import check_launcher, is_main_process, make_accelerator, together
 from .loop import train
 from .memory_check import check_memory
