@@ -642,7 +642,7 @@ def test_generate_agrees_with_the_model(model, capsys):
     import torch
 
     from longhorn_kit.lab.claims.report import readable
-    from longhorn_kit.lab.data.text import get_tokenizer
+    from longhorn_kit.lab.data.tokenizers import get_tokenizer
     from longhorn_kit.models import SequenceLM
 
     cli.main(["generate", str(model), "--prompt", "abc", "--tokens", "12", "--temperature", "0"])
@@ -784,7 +784,7 @@ def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
 def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_are_no_text(
     data, text
 ):
-    from longhorn_kit.lab.data.text import get_tokenizer
+    from longhorn_kit.lab.data.tokenizers import get_tokenizer
 
     pieces = []
     use.stream_text(data, get_tokenizer("bytes"), pieces.append)

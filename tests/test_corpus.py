@@ -22,6 +22,7 @@ from longhorn_kit.lab.data import corpus
 from longhorn_kit.lab.data import text as data
 from longhorn_kit.lab.data.corpus import prepare
 from longhorn_kit.lab.data.text import SEPARATOR, load_documents
+from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.records import exclusive_lock, read_json
 from sweep import slow_case
 from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, write_records  # noqa: F401
@@ -756,7 +757,7 @@ def write_bin(path, ids):
 
 
 def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
-    tokenizer = data.get_tokenizer(f"gpt2:{gpt2_folder}")
+    tokenizer = get_tokenizer(f"gpt2:{gpt2_folder}")
     gpt2 = f"gpt2:{gpt2_folder}"
     texts = [f"text {i} the in the\n" for i in range(400)]
     ids = [tokenizer.encode(text).tolist() + [50256] for text in texts]

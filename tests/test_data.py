@@ -24,13 +24,13 @@ from longhorn_kit.lab.data.text import (
     embedded_corpus_hash,
     embedded_documents,
     file_documents,
-    get_tokenizer,
     hold_out_long,
     holds_whole,
     is_held_out,
     load_documents,
     pieces_of,
 )
+from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.train.lm import open_texts
 
 

@@ -15,7 +15,7 @@ import test_cli
 from longhorn_kit import cli, records
 from longhorn_kit.extras import pip_command
 from longhorn_kit.lab.claims import published
-from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.experiments import evaluation
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.records import write_json

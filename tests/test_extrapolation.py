@@ -17,7 +17,7 @@ from longhorn_kit.lab.claims.subjects.extrapolation import (
     compare_length,
     compare_needles,
 )
-from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.experiments import extrapolation as ex
 from longhorn_kit.lab.experiments.language import cache_numbers
 from longhorn_kit.lab.run import run

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 
 from longhorn_kit import cli
 from longhorn_kit.lab.claims.registry import outcomes
-from longhorn_kit.lab.data.text import VAL_PART, ByteTokenizer
+from longhorn_kit.lab.data.text import VAL_PART
+from longhorn_kit.lab.data.tokenizers import ByteTokenizer
 from longhorn_kit.lab.distributed import TrainingDiverged
 from longhorn_kit.lab.experiments import evaluation, language
 from longhorn_kit.lab.experiments.language import (

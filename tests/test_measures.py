@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.experiments import measures
 from longhorn_kit.lab.train.lm import Texts, new_model
 from longhorn_kit.models import LMConfig

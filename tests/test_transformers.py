@@ -528,7 +528,7 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
 def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from longhorn_kit.lab.data.text import get_tokenizer
+    from longhorn_kit.lab.data.tokenizers import get_tokenizer
     from longhorn_kit.lab.experiments.evaluation import hf_tokenizer
     from longhorn_kit.models import LMConfig, SequenceLM
     from longhorn_kit.models.transformers import export_folder

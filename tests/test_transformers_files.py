@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from longhorn_kit import __version__
-from longhorn_kit.lab.data.text import get_tokenizer
+from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.experiments.evaluation import (
     export_checkpoint,
     free_word,

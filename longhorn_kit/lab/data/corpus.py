@@ -32,21 +32,19 @@ import numpy as np
 from longhorn_kit.lab.data.text import (
     TEXT_ENDINGS,
     VAL_PART,
-    CharTokenizer,
     embedded_corpus_hash,
     ending_of,
     fingerprint,
-    get_tokenizer,
     holds_whole,
     hub_name,
     load_documents,
     matching_files,
     pieces_of,
-    read_characters,
     stdlib_files,
     texts_and_others,
     warn_once,
 )
+from .tokenizers import CharTokenizer, get_tokenizer, read_characters
 from longhorn_kit.records import (
     LONE_SURROGATES,
     atomic_path,

@@ -4,28 +4,29 @@
 
 # %% auto #0
 __all__ = ['VAL_PART', 'embedded_documents', 'is_held_out', 'embedded_corpus_hash', 'file_documents', 'warn_once',
-           'escaped_folder', 'matching_files', 'HubDocuments', 'load_documents', 'ByteTokenizer', 'BPETokenizer',
-           'CharTokenizer', 'get_tokenizer', 'holds_whole', 'pieces_of', 'hold_out_long', 'Sampler']
+           'escaped_folder', 'matching_files', 'HubDocuments', 'load_documents', 'holds_whole', 'pieces_of',
+           'hold_out_long', 'Sampler']
 
 # %% ../../../nbs/machine/data.ipynb #data-003
 import codecs
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
 import logging
 import lzma
 import os
-import pickle
 import re
 import shutil
 import sys
 import sysconfig
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from ...records import atomic_folder, in_one_line, plural, read_json, warn
+from ...records import atomic_folder, in_one_line, plural, warn
 
 # %% ../../../nbs/machine/data.ipynb #data-007
 PACKAGES = [
@@ -682,202 +683,19 @@ def load_documents(
     files = ["stdlib"] if source == "stdlib" else matching_files(source)
     return FileDocuments(files, text_column, position)
 
-# %% ../../../nbs/machine/data.ipynb #data-040
-class ByteTokenizer:
-    "Tokens are UTF-8 bytes; 0 ends a document."
-
-    name = "bytes"
-    vocab_size = 256
-    end = 0
-    dtype = np.dtype("<u1")
-    sizes = np.ones(256, np.int64)  # bytes of text per token
-
-    def encode(self, text: str) -> np.ndarray:
-        "Return token ids (M,) uint8."
-        return np.frombuffer(text.encode(), self.dtype)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        "Return the text; bytes that are not UTF-8 become a replacement character."
-        return bytes(int(i) for i in ids).decode("utf-8", errors="replace").replace("\0", SEPARATOR)
-
-# %% ../../../nbs/machine/data.ipynb #data-041
-class BPETokenizer:
-    "GPT-2's byte-pair encoding, by tiktoken; 50256 ends a document."
-
-    name = "gpt2"
-    vocab_size = 50257
-    end = 50256
-    dtype = np.dtype("<u2")
-
-    def __init__(self, encoding: Any):
-        self.encoding = encoding
-
-    @cached_property
-    def sizes(self) -> np.ndarray:
-        "Return the bytes of text per token (50257,); 1 for the end mark."
-        sizes = np.ones(self.vocab_size, np.int64)
-        for word, token in self.encoding._mergeable_ranks.items():
-            sizes[token] = len(word)
-        return sizes
-
-    def encode(self, text: str) -> np.ndarray:
-        "Return token ids (M,) uint16; <|endoftext|> in the text is encoded as text."
-        return self.encoding.encode_to_numpy(text, disallowed_special=()).astype(self.dtype)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        "Return the text; ids past the vocabulary, a model's padding, are left out."
-        ids = [int(i) for i in ids if i < self.vocab_size]  # a padded vocabulary has more
-        return self.encoding.decode(ids).replace("<|endoftext|>", SEPARATOR)
-
-# %% ../../../nbs/machine/data.ipynb #data-042
-def gpt2_from_folder(folder):
-    "Return GPT-2's Encoding from encoder.json and vocab.bpe; OSError or ValueError."
-    import tiktoken
-    from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    files = [Path(folder).expanduser() / name for name in ("vocab.bpe", "encoder.json")]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(f"tokenizer gpt2:{folder}: {file} is missing")
-    try:
-        hashes = [
-            hashlib.sha256(file.read_bytes()).hexdigest() for file in files
-        ]  # tiktoken keeps copies by name
-        ranks = data_gym_to_mergeable_bpe_ranks(*map(str, files), *hashes)
-        if max(ranks.values()) >= BPETokenizer.end:
-            raise ValueError(f"token {max(ranks.values())} is beyond GPT-2's vocabulary")
-        special = {"<|endoftext|>": BPETokenizer.end}
-        return tiktoken.Encoding(
-            "gpt2", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-        )
-    except (AssertionError, AttributeError, ValueError, KeyError) as error:
-        kind = type(error).__name__
-        raise ValueError(
-            f"{files[0]} and encoder.json beside it do not fit together ({kind}: {error}); "
-            "copy both again from the same source"
-        ) from None
-
-# %% ../../../nbs/machine/data.ipynb #data-chars-2
-class CharTokenizer:
-    "Tokens are the characters of a table; no token ends a document."
-
-    name = "chars"
-    end = None
-    dtype = np.dtype("<u2")
-
-    def __init__(self, characters: list[str]):
-        self.characters = characters
-        self.vocab_size = len(characters)
-        self.ids = {character: i for i, character in enumerate(characters)}
-        sizes = [len(character.encode(errors="surrogatepass")) for character in characters]
-        self.sizes = np.array(sizes, np.int64)  # bytes of text per token
-
-    def encode(self, text: str) -> np.ndarray:
-        "Return token ids (M,) uint16; ValueError names a character that is not in the table."
-        for character in text:
-            if character not in self.ids:
-                table = f"the tokenizer's table of {self.vocab_size}"
-                raise ValueError(f"the character {character!r} is not in {table}")
-        return np.array([self.ids[character] for character in text], self.dtype)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        "Return the text; ids past the table, a model's padding, are left out."
-        return "".join(self.characters[i] for i in map(int, ids) if i < self.vocab_size)
-
-# %% ../../../nbs/machine/data.ipynb #data-chars-3
-class PlainUnpickler(pickle._Unpickler):
-    "Unpickler of strings, numbers, dicts and lists."
-
-    EXPECTED = "expected strings, numbers, dicts and lists only"
-
-    def find_class(self, module, name):
-        raise pickle.UnpicklingError(f"it holds {f'{module}.{name}'[:80]}; {self.EXPECTED}")
-
-    def persistent_load(self, key):
-        raise pickle.UnpicklingError(f"it refers to other objects; {self.EXPECTED}")
+# %% ../../../nbs/machine/data.ipynb #data-moved
+MOVED = {"BPETokenizer", "ByteTokenizer", "CharTokenizer", "get_tokenizer", "read_characters"}
 
 
-def read_pickle(path, most=1 << 24):  # most: bytes
-    "Return the plain value in a pickled file, without running code; ValueError for any other."
-    try:
-        with open(path, "rb") as file:
-            data = file.read(most + 1)
-            if len(data) > most:
-                raise ValueError(f"it has more than {most >> 20} MB")
-            return PlainUnpickler(io.BytesIO(data)).load()
-    except OSError:
-        raise
-    except Exception as error:  # a damaged pickle raises many kinds
-        raise ValueError(f"{path} cannot be read: {error or type(error).__name__}") from None
-
-
-def read_characters(path):
-    "Return (vocabulary size, characters or None) of a meta.pkl; ValueError if they do not fit."
-    meta = read_pickle(path)
-    if not isinstance(meta, dict) or not isinstance(meta.get("vocab_size"), int | None):
-        raise ValueError(f"{path} is not nanoGPT's: it has no vocab_size")
-    table = meta.get("itos")
-    if table is None:
-        return meta.get("vocab_size"), None
-    table = dict(enumerate(table)) if isinstance(table, list) else table
-    characters = [table.get(i) for i in range(len(table))] if isinstance(table, dict) else []
-    check_characters(characters, path)
-    if meta.get("vocab_size", len(characters)) != len(characters):
-        raise ValueError(
-            f"{path} has a vocab_size of {meta['vocab_size']}, but {len(characters)} characters"
-        )
-    return len(characters), characters
-
-
-def check_characters(characters, path):
-    "Raise ValueError unless a table has different characters, at most as many as 16-bit ids."
-    one_each = all(isinstance(character, str) and len(character) == 1 for character in characters)
-    if not 0 < len(characters) <= 1 << 16 or not one_each or len(set(characters)) < len(characters):
-        raise ValueError(
-            f"{path} holds no table of characters, one for each id from 0 on; prepare the text "
-            "itself with --tokenizer bytes or gpt2"
-        )
-
-
-def characters_from_folder(folder):
-    "Return the `CharTokenizer` of nanoGPT's meta.pkl or a tokenizer.json; OSError or ValueError."
-    meta, saved = (Path(folder).expanduser() / name for name in ("meta.pkl", "tokenizer.json"))
-    if not meta.is_file():
-        record = read_json(saved)
-        characters = record.get("characters", []) if isinstance(record, dict) else []
-        check_characters(characters, saved)
-        return CharTokenizer(characters)
-    _, characters = read_characters(meta)
-    if characters is None:
-        raise ValueError(f"{meta} has no table of characters")
-    return CharTokenizer(characters)
-
-# %% ../../../nbs/machine/data.ipynb #data-044
-@lru_cache(maxsize=4)
-def get_tokenizer(
-    name: str,  # bytes, gpt2, gpt2:FOLDER or chars:FOLDER
-) -> ByteTokenizer | BPETokenizer | CharTokenizer:
-    "Return an object with `encode`, `decode`, `vocab_size` and `end`; ValueError or OSError."
-    if name == "bytes":
-        return ByteTokenizer()
-    if name.startswith("gpt2:"):
-        return BPETokenizer(gpt2_from_folder(name[5:]))
-    if name.startswith("chars:"):
-        return characters_from_folder(name[6:])
-    if name != "gpt2":
-        raise ValueError(
-            f"unknown tokenizer {name!r}; expected bytes, gpt2, gpt2:FOLDER or chars:FOLDER"
-        )
-    import tiktoken
-
-    try:
-        return BPETokenizer(tiktoken.get_encoding("gpt2"))
-    except Exception as error:
-        raise OSError(
-            f"tiktoken cannot fetch the gpt2 vocabulary ({type(error).__name__}); "
-            "without a network use gpt2:FOLDER with encoder.json and vocab.bpe"
-        ) from None
+def __getattr__(name):
+    "Return a name that is in `tokenizers` now, with a warning."
+    if name not in MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__package__}.tokenizers")
+    warnings.warn(
+        f"{__name__}.{name} is in {module.__name__} now", DeprecationWarning, stacklevel=2
+    )
+    return getattr(module, name)
 
 # %% ../../../nbs/machine/data.ipynb #data-056
 def holds_whole(

@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 from tabulate import tabulate
 
 from ...extras import need
-from ..data.text import get_tokenizer
+from ..data.tokenizers import get_tokenizer
 from ..train.lm import check_finite, check_vocabulary, trained_tokenizer
 from ...models import SequenceLM
 from ...models.building import check_sizes

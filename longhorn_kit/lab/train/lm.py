@@ -26,13 +26,8 @@ from longhorn_kit.lab.data.corpus import (
     tokenizer_hash,
     warn_of_others,
 )
-from longhorn_kit.lab.data.text import (
-    VAL_PART,
-    CharTokenizer,
-    file_documents,
-    get_tokenizer,
-    matching_files,
-)
+from ..data.text import VAL_PART, file_documents, matching_files
+from ..data.tokenizers import CharTokenizer, get_tokenizer
 from ..distributed import check_launcher, is_main_process, make_accelerator, together
 from .loop import train
 from .memory_check import check_memory
