@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = "nbs/lab/42_parity.ipynb"
 OPENING = "# Parity\n\n> Is the number of ones so far odd?"
 ABOVE = """**5 minutes** · CPU"""
+CLAIMS = "nbs/machine/claims.ipynb"
+UNREGISTERED = "EXPERIMENTS: tuple[str, ...] = ()"
 ROW = "| [Parity](lab/42_parity.ipynb) | is the number of ones so far odd? | 5 | `parity` |"
 
 
@@ -44,8 +46,25 @@ def notebook():
     return mixer_page.notebook_of(made, "parity")
 
 
+def registered():
+    "Return the value of `EXPERIMENTS` that the section names."
+    return re.search(r"`EXPERIMENTS` in `" + re.escape(CLAIMS) + r"`, here `([^`]+)`", section())[1]
+
+
+def register(root):
+    "Add the module to the list of experiments that define claims."
+    path = root / CLAIMS
+    book = json.loads(path.read_text(encoding="utf-8"))
+    for cell in book["cells"]:
+        source = "".join(cell["source"])
+        if UNREGISTERED in source:
+            source = source.replace(UNREGISTERED, UNREGISTERED.replace("()", registered()))
+            cell["source"] = source
+    path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
 def apply(root):
-    "Add the notebook to the tree at `root`, and its row to the map."
+    "Add the notebook to the tree at `root`, its row to the map, its claim to the list."
     assert NOTEBOOK in section()
     (root / NOTEBOOK).write_text(json.dumps(notebook(), indent=1) + "\n", encoding="utf-8")
     page = root / "nbs/map.ipynb"
@@ -57,6 +76,7 @@ def apply(root):
             lines.insert(last[0] + 1, ROW)
             cell["source"] = "\n".join(lines)
     page.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    register(root)
 
 
 def command():

@@ -32,7 +32,7 @@ from longhorn_kit.lab.claims.ledger import (
 )
 from longhorn_kit.lab.claims.one_pass_plan import models_of
 from longhorn_kit.lab.claims.report import run_of
-from longhorn_kit.lab.claims.stats import LEVEL, Comparison, Contrast, judge
+from longhorn_kit.lab.claims.stats import LEVEL, Comparison, Contrast, Judgement, judge
 from longhorn_kit.records import read_record, records_root, write_record
 from sweep import slow_case
 
@@ -560,3 +560,17 @@ def test_a_record_is_read_and_judged_once_per_command(three_claims, tmp_path, mo
     (row,) = ledger(tmp_path, tmp_path / "none", records)
     assert row.judgement.verdict == "does not hold", "a file that was replaced is read again"
     assert len(read) == len(judged) == 2
+
+
+def test_a_section_folds_the_comparisons_that_cannot_be_judged(monkeypatch):
+    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim()])
+    (claim,) = claims.CLAIMS
+    judged = Row(claim, Comparison("first"), Judgement(3, 1.0, verdict="holds"))
+    why = dict(verdict="cannot be judged", why="one learning rate was tried")
+    folded = Row(claim, Comparison("second"), Judgement(1, 2.0, **why))
+    before, _, inside = section("fake", [judged, folded]).partition("<details>")
+    assert "first" in before
+    assert "second" not in before
+    assert "second" in inside.partition("</details>")[0]
+    assert "1 comparison that cannot be judged: one learning rate was tried" in inside
+    assert "<details>" not in section("fake", [judged])

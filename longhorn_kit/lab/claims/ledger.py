@@ -462,7 +462,13 @@ def templates() -> Any:
         lstrip_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.globals |= {"HEADER": HEADER, "cells": cells, "reason": reason, "zip": zip}
+    environment.globals |= {
+        "HEADER": HEADER,
+        "cells": cells,
+        "reason": reason,
+        "zip": zip,
+        "plural": plural,
+    }
     environment.globals |= {"forest": forest, "inline": inline}
     return environment
 
@@ -477,7 +483,9 @@ def section(
     rows: list[Row],  # of any claims
     plot: bool = True,  # with the figure
 ) -> str:
-    "Write a claim's section as HTML: statement, figure, table, records, commands."
+    """Write a claim's section as HTML: statement, figure, table, records, commands.
+
+    Comparisons that cannot be judged are folded."""
     own = [row for row in rows if row.claim.name == name]
     template = templates().get_template("ledger.html.j2").module
-    return str(template.section(find_claim(name), own, own if plot else []))
+    return str(template.section(find_claim(name), own, plot=plot, fold=True))

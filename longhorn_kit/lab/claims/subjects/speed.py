@@ -131,7 +131,8 @@ CLAIMS = [
         rule="tokens per second at most 2 % below Mamba's, eager and compiled, on one NVIDIA H200 "
         "with context 1024",
         commands={
-            "gpu": "python -c 'from longhorn_kit.lab import run; from longhorn_kit.lab.experiments import throughput; "
+            "gpu": "python -c 'from longhorn_kit.lab import run; "
+            "from longhorn_kit.lab.experiments import throughput; "
             "run.run(throughput.EXPERIMENT, "
             '"gpu", contexts=(1024,))\''
         },
