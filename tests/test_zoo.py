@@ -14,7 +14,6 @@ from longhorn_kit.theory.zoo import (
     ZOO,
     draw_gates,
     gated_deltanet_step,
-    gated_step,
     gla_step,
     hgrn2_step,
     mamba2_step,
@@ -25,6 +24,7 @@ from longhorn_kit.theory.zoo import (
     verify,
     zoo_markdown,
 )
+from longhorn_kit.theory.zoo_steps import gated_step
 
 pytestmark = pytest.mark.numeric
 
