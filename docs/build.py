@@ -596,7 +596,7 @@ def reading_minutes(notebook: dict) -> int:
 
 
 def write_minutes() -> None:
-    "Raise the minutes of pages that take longer to read; bring those in the map up to the pages'."
+    "Raise the minutes of pages that take longer to read; map and index have those of the pages."
     for path in notebooks():
         text = path.read_text(encoding="utf-8")
         needed = reading_minutes(read(path))
@@ -609,11 +609,11 @@ def write_minutes() -> None:
         given = re.search(r"(\d+) minutes", read(NOTEBOOKS / match[1])["cells"][1]["source"])
         return f"]({match[1]}) |{match[2]}| {given[1]} |"
 
-    index = NOTEBOOKS / "map.ipynb"
-    text = index.read_text(encoding="utf-8")
-    index.write_text(
-        re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8"
-    )
+    for name in ("map", "index"):
+        path = NOTEBOOKS / f"{name}.ipynb"
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text)
+        path.write_text(text, encoding="utf-8")
 
 
 def addressed() -> dict:
