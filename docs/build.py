@@ -10,6 +10,7 @@ import ast
 import base64
 import configparser
 import json
+import math
 import os
 import re
 import shutil
@@ -572,18 +573,47 @@ def readme_blocks() -> dict:
     }
 
 
+def reading_minutes(notebook: dict) -> int:
+    """Return how long a page takes to read: 200 words or 20 lines of code per minute, and one minute per equation.
+
+    Exercises state their times, and folded cells are not read. Above five minutes it is a multiple of five."""
+    words = 0
+    lines = 0
+    equations = 0
+    in_exercises = False
+    for cell in notebook["cells"]:
+        source = cell["source"]
+        if cell["cell_type"] == "markdown":
+            heading = re.search(r"^## (.*)", source, re.M)
+            in_exercises = heading[1].startswith("Exercise") if heading else in_exercises
+            equations += 0 if in_exercises else len(re.findall(r"\\tag\{", source))
+            text = re.sub(r"\$\$.*?\$\$|\]\([^)]*\)", " ", source, flags=re.S)
+            words += 0 if in_exercises else len(text.split())
+        elif not in_exercises and not cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            lines += len([line for line in source.splitlines() if line.strip()])
+    minutes = math.ceil(words / 200 + lines / 20 + equations)
+    return minutes if minutes <= 5 else 5 * math.ceil(minutes / 5)
+
+
 def write_minutes() -> None:
-    "Bring the minutes in the map up to those that the notebooks give."
+    "Raise the minutes of pages that take longer to read; map and index have those of the pages."
+    for path in notebooks():
+        text = path.read_text(encoding="utf-8")
+        needed = reading_minutes(read(path))
+        stated = re.search(r"(\d+) minutes", read(path)["cells"][1]["source"])
+        if stated and int(stated[1]) < needed:
+            changed = text.replace(f"{stated[0]}", f"{needed} minutes", 1)
+            path.write_text(changed, encoding="utf-8")
 
     def replace(match):
         given = re.search(r"(\d+) minutes", read(NOTEBOOKS / match[1])["cells"][1]["source"])
         return f"]({match[1]}) |{match[2]}| {given[1]} |"
 
-    index = NOTEBOOKS / "map.ipynb"
-    text = index.read_text(encoding="utf-8")
-    index.write_text(
-        re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text), encoding="utf-8"
-    )
+    for name in ("map", "index"):
+        path = NOTEBOOKS / f"{name}.ipynb"
+        text = path.read_text(encoding="utf-8")
+        text = re.sub(r"\]\(([^)\s]+\.ipynb)\) \|(.*?)\| \d+ \|", replace, text)
+        path.write_text(text, encoding="utf-8")
 
 
 def addressed() -> dict:

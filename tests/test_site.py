@@ -735,6 +735,32 @@ def test_map_names_every_notebook_and_its_minutes():
         )
 
 
+def test_no_page_states_fewer_minutes_than_it_takes_to_read():
+    short = {}
+    for path in build.notebooks():
+        notebook = build.read(path)
+        stated = re.search(r"(\d+) minutes", notebook["cells"][1]["source"])
+        needed = build.reading_minutes(notebook)
+        if stated and int(stated[1]) < needed:
+            short[path.stem] = needed
+    assert not short, f"run `make readme`: {short}"
+
+
+def test_reading_minutes_count_words_code_and_equations_but_no_exercises():
+    def cell(kind, source, **metadata):
+        return {"cell_type": kind, "source": source, "metadata": metadata}
+
+    words = cell("markdown", "word " * 1000)
+    code = cell("code", "x = 1\n" * 100)
+    equations = cell("markdown", "$$a \\tag{1}$$ $$b \\tag{2}$$")
+    exercise = cell("markdown", "## Exercises\n" + "word " * 1000)
+    folded = cell("code", "x = 1\n" * 1000, jupyter={"source_hidden": True})
+    assert build.reading_minutes({"cells": [words]}) == 5
+    assert build.reading_minutes({"cells": [words, code]}) == 10
+    assert build.reading_minutes({"cells": [words, code, equations]}) == 15
+    assert build.reading_minutes({"cells": [words, code, folded, exercise, code]}) == 10
+
+
 STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
 
 
