@@ -31,7 +31,7 @@ LIMITS = {
     "E703": (0, 0),
     "C901": (10, 1),
     "packed": (25, 80),
-    "long functions": (15, 41),  # of more than FUNCTION lines
+    "long functions": (15, 46),  # of more than FUNCTION lines
     "long kernels": (3, 1),  # of more than KERNEL lines
 }
 FUNCTION = 40
