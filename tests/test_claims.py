@@ -8,7 +8,7 @@ import types
 import pytest
 
 import fakes
-from longhorn_kit.lab.claims import compare, published
+from longhorn_kit.lab.claims import compare, looks, published
 from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.lab.claims.claim import SCALES, readers
 from longhorn_kit.lab.claims.ledger import results_folder
@@ -466,7 +466,7 @@ def test_an_experiment_of_the_list_brings_its_claims(monkeypatch):
 
 
 def test_a_name_that_moved_to_a_subject_is_found_with_a_warning():
-    for old in (compare, claims):
+    for old in (compare, claims, looks):
         for module, names in old._MOVED.items():
             new = importlib.import_module(f"longhorn_kit.lab.claims.{module}")
             for name in names.split():

@@ -13,9 +13,9 @@ import pytest
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import published
 from longhorn_kit.lab.claims.claim import readers
-from longhorn_kit.lab.claims.looks import QUESTIONS
 from longhorn_kit.lab.claims.one_pass_plan import GROUPS
 from longhorn_kit.lab.claims.registry import all_claims, find_claim, find_experiment, outcomes
+from longhorn_kit.lab.claims.second_plan import QUESTIONS
 from longhorn_kit.lab.claims.subjects import others, theory
 from longhorn_kit.lab.claims.subjects.one_pass import pools_of
 from longhorn_kit.lab.experiments import extrapolation, language, one_pass

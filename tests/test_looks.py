@@ -8,21 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longhorn_kit.lab.claims.looks import (
-    ALL_MODELS,
     EXTRA,
-    LAPTOP_QUESTIONS,
     LOOKS,
-    POOLS,
-    QUESTIONS,
     Looks,
     Search,
     all_looks,
     at_end,
-    below,
     common_place,
     fit_growth,
     fit_tokens,
-    questions_of,
     rate_at,
     rows_of_claim,
     runs_of,
@@ -30,6 +24,14 @@ from longhorn_kit.lab.claims.looks import (
     walk,
 )
 from longhorn_kit.lab.claims.one_pass_plan import RATES
+from longhorn_kit.lab.claims.second_plan import (
+    ALL_MODELS,
+    LAPTOP_QUESTIONS,
+    POOLS,
+    QUESTIONS,
+    below,
+    questions_of,
+)
 from longhorn_kit.lab.claims.stats import PLAN_SD
 
 SEEDS = (1, 2, 3)

@@ -24,14 +24,7 @@ from torch import Tensor
 
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-004
 from longhorn_kit.lab.claims.looks import (
-    AFTER_THE_PLAN,
-    ALL_MODELS,
-    CONTROL_SEEDS,
-    POOLS,
-    RERUNS,
-    SEARCH_SEEDS,
     Search,
-    Seeded,
     all_looks,
     common_place,
     looks_hash,
@@ -41,6 +34,15 @@ from longhorn_kit.lab.claims.looks import (
     stage_of,
 )
 from ..claims.one_pass_plan import RATES, RECIPE, Model
+from longhorn_kit.lab.claims.second_plan import (
+    AFTER_THE_PLAN,
+    ALL_MODELS,
+    CONTROL_SEEDS,
+    POOLS,
+    RERUNS,
+    SEARCH_SEEDS,
+    Seeded,
+)
 from ..claims.stats import LOOKS, PLAN_SD
 from .language import state_numbers
 from .measures import measure_run, save_arrays

@@ -18,8 +18,9 @@ from types import SimpleNamespace
 import torch
 
 from ..claims.ledger import load_record
-from ..claims.looks import POOLS, by_looks, rate_at
+from ..claims.looks import by_looks, rate_at
 from ..claims.one_pass_plan import GROUPS, RECIPE, plan_hash
+from ..claims.second_plan import POOLS
 from longhorn_kit.lab.experiments.one_pass import (
     EXPERIMENT,
     OnePass,

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from ..claim import KIT, Claim
-from ..looks import POOLS, QUESTIONS, by_looks, questions_of, rows_of_claim
+from ..looks import by_looks, rows_of_claim
 from longhorn_kit.lab.claims.one_pass_plan import (
     EXPLORATORY,
     about_one_pass,
@@ -19,6 +19,7 @@ from longhorn_kit.lab.claims.one_pass_plan import (
     compare_tokens_saved,
 )
 from ..published import FIGURE, THREAD
+from ..second_plan import POOLS, QUESTIONS, questions_of
 from longhorn_kit.lab.claims.stats import (
     LEVEL,
     Contrast,
