@@ -172,3 +172,10 @@ def test_durations_and_that_the_package_carries_templates_and_style():
     assert {"ledger.html.j2", "report.html.j2", "report.css"} <= {
         path.name for glob in globs for path in root.glob(glob)
     }
+
+
+def test_the_rows_of_a_record_can_still_be_asked_for():
+    with pytest.warns(DeprecationWarning, match="run_of"):
+        rows = report.rows_of(fakes.record())
+    assert rows == report.run_of(fakes.record()).rows
+    assert [row.claim.name for row in rows] == ["fake", "reader"]
