@@ -11,8 +11,6 @@ ROOT = Path(__file__).parents[1]
 NOTEBOOK = "nbs/lab/42_parity.ipynb"
 OPENING = "# Parity\n\n> Is the number of ones so far odd?"
 ABOVE = """**5 minutes** · CPU"""
-CLAIMS = "nbs/machine/claims.ipynb"
-UNREGISTERED = "EXPERIMENTS: tuple[str, ...] = ()"
 ROW = "| [Parity](lab/42_parity.ipynb) | is the number of ones so far odd? | 5 | `parity` |"
 
 
@@ -46,37 +44,31 @@ def notebook():
     return mixer_page.notebook_of(made, "parity")
 
 
-def registered():
-    "Return the value of `EXPERIMENTS` that the section names."
-    return re.search(r"`EXPERIMENTS` in `" + re.escape(CLAIMS) + r"`, here `([^`]+)`", section())[1]
+def change_page(path, change):
+    "Rewrite each cell of a notebook by a function of its source."
+    page = json.loads(path.read_text(encoding="utf-8"))
+    for cell in page["cells"]:
+        cell["source"] = change("".join(cell["source"]))
+    path.write_text(json.dumps(page, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def register(root):
-    "Add the module to the list of experiments that define claims."
-    path = root / CLAIMS
-    book = json.loads(path.read_text(encoding="utf-8"))
-    for cell in book["cells"]:
-        source = "".join(cell["source"])
-        if UNREGISTERED in source:
-            source = source.replace(UNREGISTERED, UNREGISTERED.replace("()", registered()))
-            cell["source"] = source
-    path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def with_row(source):
+    "Return a cell of the map with the row of the notebook."
+    return re.sub(r"^.*\]\(lab/41_cluster\.ipynb\).*$", rf"\g<0>\n{ROW}", source, flags=re.M)
+
+
+def with_name(source):
+    "Return a cell of the claims' page with the experiment in its list."
+    names = re.search(r"`EXPERIMENTS` in `nbs/machine/claims\.ipynb`, here `(\(.*?\))`", section())
+    return re.sub(r"^(EXPERIMENTS.* = )\(\)", rf"\g<1>{names[1]}", source, flags=re.M)
 
 
 def apply(root):
-    "Add the notebook to the tree at `root`, its row to the map, its claim to the list."
+    "Do in the tree at `root` what the section says, and add a row to the map."
     assert NOTEBOOK in section()
     (root / NOTEBOOK).write_text(json.dumps(notebook(), indent=1) + "\n", encoding="utf-8")
-    page = root / "nbs/map.ipynb"
-    book = json.loads(page.read_text(encoding="utf-8"))
-    for cell in book["cells"]:
-        lines = "".join(cell["source"]).splitlines()
-        last = [number for number, line in enumerate(lines) if "](lab/41_cluster.ipynb)" in line]
-        if last:
-            lines.insert(last[0] + 1, ROW)
-            cell["source"] = "\n".join(lines)
-    page.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    register(root)
+    change_page(root / "nbs/machine/claims.ipynb", with_name)
+    change_page(root / "nbs/map.ipynb", with_row)
 
 
 def command():

@@ -1,5 +1,6 @@
 """CONTRIBUTING, *Add an experiment with its claim*: its text adds one to a copy of the kit."""
 
+import json
 import sys
 import types
 
@@ -37,6 +38,17 @@ def test_a_task_of_the_guide_is_the_parity_of_the_bits_so_far(parity):
     assert bits.shape == odd.shape == (32, 5)
     for row, expected in zip(bits.tolist(), odd.tolist()):
         assert expected == [sum(row[: t + 1]) % 2 for t in range(5)]
+
+
+def test_the_change_of_the_guide_fits_the_list_of_experiments():
+    assert (
+        experiment_guide.with_name("EXPERIMENTS: tuple = ()") == 'EXPERIMENTS: tuple = ("parity",)'
+    )
+    pages = ("nbs/machine/claims.ipynb", "nbs/map.ipynb")
+    for page, change in zip(pages, (experiment_guide.with_name, experiment_guide.with_row)):
+        cells = json.loads((experiment_guide.ROOT / page).read_text(encoding="utf-8"))["cells"]
+        sources = ["".join(cell["source"]) for cell in cells]
+        assert len([source for source in sources if change(source) != source]) == 1
 
 
 @pytest.mark.slow
