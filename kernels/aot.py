@@ -383,73 +383,83 @@ def pointwise_launches():
     return record(launch)
 
 
+def portable_cases():
+    "(name, launches) of the kernels that run every recurrence."
+    for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
+        yield f"{form} N=16", portable_launches(form)
+    for form in ("diagonal", "exact"):
+        yield f"{form} N=64", portable_launches(form, N=64)
+        yield f"{form} N=16 fp32", portable_launches(form, dtype=torch.float32)
+    for form in ("decoupled", "s6", "s6_time_varying"):
+        yield f"{form} N=64", portable_launches(form, N=64)
+    for form in ("diagonal", "exact", "s6"):
+        yield (
+            f"{form} N=16 small",
+            portable_launches(form, checkpoint_every=64),
+        )  # the backward rebuilds states: mode 3
+    yield "diagonal N=16 packed", portable_launches("diagonal", packed=3, B=1)
+    yield "diagonal N=128", portable_launches("diagonal", N=128)
+    yield "exact N=128", portable_launches("exact", N=128)
+
+
+def fast_cases():
+    "(name, launches) of the kernels for NVIDIA GPUs."
+    for form in ("diagonal", "exact"):
+        yield f"fast {form}", fast_launches(form)
+        yield f"fast {form} ragged", fast_launches(form, B=1, T=2001, D=2008)
+        yield f"fast {form} bare", fast_launches(form, z=False, state=False)
+    yield "fast exact odd T", fast_launches("exact", T=2041)
+    yield "fast exact odd D", fast_launches("exact", D=2040)
+    yield "fast diagonal N=32", fast_launches("diagonal", N=32)
+    yield "fast diagonal N=64", fast_launches("diagonal", N=64)
+    yield "fast exact N=64", fast_launches("exact", N=64)
+    yield "fast exact N=128", fast_launches("exact", N=128)
+    for form in (
+        "exact",
+        "diagonal",
+        "s6",
+        "decoupled",
+    ):  # shapes of bench.py; the first is the default
+        yield f"fast {form} S2", fast_launches(form, B=24, T=1024, D=1536)
+        yield f"fast {form} S3", fast_launches(form, B=1, T=32768, D=4096)
+    yield (
+        "fast diagonal many",
+        fast_launches("diagonal", B=64, T=1024),
+    )  # programs of 128 channels
+    yield "fast diagonal many ragged", fast_launches("diagonal", B=33, T=1025, D=2044)
+    for form in ("diagonal", "exact"):
+        yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
+        yield f"fast {form} narrow", fast_launches(form, D=24)
+        yield f"fast {form} D=2044", fast_launches(form, D=2044)  # copies of 8 bytes
+        yield f"fast {form} D=2046", fast_launches(form, D=2046)  # of 4
+        yield (
+            f"fast {form} D=2047",
+            fast_launches(form, D=2047),
+        )  # and of single elements, by registers
+        yield f"fast {form} fp32", fast_launches(form, dtype=torch.float32, keys=torch.bfloat16)
+    yield "fast diagonal fp16", fast_launches("diagonal", dtype=torch.float16)
+    yield "fast diagonal N=128", fast_launches("diagonal", N=128)
+    yield "fast diagonal N=64 segments", fast_launches("diagonal", B=1, T=2001, N=64)
+    yield "fast exact N=32", fast_launches("exact", N=32)
+    yield "fast exact N=32 D=2046", fast_launches("exact", D=2046, N=32)
+    yield "fast exact N=64 few", fast_launches("exact", B=1, T=2041, D=520, N=64)
+    for form in SELECTIVE:
+        yield f"fast {form}", fast_launches(form)
+        yield f"fast {form} many", fast_launches(form, B=64, T=1024)  # without segments
+        yield f"fast {form} ragged", fast_launches(form, B=64, T=2001, D=2008)
+        yield f"fast {form} bare", fast_launches(form, B=64, z=False, state=False)
+        yield f"fast {form} N=32", fast_launches(form, B=64, N=32)
+        yield f"fast {form} N=64", fast_launches(form, B=64, N=64)
+        yield f"fast {form} D=2047", fast_launches(form, B=64, D=2047)
+    yield "fast exact states", fast_launches("exact", backward=False)
+
+
 def cases(what):
     "(name, launches) of everything to compile."
     if what in ("portable", "all"):
-        for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
-            yield f"{form} N=16", portable_launches(form)
-        for form in ("diagonal", "exact"):
-            yield f"{form} N=64", portable_launches(form, N=64)
-            yield f"{form} N=16 fp32", portable_launches(form, dtype=torch.float32)
-        for form in ("decoupled", "s6", "s6_time_varying"):
-            yield f"{form} N=64", portable_launches(form, N=64)
-        for form in ("diagonal", "exact", "s6"):
-            yield (
-                f"{form} N=16 small",
-                portable_launches(form, checkpoint_every=64),
-            )  # the backward rebuilds states: mode 3
-        yield "diagonal N=16 packed", portable_launches("diagonal", packed=3, B=1)
-        yield "diagonal N=128", portable_launches("diagonal", N=128)
-        yield "exact N=128", portable_launches("exact", N=128)
+        yield from portable_cases()
     if what in ("fast", "all"):
-        for form in ("diagonal", "exact"):
-            yield f"fast {form}", fast_launches(form)
-            yield f"fast {form} ragged", fast_launches(form, B=1, T=2001, D=2008)
-            yield f"fast {form} bare", fast_launches(form, z=False, state=False)
-        yield "fast exact odd T", fast_launches("exact", T=2041)
-        yield "fast exact odd D", fast_launches("exact", D=2040)
-        yield "fast diagonal N=32", fast_launches("diagonal", N=32)
-        yield "fast diagonal N=64", fast_launches("diagonal", N=64)
-        yield "fast exact N=64", fast_launches("exact", N=64)
-        yield "fast exact N=128", fast_launches("exact", N=128)
-        for form in (
-            "exact",
-            "diagonal",
-            "s6",
-            "decoupled",
-        ):  # shapes of bench.py; the first is the default
-            yield f"fast {form} S2", fast_launches(form, B=24, T=1024, D=1536)
-            yield f"fast {form} S3", fast_launches(form, B=1, T=32768, D=4096)
-        yield (
-            "fast diagonal many",
-            fast_launches("diagonal", B=64, T=1024),
-        )  # programs of 128 channels
-        yield "fast diagonal many ragged", fast_launches("diagonal", B=33, T=1025, D=2044)
-        for form in ("diagonal", "exact"):
-            yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
-            yield f"fast {form} narrow", fast_launches(form, D=24)
-            yield f"fast {form} D=2044", fast_launches(form, D=2044)  # copies of 8 bytes
-            yield f"fast {form} D=2046", fast_launches(form, D=2046)  # of 4
-            yield (
-                f"fast {form} D=2047",
-                fast_launches(form, D=2047),
-            )  # and of single elements, by registers
-            yield f"fast {form} fp32", fast_launches(form, dtype=torch.float32, keys=torch.bfloat16)
-        yield "fast diagonal fp16", fast_launches("diagonal", dtype=torch.float16)
-        yield "fast diagonal N=128", fast_launches("diagonal", N=128)
-        yield "fast diagonal N=64 segments", fast_launches("diagonal", B=1, T=2001, N=64)
-        yield "fast exact N=32", fast_launches("exact", N=32)
-        yield "fast exact N=32 D=2046", fast_launches("exact", D=2046, N=32)
-        yield "fast exact N=64 few", fast_launches("exact", B=1, T=2041, D=520, N=64)
-        for form in SELECTIVE:
-            yield f"fast {form}", fast_launches(form)
-            yield f"fast {form} many", fast_launches(form, B=64, T=1024)  # without segments
-            yield f"fast {form} ragged", fast_launches(form, B=64, T=2001, D=2008)
-            yield f"fast {form} bare", fast_launches(form, B=64, z=False, state=False)
-            yield f"fast {form} N=32", fast_launches(form, B=64, N=32)
-            yield f"fast {form} N=64", fast_launches(form, B=64, N=64)
-            yield f"fast {form} D=2047", fast_launches(form, B=64, D=2047)
-        yield "fast exact states", fast_launches("exact", backward=False)
+        yield from fast_cases()
     if what in ("pointwise", "all"):
         yield "loss and norm", pointwise_launches()
 

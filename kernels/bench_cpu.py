@@ -119,16 +119,19 @@ def measure(candidates, form, B, T, D, N, rounds, seed):
 
 def others():
     "Processor seconds used by other processes so far, or None where the system does not tell."
-    if not pathlib.Path("/proc/stat").exists():
+    counters = pathlib.Path("/proc/stat")
+    if not counters.exists():
         return None
-    fields = [int(v) for v in open("/proc/stat").readline().split()[1:9]]
+    total = counters.read_text().splitlines()[0]
+    fields = [int(v) for v in total.split()[1:9]]
     own = os.times()
     return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK") - own.user - own.system
 
 
 def resident(key):
     "A field of /proc/self/status in MB."
-    line = next(l for l in open("/proc/self/status") if l.startswith(key + ":"))
+    status = pathlib.Path("/proc/self/status").read_text()
+    line = next(l for l in status.splitlines() if l.startswith(key + ":"))
     return int(line.split()[1]) / 1024
 
 

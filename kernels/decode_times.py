@@ -13,6 +13,7 @@ of a copy, measured in the same run.
 """
 
 import argparse
+import functools
 import importlib
 import pathlib
 import sys
@@ -197,10 +198,9 @@ def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
         v = new(64, 4096)
         S = full(64, 4096, STATE)
         A = full(4096, STATE) if rule == "s6" else None
-        yield (
-            f"step {rule}",
-            record(lambda: launch_step(rule, k, k, v, v, A, S, S, full(4096), full(4096), v)),
-        )
+        weights = (full(4096), full(4096))
+        step = functools.partial(launch_step, rule, k, k, v, v, A, S, S, *weights, v)
+        yield f"step {rule}", record(step)
 
 
 # ---- times
@@ -344,16 +344,16 @@ def time_decode(rule, sizes, bandwidth):
     def conv(backend="triton"):
         return [causal_conv1d_step(a["x"], p, w, c, inplace=True, backend=backend) for p in pasts]
 
-    def each(run):
-        return bench(graphed(run).replay) / LAYERS * 1e3
+    def both(kind):
+        return scan(kind), conv()
+
+    def each(run, *args):
+        return bench(graphed(functools.partial(run, *args)).replay) / LAYERS * 1e3
 
     with torch.no_grad():
         micro = dict(conv=each(conv))
         for kind in states:
-            micro |= {
-                f"scan{kind}": each(lambda: scan(kind)),
-                f"both{kind}": each(lambda: (scan(kind), conv())),
-            }
+            micro |= {f"scan{kind}": each(scan, kind), f"both{kind}": each(both, kind)}
         floors = {
             kind: [
                 n / bandwidth * 1e6 for n in decode_bytes(B, D, N, A, states[kind].element_size())
@@ -397,7 +397,8 @@ def sweep(bandwidth):
             for U in (8, 16)
             for BD, warps in ((128, 1), (256, 1), (256, 2))
         ):
-            t = bench(lambda: conv_forward(x, w, c, None, None, True, False, plan))
+            run = functools.partial(conv_forward, x, w, c, None, None, True, False, plan)
+            t = bench(run)
             print(
                 f"{name} forward  {plan}  {t:.4f} ms  "
                 f"{t / (4 * B * T * D / bandwidth * 1e3):.2f} x bytes",
@@ -411,11 +412,9 @@ def sweep(bandwidth):
             for BD in (128, 256)
         ):
             for gradients in (1, 2):
-                t = bench(
-                    lambda: conv_backward(
-                        dy, None, x, w, c, None, None, True, plan, more if gradients == 2 else None
-                    )
-                )
+                also = more if gradients == 2 else None
+                inputs = (dy, None, x, w, c, None, None)
+                t = bench(functools.partial(conv_backward, *inputs, True, plan, also))
                 floor = 2 * (2 + gradients) * B * T * D / bandwidth * 1e3
                 print(
                     f"{name} backward {plan} of {gradients} gradients  {t:.4f} ms  "
@@ -435,13 +434,14 @@ def main():
     errors = checks()
     print("relative errors against float64:", errors, flush=True)
     if args.check:
-        return None
+        return
     if DEVICE == "cpu":
         raise SystemExit("decode_times.py: no GPU here; --check runs the checks alone")
     bandwidth = copy_bandwidth()
     print(f"a copy moves {bandwidth / 1e12:.2f} TB/s", flush=True)
     if args.sweep:
-        return sweep(bandwidth)
+        sweep(bandwidth)
+        return
     rows = []
     for kind, name, sizes in cases():
         for row in (

@@ -111,7 +111,7 @@ def worker(rank, world, port, kind, sizes, out):
             run = collective(op, tensor, gathered, world)
             times = []
             repeats = 3 if kind == "cpu" else 20
-            for turn in range(repeats + 3):
+            for _ in range(repeats + 3):
                 dist.barrier()
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)

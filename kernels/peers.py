@@ -146,7 +146,7 @@ def mamba(q, k, x, b, b_bias, D_skip, z, A):
 
 
 def mamba_oracle(b_bias, **a):
-    a = steps_first({n: t for n, t in a.items()})
+    a = steps_first(dict(a))
     return reference_selective_scan(
         a["q"], a["k"], a["x"], a["b"], a["A"], b_bias, a["D_skip"], a["z"]
     )[0].mT

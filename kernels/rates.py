@@ -21,8 +21,8 @@ def _operations_kernel(out_ptr, steps, BLOCK: tl.constexpr):
     # for itself.
     i = tl.arange(0, BLOCK)
     v = i.to(tl.float32)
-    for turn in range(steps):
-        for step in tl.static_range(16):
+    for _turn in range(steps):
+        for _step in tl.static_range(16):
             v = v * 0.999 + 0.5
     tl.store(out_ptr + tl.program_id(0) * BLOCK + i, v)
 
@@ -31,8 +31,8 @@ def _operations_kernel(out_ptr, steps, BLOCK: tl.constexpr):
 def _specials_kernel(out_ptr, steps, BLOCK: tl.constexpr):
     i = tl.arange(0, BLOCK)
     v = i.to(tl.float32) / BLOCK
-    for turn in range(steps):
-        for step in tl.static_range(16):
+    for _turn in range(steps):
+        for _step in tl.static_range(16):
             v = tl.exp2(-v)
     tl.store(out_ptr + tl.program_id(0) * BLOCK + i, v)
 

@@ -174,6 +174,12 @@ def gpu_table(record, compiled=None):
     return lines
 
 
+def ratio_cell(against, rival, what):
+    "A ratio to a rival, or a dash where it was not measured."
+    ratio = against.get(rival, {}).get(what)
+    return "–" if ratio is None else f"{ratio:.2f}"
+
+
 def cpu_table(record):
     "One line for each form and shape: time and memory against the loop and against mambapy."
     lines = [
@@ -184,18 +190,12 @@ def cpu_table(record):
     for row in record["results"]:
         s = row["shape"]
         against = row["chunked_against"]
-
-        def cell(rival, what):
-            return (
-                f"{against[rival][what]:.2f}"
-                if rival in against and what in against[rival]
-                else "–"
-            )
-
         lines.append(
             f"| {row['form']} | ({s['B']}, {s['T']}, {s['D']}), {s['N']} | "
             + " | ".join(
-                cell(rival, what) for what in ("time", "memory") for rival in ("loop", "mambapy")
+                ratio_cell(against, rival, what)
+                for what in ("time", "memory")
+                for rival in ("loop", "mambapy")
             )
             + " |"
         )

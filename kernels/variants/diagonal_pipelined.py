@@ -1,17 +1,21 @@
-"""The fast diagonal forward with everything overlapped: checked against the kernel that won, then timed.
+"""The fast diagonal forward with everything overlapped: checked against the one that won, timed.
 
     python kernels/variants/diagonal_pipelined.py      # well under a minute on an H200
 
-The idea: with two sets of shared buffers, one stretch of code without a barrier holds the steps of a chunk, what the next
-chunk needs (rates, conversions) and the output of the chunk before, so that a lone warp always has something to issue. The
-compiler does interleave them. Slower all the same, wherever it was measured (one H200, triton 3.6, ms, without segments):
+The idea: with two sets of shared buffers, one stretch of code without a barrier holds the steps of
+a chunk, what the next chunk needs (rates, conversions) and the output of the chunk before, so that
+a lone warp always has something to issue. The compiler does interleave them. Slower all the same,
+wherever it was measured (one H200, triton 3.6, ms, without segments):
 
-    S1 0.253 against 0.217, S2 0.281 against 0.253 (4 warps, 64 channels); S3 2.27 against 1.78 (4 warps, 32 channels)
+    S1 0.253 against 0.217, S2 0.281 against 0.253 (4 warps, 64 channels)
+    S3 2.27 against 1.78 (4 warps, 32 channels)
 
-Two chunks with all their steps unrolled are one loop of 1000 to 1900 instructions, against 620 with a loop of 350 inside. The
-likely reason is the instruction cache: in the backward, too, halving the loop's body made it faster though it does more work.
+Two chunks with all their steps unrolled are one loop of 1000 to 1900 instructions, against 620 with
+a loop of 350 inside. The likely reason is the instruction cache: in the backward, too, halving the
+loop's body made it faster though it does more work.
 """
 
+import functools
 import sys
 
 import torch
@@ -226,21 +230,19 @@ def pipelined(q, k, x, b, bias, skip, z, BD, warps):
     return out, final, ckpt
 
 
+def won(a, B, T, D, N, segment=None):
+    "The kernel that won."
+    plan = diagonal_plan(B, T, D, N, segment=segment)
+    return diagonal_forward(plan, *a.values(), None, None)
+
+
 def main():
     for name, (B, T, D, N) in SHAPES.items():
         a, _, _, _ = inputs(B, T, D, N)
-
-        def won(segment=None):
-            return diagonal_forward(
-                diagonal_plan(B, T, D, N, segment=segment), *a.values(), None, None
-            )
-
-        right = won()
+        rival = functools.partial(won, a, B, T, D, N)
+        right = rival()
         for BD, warps in ((64, 4), (32, 4), (32, 2)):
-
-            def run():
-                return pipelined(*a.values(), BD, warps)
-
+            run = functools.partial(pipelined, *a.values(), BD, warps)
             worst = max(
                 ((m.double() - r.double()).norm() / r.double().norm()).item()
                 for m, r in zip(run(), right)
@@ -249,10 +251,11 @@ def main():
                 sys.exit(f"{name} {BD} channels, {warps} warps: wrong by {worst:.1e}, no time")
             ms = [
                 do_bench(f, warmup=10, rep=40, return_mode="median")
-                for f in (run, won, lambda: won(0))
+                for f in (run, rival, functools.partial(rival, 0))
             ]
             print(
-                f"{name}  {BD} channels, {warps} warps: pipelined {ms[0]:.3f} ms, won {ms[1]:.3f}, won without segments {ms[2]:.3f}"
+                f"{name}  {BD} channels, {warps} warps: pipelined {ms[0]:.3f} ms, "
+                f"won {ms[1]:.3f}, won without segments {ms[2]:.3f}"
             )
 
 

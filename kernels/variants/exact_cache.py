@@ -1,11 +1,12 @@
-"""The exact forward with other divisions of a multiprocessor's memory between shared memory and L1 cache, by width and ring.
+"""The exact forward with other shares of shared memory and L1 cache, by width and ring.
 
     python kernels/variants/exact_cache.py [--out FILE.json]      # about two minutes on an H200
 
-Copies of less than 16 bytes, needed for widths that are not a multiple of 8, pass through the L1 cache, which gets the
-memory that shared memory leaves free. In column `driver` nothing is requested. The other columns are requests, in per
-cent of 228 KiB; the driver takes the next of its settings (100, 132, 164, 196 KiB). Each ring is compared
-with the default before it is timed.
+Copies of less than 16 bytes, needed for widths that are not a multiple of 8, pass through the L1
+cache, which gets the memory of a multiprocessor that shared memory leaves free. In column `driver`
+nothing is requested. The other columns are requests, in per cent of 228 KiB; the driver takes the
+next of its settings (100, 132, 164, 196 KiB). Each ring is compared with the default before it is
+timed.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""The exact kernels with other rings of copies, and few channels spread otherwise: runnable, and why they did not win.
+"""The exact kernels with other rings of copies, and few channels spread otherwise: why neither won.
 
     python kernels/variants/exact_rings.py [--out FILE.json]      # under a minute on an H200
 
-A ring of n slots has n - 1 chunks on their way from memory. Each variant is compared with the default before it is timed
-(forward / backward, ms, as in kernels/bench.py). In the backward two slots beat three at S1 and S2: a chunk takes longer
-than a copy, the slot's number is one bit, and at S2 one more program finds room on a multiprocessor.
+A ring of n slots has n - 1 chunks on their way from memory. Each variant is compared with the
+default before it is timed (forward / backward, ms, as in kernels/bench.py). In the backward two
+slots beat three at S1 and S2: a chunk takes longer than a copy, the slot's number is one bit, and
+at S2 one more program finds room on a multiprocessor.
 """
 
 import argparse
@@ -27,7 +28,8 @@ default_ring = {way: module._ring for way, module in modules.items()}
 
 
 def run(shape, rings, few):
-    "Forward and backward as functions, with the given rings and the given choice for few channels (None: the default)."
+    """Forward and backward as functions, with the given rings and the given choice for few
+    channels (None: the default)."""
     B, T, D, N = SIZES[shape]
     a, _, dout, _ = inputs(B, T, D, N, "exact")
     plans = [
@@ -89,9 +91,10 @@ def main():
             rows.append(
                 dict(shape=shape, rings=rings, few=few, forward_ms=ms[0], backward_ms=ms[1])
             )
+            what = str(rings) if rings else "default rings"
             print(
-                f"{shape} {str(rings) if rings else 'default rings':<16} few={few!s:<5} {ms[0]:7.4f} / {ms[1]:7.4f} ms"
-                f"   difference {difference:.0e}",
+                f"{shape} {what:<16} few={few!s:<5} {ms[0]:7.4f} / {ms[1]:7.4f} ms   "
+                f"difference {difference:.0e}",
                 flush=True,
             )
         torch.cuda.empty_cache()

@@ -1,8 +1,9 @@
-"""Other block sizes, segments, checkpoint spacings and lane layouts of the scan kernels: runnable, and why they did not win.
+"""Other blocks, segments, checkpoint spacings and lane layouts of the scan kernels: none won.
 
     python kernels/variants/plans.py [--out FILE.json]      # about two minutes on an H200
 
-Each variant is checked against the default plan before it is timed (forward / backward, ms, as in kernels/bench.py).
+Each variant is checked against the default plan before it is timed (forward / backward, ms, as in
+kernels/bench.py).
 """
 
 import argparse
@@ -94,7 +95,8 @@ def main():
                 )
             )
             print(
-                f"{shape} {form:<8} {path:<8} {str(change):<28} {ms[0]:7.3f} / {ms[1]:7.3f} ms   difference {difference:.0e}",
+                f"{shape} {form:<8} {path:<8} {str(change):<28} {ms[0]:7.3f} / {ms[1]:7.3f} ms   "
+                f"difference {difference:.0e}",
                 flush=True,
             )
             torch.cuda.empty_cache()

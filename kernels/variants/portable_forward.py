@@ -1,12 +1,15 @@
-"""The portable forward with other block sizes, and the cost of its memory mode: checked against the default plan, then timed.
+"""The portable forward with other block sizes, and the cost of its memory mode.
 
-    python kernels/variants/portable_forward.py [--out FILE.json]      # about two minutes on an H200, most of it the compiler's
+    python kernels/variants/portable_forward.py [--out FILE.json]
 
-Forward / backward in ms as in kernels/bench.py. "small" lines time the whole operation with one byte an element kept
-(`checkpoint="small"`) against the default, for the portable and the fast kernels.
+Takes about two minutes on an H200, most of it the compiler's. Each is checked against the default
+plan, then timed: forward / backward in ms as in kernels/bench.py. "small" lines time the whole
+operation with one byte an element kept (`checkpoint="small"`) against the default, for the portable
+and the fast kernels.
 """
 
 import argparse
+import functools
 import json
 import pathlib
 
@@ -54,7 +57,7 @@ def blocks(shape, form):
                 shape=shape,
                 form=form,
                 what=f"block {block}" + (" (default)" if other == plan else ""),
-                forward_ms=median(lambda: run(other)),
+                forward_ms=median(functools.partial(run, other)),
                 backward_ms=backward if other == plan else None,
             )
         )
@@ -69,16 +72,12 @@ def memory(shape, form, path):
     rows = []
     grads = {}
     for checkpoint in ("fast", "small"):
-
-        def run():
-            return triton_op.triton_scan(*leaf.values(), form=form, checkpoint=checkpoint)[0]
-
-        out = run()
-        grads[checkpoint] = torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
-
-        def back():
-            return torch.autograd.grad(out, list(leaf.values()), dout, retain_graph=True)
-
+        options = dict(form=form, checkpoint=checkpoint)
+        run = functools.partial(triton_op.triton_scan, *leaf.values(), **options)
+        out, _ = run()
+        into = (list(leaf.values()), dout)
+        back = functools.partial(torch.autograd.grad, out, *into, retain_graph=True)
+        grads[checkpoint] = back()
         rows.append(
             dict(
                 shape=shape,
@@ -119,10 +118,8 @@ def main():
                 if "against_fast" in row
                 else f"  x{rival[0] / row['forward_ms']:.2f} of CUDA"
             )
-            print(
-                f"{row['shape']} {row['form']:<9} {row['what']:<28} {row['forward_ms']:7.3f} / {row['backward_ms'] or '':>7} ms{against}",
-                flush=True,
-            )
+            times = f"{row['forward_ms']:7.3f} / {row['backward_ms'] or '':>7} ms"
+            print(f"{row['shape']} {row['form']:<9} {row['what']:<28} {times}{against}", flush=True)
         torch.cuda.empty_cache()
     if args.out:
         record = dict(

@@ -1,4 +1,4 @@
-"""Parts that the scripts of this folder share: the shapes, the inputs of a scan, and the official kernels' times."""
+"""What the scripts of this folder share: shapes, inputs of a scan, the official kernels' times."""
 
 import pathlib
 import sys
@@ -19,7 +19,8 @@ OFFICIAL = ANCHORS["official_longhorn_cuda"]  # (forward, backward) in ms on one
 
 
 def inputs(B, T, D, N, form="diagonal", dtype="bfloat16", seed=0):
-    "(arguments up to z in the operation's order, dict(A=...) for S6, gradient of the output, a state)."
+    """(arguments up to z in the operation's order, dict(A=...) for S6, gradient of the output, a
+    state)."""
     a, dout, state, _ = draw(Case("variants", "", B, T, D, N, form, dtype=dtype, state=True), seed)
     a.pop("initial_state")
     A = a.pop("A")

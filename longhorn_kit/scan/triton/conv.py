@@ -237,7 +237,7 @@ def _conv_bwd_kernel(
     if HAS_BIAS:
         bias = tl.load(bias_ptr + d, mask=md, other=0.0).to(tl.float32)
     dws = ()
-    for j in tl.static_range(W + 1):  # the taps and the bias
+    for _ in tl.static_range(W + 1):  # the taps and the bias
         dws = dws + (tl.zeros([R, BD], tl.float32),)
     if first < length:
         x_ptr += batch * sx_b + start * sx_t
@@ -528,6 +528,18 @@ def _slots(steps, x, cu_seqlens):
     return n, per_sequence, len(slots), owner
 
 # %% ../../../nbs/machine/triton_conv.ipynb #20_triton_conv-026
+def _compiled_for(p, W, silu, cu_seqlens):
+    # The options that the forward and the backward share.
+    return dict(
+        W=W,
+        SILU=silu,
+        BD=p.BD,
+        PACKED=cu_seqlens is not None,
+        num_warps=p.warps,
+        enable_fp_fusion=False,
+    )
+
+
 @on_its_device
 def conv_forward(
     x: Tensor,  # (B,T,D) inputs
@@ -559,16 +571,11 @@ def conv_forward(
             *(cu_seqlens, owner),
             *(T, per_sequence, D, blocks),
             *x.stride()[:2],
-            W=W,
-            SILU=silu,
             L=p.L,
             U=p.U,
-            BD=p.BD,
             **_has(bias=bias, h0=initial_state if W > 1 else None),
             FINAL=final,
-            PACKED=cu_seqlens is not None,
-            num_warps=p.warps,
-            enable_fp_fusion=False,
+            **_compiled_for(p, W, silu, cu_seqlens),
         )
     return _as(y, x), _as(last, x)
 
@@ -653,15 +660,8 @@ def conv_backward(
     dx = new(*x.shape, dtype=_stored(x.dtype))
     dw = new(slots, W, D)
     dbias = new(slots, D)
-    options = dict(
-        W=W,
-        SILU=silu,
-        BD=p.BD,
-        PACKED=cu_seqlens is not None,
-        num_warps=p.warps,
-        enable_fp_fusion=False,
-        **_has(bias=c, dht=dfinal if W > 1 else None),
-    )
+    given = _has(bias=c, dht=dfinal if W > 1 else None)
+    options = _compiled_for(p, W, silu, cu_seqlens) | given
     inputs = (x, w, c, initial, dy, also, dfinal)
     _launch_backward(inputs, (dx, dw, dbias), cu_seqlens, owner, per_sequence, p, options)
     dinitial = None

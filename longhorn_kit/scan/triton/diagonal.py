@@ -22,6 +22,7 @@ from .launch import launch
 from longhorn_kit.scan.triton.portable import (
     PortablePlan,
     _cdiv,
+    _counts,
     _empty,
     _has,
     _segment_owner,
@@ -62,6 +63,15 @@ def _wide_programs(B, T, D, NP):
     return _filled(B * _cdiv(D, 128), wave) >= 0.85
 
 
+def _forward_block(NP, segment, wide):
+    # Channels and warps of a program of the forward.
+    if segment:
+        return 64, NP // 16
+    if NP == 128:
+        return 64, 4
+    return 128 if wide else 32, 2
+
+
 def diagonal_plan(
     B: int,  # batch
     T: int,  # steps
@@ -80,47 +90,23 @@ def diagonal_plan(
         segment = _segment_steps(B, T, D, NP, direction)
     if wide is None:
         wide = _wide_programs(B, T, D, NP)
-    BD = 32
-    warps = NP // 16
-    if direction == "forward":
-        if segment:
-            BD = 64
-        elif NP == 128:
-            BD = 64
-            warps = 4
-        else:
-            BD = 128 if wide else 32
-            warps = 2
+    BD, warps = (32, NP // 16) if direction == "backward" else _forward_block(NP, segment, wide)
     LS = segment or (_cdiv(T, KEPT) + 1) * KEPT
-    per_sequence = max(1, _cdiv(T, LS))
-    if packed is None:
-        n_seq = B
-        slots = B * per_sequence
-        chunks = B * _cdiv(T, KEPT)
-        segmented = segment > 0 and per_sequence > 1
-    else:
-        n_seq = packed
-        slots = T // LS + packed
-        chunks = T // KEPT + packed
-        segmented = segment > 0
+    n_seq, per_sequence, slots, chunks = _counts(B, T, LS, KEPT, packed)
+    sizes = dict(T=T, D=D, N=N, NP=NP, rows=B * T, n_seq=n_seq)
     return PortablePlan(
+        **sizes,
         rule=DIAGONAL_RULE,
         width=2,
-        NP=NP,
         BD=BD,
         warps=warps,
         C=8,
         in_registers=True,
-        n_seq=n_seq,
-        T=T,
-        D=D,
-        N=N,
-        rows=B * T,
         LS=LS,
         per_sequence=per_sequence,
         slots=slots,
         chunks=chunks,
-        segmented=segmented,
+        segmented=segment > 0 and (packed is not None or per_sequence > 1),
         kept=KEPT,
     )
 
@@ -157,31 +143,37 @@ def _own_and_carry(
     reverse,
 ):
     # The states that enter every segment (slots,N,D): each segment alone first, then the carries.
+    # None if there are no segments.
+    if not p.segmented:
+        return None
     blocks = _cdiv(p.D, 32)
     carry = _empty(b)(p.slots, p.NP, p.D)
     decay = _empty(b)(p.slots, p.NP, p.D)
-    segments = (p.T, p.LS, p.per_sequence)
     vec = _vector(p.D)
     launch(
         _diagonal_adjoint_kernel,
         p.slots * blocks,
         *(b, b if z is None else z, drive, k, q, A, bias, cu_seqlens, owner),
         *(carry, decay),
-        *segments,
-        *(blocks, p.D // vec),
+        *(p.T, p.LS, p.per_sequence, blocks, p.D // vec),
         *_steps(vec, b, z, drive),
         BD=32,
         REVERSE=reverse,
         **_has(bias=bias, z=z),
         **_compiled_for(p, vec, cu_seqlens, 8, 32, p.NP // 16, b, z, drive),
     )
+    _carry(p, carry, decay, edge, cu_seqlens, reverse)
+    return carry
+
+
+def _carry(p, carry, decay, edge, cu_seqlens, reverse):
+    # Replace every segment's own state by the one that enters it.
     blocks = _cdiv(p.NP * p.D, 128)
     launch(
         _diagonal_carry_kernel,
         p.n_seq * blocks,
         *(carry, decay, edge, cu_seqlens),
-        *segments,
-        *(p.D, blocks),
+        *(p.T, p.LS, p.per_sequence, p.D, blocks),
         N=p.NP,
         **_has(edge=edge),
         REVERSE=reverse,
@@ -189,9 +181,15 @@ def _own_and_carry(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    return carry
 
 # %% ../../../nbs/machine/triton_diagonal.ipynb #triton_diagonal-070
+def _diagonal_results(p, x, save):
+    # Memory for outputs, checkpoints and final states.
+    new = _empty(x)
+    out = new(*x.shape, dtype=x.dtype)
+    return out, new(p.chunks if save else 0, p.NP, p.D), new(p.n_seq, p.D, p.NP)
+
+
 @on_its_device
 def diagonal_forward(
     plan: PortablePlan,  # from `diagonal_plan` or `selective_plan`
@@ -209,17 +207,12 @@ def diagonal_forward(
 ):
     "Return out (B,T,D), and in fp32 final state (n,D,N) and checkpoints (chunks, padded N, D)."
     p = plan
-    new = _empty(x)
     vec, (x, b, z), (q, k, A, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z), (q, k, A, initial_state), (bias, skip)
     )
-    out = new(*x.shape, dtype=x.dtype)
-    final = new(p.n_seq, p.D, p.NP)
-    ckpt = new(p.chunks if save else 0, p.NP, p.D)
+    out, ckpt, final = _diagonal_results(p, x, save)
     owner = _segment_owner(p, cu_seqlens)
-    carry = None
-    if p.segmented:
-        carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False)
+    carry = _own_and_carry(p, b, x, None, k, k, A, bias, h0, cu_seqlens, owner, False)
     if p.BD == 128 and not _one_stride(p.D, x, b, z):
         p = replace(p, BD=32)  # separate strides need registers; 128 channels leave none
     launch(
@@ -278,9 +271,7 @@ def diagonal_backward(
         p, (x, _wide_rate(b, x), z, dout), (q, k, A, dfinal), (bias, skip)
     )
     owner = _segment_owner(p, cu_seqlens)
-    carry = None
-    if p.segmented:
-        carry = _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True)
+    carry = _own_and_carry(p, ba, ga, za, ka, qa, Aa, bias, edge, cu_seqlens, owner, True)
     gates = xa if z is None else za
     written = _diagonal_gradients(p, x, b, z, scalar)
     dz = written.dx if z is None else written.dz

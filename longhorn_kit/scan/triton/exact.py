@@ -572,19 +572,15 @@ def exact_plan(
         n_seq = packed
         chunks = T // 16 + 2 * packed
     tight = few or NP >= 64  # too few programs, or a state too wide for the registers of one warp
+    sizes = dict(T=T, D=D, N=N, NP=NP, rows=B * T, n_seq=n_seq)
     return PortablePlan(
+        **sizes,
         rule=RULES["exact"],
         width=2,
-        NP=NP,
         BD=16 if tight and not forward else 32,
         warps=2 if tight and forward else 1,
         C=16,
         in_registers=False,
-        n_seq=n_seq,
-        T=T,
-        D=D,
-        N=N,
-        rows=B * T,
         LS=T,
         per_sequence=1,
         slots=n_seq,
@@ -660,6 +656,13 @@ def _compiled_for(p, vec, cu_seqlens, *wide):
     )
 
 
+def _exact_results(p, x, save, read):
+    # Memory for outputs, checkpoints and final states.
+    new = _empty(x)
+    out = new(*(x.shape if read else (0,)), dtype=x.dtype)
+    return out, new(p.chunks if save else 0, p.D, p.NP), new(p.n_seq, p.D, p.NP)
+
+
 @on_its_device
 def exact_forward(
     plan: PortablePlan,  # from `exact_plan`
@@ -677,13 +680,10 @@ def exact_forward(
 ):
     "Return out (B,T,D), final state (n,D,N) and checkpoints (chunks,D,NP), the last two in fp32."
     p = plan
-    new = _empty(x)
     vec, (x, b, z), (q, k, h0), (bias, skip) = _ready(
         p, (x, _wide_rate(b, x), z if read else None), (q, k, initial_state), (bias, skip)
     )
-    out = new(*(x.shape if read else (0,)), dtype=x.dtype)
-    final = new(p.n_seq, p.D, p.NP)
-    ckpt = new(p.chunks if save else 0, p.D, p.NP)
+    out, ckpt, final = _exact_results(p, x, save, read)
     inputs = (x, b, x if z is None else z, k, q, bias, skip, h0, cu_seqlens)
     kernel = launch(
         _exact_fwd_kernel,

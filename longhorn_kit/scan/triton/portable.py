@@ -447,6 +447,21 @@ def _block(rule, channels, N, segment):
     return 16 if rule == "exact" and channels <= 8192 else 32
 
 
+def _segment(B, T, D, direction):
+    # Steps in a segment, by shape; 0: no segments.
+    few = FEW_CHANNELS[direction] > B * D
+    return SEGMENT if few and (B == 1 or T > SEGMENT) else 0
+
+
+def _counts(B, T, steps, kept, packed):
+    # (sequences, segments of a sequence, segments of all, checkpoints of all), with segments of
+    # `steps` steps and checkpoints every `kept`. Of packed sequences the last two are bounds.
+    per_sequence = max(1, _cdiv(T, steps))
+    if packed is None:
+        return B, per_sequence, B * per_sequence, B * _cdiv(T, kept)
+    return packed, per_sequence, T // steps + packed, T // kept + packed
+
+
 def portable_plan(
     rule: str,  # a key of `RULES`
     B: int,  # batch
@@ -465,34 +480,21 @@ def portable_plan(
     kept = checkpoint_every or fastest
     C = min(kept, fastest)
     if segment is None:
-        few = FEW_CHANNELS[direction] > B * D
-        segment = SEGMENT if few and (B == 1 or T > SEGMENT) else 0
+        segment = _segment(B, T, D, direction)
     segment = 0 if rule == "exact" else _cdiv(segment, kept) * kept
     if block is None:
         block = _block(rule, B * D, N, segment) if direction == "forward" else 32
     LS = segment or (_cdiv(T, kept) + 1) * kept
-    per_sequence = max(1, _cdiv(T, LS))
-    if packed is None:
-        n_seq = B
-        slots = B * per_sequence
-        chunks = B * _cdiv(T, kept)
-    else:
-        n_seq = packed
-        slots = T // LS + packed
-        chunks = T // kept + packed
+    n_seq, per_sequence, slots, chunks = _counts(B, T, LS, kept, packed)
+    sizes = dict(T=T, D=D, N=N, NP=NP, rows=B * T, n_seq=n_seq)
     return PortablePlan(
+        **sizes,
         rule=RULES[rule],
         width=3 if rule == "s6_time_varying" else 2,
-        NP=NP,
         BD=block,
         warps=max(1, NP // 32),
         C=C,
         in_registers=C <= 8 and N <= FEW_STATES,
-        n_seq=n_seq,
-        T=T,
-        D=D,
-        N=N,
-        rows=B * T,
         LS=LS,
         per_sequence=per_sequence,
         slots=slots,

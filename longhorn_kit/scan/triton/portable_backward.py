@@ -29,6 +29,7 @@ from longhorn_kit.scan.triton.portable import (
     _carry,
     _cdiv,
     _contiguous,
+    _counts,
     _empty,
     _exp_minus,
     _gate,
@@ -781,13 +782,8 @@ def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens):
     # Checkpoints every C steps from those every `kept`. To the kernel, these are states that enter
     # segments of `kept` steps.
     A = _across(A) if p.width == 2 else A
-    per_sequence = max(1, _cdiv(p.T, p.kept))
-    if cu_seqlens is None:
-        slots = p.n_seq * per_sequence
-        chunks = p.n_seq * _cdiv(p.T, p.C)
-    else:
-        slots = p.T // p.kept + p.n_seq
-        chunks = p.T // p.C + p.n_seq
+    packed = None if cu_seqlens is None else p.n_seq
+    _, per_sequence, slots, chunks = _counts(p.n_seq, p.T, p.kept, p.C, packed)
     segments = replace(p, LS=p.kept, per_sequence=per_sequence, slots=slots)
     dense = _empty(x)(chunks, p.N, p.D)
     owner = _segment_owner(segments, cu_seqlens)
@@ -834,6 +830,21 @@ def _portable_gradients(p, x, b, z, scalar, packed):
         dskip=sums(p.D),
         dinitial=new(p.n_seq, p.D, p.N),
         dA=sums(p.D, p.N) if p.rule >= RULES["s6"] else None,
+    )
+
+
+def _shared_options(p, bias, z, scalar, packed):
+    # What both passes of the backward are compiled for.
+    return dict(
+        RULE=p.rule,
+        NP=p.NP,
+        BD=p.BD,
+        C=p.C,
+        WIDTH=p.width,
+        B_SCALAR=scalar,
+        PACKED=packed,
+        num_warps=p.warps,
+        **_has(bias=bias, z=z),
     )
 
 
@@ -913,17 +924,7 @@ def portable_backward(
         if p.kept > p.C and p.rows:
             ckpt = _rebuild(p, ckpt, tok, kk, x, b, bias, A, cu_seqlens)
         inputs = (tok, kk, x, b, z, dout, A, bias, skip, dfinal, cu_seqlens, owner)
-        options = dict(
-            RULE=p.rule,
-            NP=p.NP,
-            BD=p.BD,
-            C=p.C,
-            WIDTH=p.width,
-            B_SCALAR=scalar,
-            PACKED=packed,
-            num_warps=p.warps,
-            **_has(bias=bias, z=z),
-        )
+        options = _shared_options(p, bias, z, scalar, packed)
         carry = _adjoints(p, inputs, options) if p.segmented else None
         _main_pass(p, inputs, ckpt, carry, written, options)
     return _collect(p, q, k, x, b, z, bias, skip, A, written, scalar)
