@@ -41,7 +41,7 @@ HEADER = "import torch\nimport triton\nimport triton.language as tl\n"
 
 
 def page_module(form: str):
-    "Return the cells with the tag `rungs` of a page as a module; Triton needs their source in a file."
+    "Return the cells of a page with the tag `rungs` as a module: Triton reads source from files."
     path = ROOT / "nbs" / "scan" / f"{PAGES[form]}.ipynb"
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(c["source"]) for c in cells if "rungs" in c["metadata"].get("tags", ())]

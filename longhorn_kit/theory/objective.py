@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from .minimisers import gradient_of, minimise_descent, minimise_quadratic
 from torch import Tensor
+
+from .minimisers import gradient_of, minimise_descent, minimise_quadratic
 
 # %% ../../nbs/theory/01_objective.ipynb #01_objective-012
 def proximity(
