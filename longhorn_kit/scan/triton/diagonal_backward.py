@@ -288,9 +288,9 @@ def _copies(x, b, z, g, k, q, A, N: gl.constexpr, BD: gl.constexpr, RULE: gl.con
 
 
 @gluon.jit
-def _tiles(N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr, HAS_Z: gl.constexpr):
+def _tiles(N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr):
     # What the steps of a chunk read: rates, x, x times RULE.x_scale, gradients of y, keys, queries,
-    # rates of tokens. Then what the stores alone read: slopes of the rates, and factors of dz.
+    # rates of tokens. The slopes of the rates, which only the stores read, come last.
     sw = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
     sx = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
     sh = sx
@@ -301,10 +301,7 @@ def _tiles(N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr, HAS_Z: gl.cons
     sk = gl.allocate_shared_memory(gl.float32, [16, N], ROWS)
     sq = gl.allocate_shared_memory(gl.float32, [16, N], ROWS)
     sa = _rates_buffer(sk, 16, N, RULE)
-    gates = slopes
-    if HAS_Z:
-        gates = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
-    return (sw, sx, sh, sd, sk, sq, sa), slopes, gates
+    return (sw, sx, sh, sd, sk, sq, sa), slopes
 
 
 @gluon.jit
@@ -323,6 +320,15 @@ def _parts(N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, HAS_Z: gl.conste
 
 
 @gluon.jit
+def _gates(slopes, BD: gl.constexpr, HAS_Z: gl.constexpr):
+    # A tile for the factors of dz; any tile without gates.
+    gates = slopes
+    if HAS_Z:
+        gates = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
+    return gates
+
+
+@gluon.jit
 def _by_four(tile):
     # The same memory, seen as tiles of four steps.
     return tile._reinterpret(gl.float32, [4, 4, tile.shape[1]], ROWS)
@@ -336,7 +342,8 @@ def _wide_sources(
     strides,  # their strides between steps
     offsets,  # of their tiles
     batch,  # sequence
-    first,  # step
+    start,  # its first row
+    lo,  # first step of the segment
     VEC: gl.constexpr,  # elements per copy
     HAS_Z: gl.constexpr,  # z is given
 ):
@@ -344,7 +351,7 @@ def _wide_sources(
     sources = ()
     for i in gl.static_range(4):
         if i != 2 or HAS_Z:
-            ptr = ptrs[i] + (batch * between[i] * VEC + first * strides[i])
+            ptr = ptrs[i] + (batch * between[i] * VEC + (start + lo) * strides[i])
             sources = sources + ((copies[i], ptr, strides[i], offsets[i]),)
     return sources
 
@@ -396,7 +403,7 @@ def _rates_in(
     sw,  # tile of rates
     slopes,  # tile of their slopes
     bias,  # (D,)
-    bounds,  # channels and steps of a tile, and how many of both exist
+    bounds,  # channels and steps of a tile; channels and steps of the segment; chunk
     NW: gl.constexpr,
     RULE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -407,7 +414,7 @@ def _rates_in(
     N: gl.constexpr = copies[4].shape[1]
     TILE: gl.constexpr = _tile_layout(NW)
     KEYS: gl.constexpr = _norms_layout(N, NW)
-    d, t, D, left = bounds
+    d, t, D, left, c = bounds
     bi = _row(bias, d, D, HAS_BIAS, RAGGED_D)
     if HAS_BIAS:
         bi = RULE.bias_by * bi
@@ -415,7 +422,7 @@ def _rates_in(
     v = gl.fma(_float(copies[1].load(TILE)), RULE.bias_by, bi)
     slope = RULE.slope(v)
     kk = _norm(keys, N * _lane_channels(NW) // 32, TILE, RULE)
-    w = RULE.rate_again(v, slope, kk, t < left, RAGGED_T)
+    w = RULE.rate_again(v, slope, kk, t < left - c * 16, RAGGED_T)
     sw.store(w)
     slopes.store(slope)
     return w, keys
@@ -454,9 +461,9 @@ def _inputs_in(copies, tiles, w, keys, TILE: gl.constexpr, RULE: gl.constexpr):
 @gluon.jit
 def _chunk_in(
     copies,  # of `_copies`
-    buffers,  # of `_tiles`
+    buffers,  # tiles and slopes of `_tiles`, and `_gates`
     bias,  # (D,)
-    bounds,  # channels and steps of a tile, and how many of both exist
+    bounds,  # channels and steps of a tile; channels and steps of the segment; chunk
     NW: gl.constexpr,
     RULE: gl.constexpr,
     HAS_BIAS: gl.constexpr,
@@ -551,7 +558,7 @@ def _four_gradients(
     over,  # sums over n, for dx and for the rates; sums over d, for dk, dq and for dA of tokens
     sums,  # (4,BD) gradients of bias and skip so far, the latter by the multiple of x that is kept
     where,  # chunk, which four of its steps, steps of the segment, channels
-    buffers,  # of `_tiles`
+    buffers,  # tiles and slopes of `_tiles`, and `_gates`
     parts,  # of `_parts`
     skip,  # of the channels
     grads,  # pointers to dx, db, dz, dtok, drate
@@ -681,22 +688,27 @@ def _diagonal_bwd_kernel(
     copies = _copies(x, b, z, g, k, q, A, N, BD, RULE)
     # the state before every four steps but the last
     kept = gl.allocate_shared_memory(gl.float32, [C // 4 - 1, N, BD], ROWS)
-    buffers = _tiles(N, BD, RULE, HAS_Z)
-    steps = _by_step(buffers[0])
+    tiles, slopes = _tiles(N, BD, RULE)
+    steps = _by_step(tiles)
     parts = _parts(N, BD, NW, HAS_Z)
+    buffers = tiles, slopes, _gates(slopes, BD, HAS_Z)
     adA = gl.zeros([N, BD], gl.float32, STATE)
     rates = _channel_rates(A, dn, mS, adA, RULE, RAGGED_D)
     G = _last_adjoint(carry, dhT, slot, seq, D, state, N, BD, STATE, SEGMENTED, HAS_DHT)
     between = sx_bv, sb_bv, sz_bv, sg_bv
     wide = _wide_sources(
-        copies, (x, b, z, g), between, strides, offsets, batch, start + lo, VEC, HAS_Z
+        copies, (x, b, z, g), between, strides, offsets, batch, start, lo, VEC, HAS_Z
     )
     keys = _key_sources(copies, k, q, A, row + lo, N, RULE)
     o = (row + lo) * D
+    dx += o
+    db += o
+    dz += o
     part_row = pd.to(gl.int64) * rows + row + lo
+    dtok += part_row * (WIDTH * N)
     if RULE.normed:
         drate += part_row
-    grads = dx + o, db + o, dz + o, dtok + part_row * (WIDTH * N), drate
+    grads = dx, db, dz, dtok, drate
     ckpt += (chunk + lo // C) * N * D
     chunks = (left + C - 1) // C
     c0 = gl.maximum(chunks - 1, 0)
@@ -710,7 +722,7 @@ def _diagonal_bwd_kernel(
         after = S  # the state before the steps of the last turn follows those of this one
         c = chunks - 1 - i
         async_copy.wait_group(0)
-        bounds = dT, tT, D, left - c * C
+        bounds = dT, tT, D, left, c
         _chunk_in(copies, buffers, bias, bounds, NW, RULE, HAS_BIAS, HAS_Z, RAGGED_T, RAGGED_D)
         S = kept.index(0).load(STATE)
         cn = gl.maximum(c - 1, 0)

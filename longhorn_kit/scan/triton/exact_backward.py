@@ -427,8 +427,8 @@ def _substituted(gram, tiles, BD: gl.constexpr, NW: gl.constexpr):
 # %% ../../../nbs/machine/triton_exact_backward.ipynb #triton_exact_backward-114
 @gluon.jit
 def _state_adjoint(G, sk, sq, D2, w2, MMA: gl.constexpr):
-    # dS_0 of (6): the adjoint of the state before the chunk. Return also keys and queries as
-    # right operands.
+    # dS_0 of (6): the adjoint of the state before the chunk. Return keys and queries as right
+    # operands too.
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     w_high, w_low = w2
