@@ -46,12 +46,15 @@ def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     sizes = dict(z=gated, itemsize=x.element_size(), kept=0.0)
-    assert scan_bytes(B, T, D, N, **sizes) == size([*given, out])
+    expected = size([*given, out])
+    assert scan_bytes(B, T, D, N, **sizes) == expected
     assert scan_bytes(B, T, D, N, "backward", **sizes) == size(
         [*given, out, *grads]
     )  # dout is as large as out
     states = 4 * B * D * N * T // 4  # one fp32 state every 4 steps
-    assert scan_bytes(B, T, D, N, **sizes | dict(kept=4 * N / 4)) == size([*given, out]) + states
+    result = scan_bytes(B, T, D, N, **sizes | dict(kept=4 * N / 4))
+    expected = size([*given, out]) + states
+    assert result == expected
 
 
 def test_the_diagonal_count_is_that_of_its_compiled_kernel():
@@ -129,8 +132,10 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
     )
     size = 8, 2048, 2048
     floors = row_floors(plain, "backward", RATES, compiled)
-    assert floors["issue"] == code_floors(*size, [dict(total=400)], RATES)["issue"]
-    assert floors["bytes"] == 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
+    expected = code_floors(*size, [dict(total=400)], RATES)["issue"]
+    assert floors["issue"] == expected
+    expected = 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
+    assert floors["bytes"] == expected
     for other in (
         dict(kernels="portable"),
         dict(z=False),
@@ -150,4 +155,6 @@ def test_a_ragged_width_is_planned_like_the_next_whole_block():
             ragged, whole = (
                 diagonal_plan(8, 4096, width, 16, direction=direction) for width in (D - 8, D)
             )
-            assert (ragged.segmented, ragged.LS, ragged.BD) == (whole.segmented, whole.LS, whole.BD)
+            assert ragged.segmented == whole.segmented
+            assert ragged.LS == whole.LS
+            assert ragged.BD == whole.BD
