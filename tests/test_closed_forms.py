@@ -13,7 +13,7 @@ from longhorn_kit.theory.closed_forms import (
     exact_step,
     explicit_step,
 )
-from test_objective import problem
+from theory_cases import problem
 
 pytestmark = pytest.mark.numeric
 

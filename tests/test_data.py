@@ -25,43 +25,12 @@ from longhorn_kit.lab.data.text import (
     embedded_documents,
     file_documents,
     hold_out_long,
-    holds_whole,
     is_held_out,
     load_documents,
-    pieces_of,
 )
 from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.train.lm import open_texts
-
-
-def documents(n, words=30):
-    texts = []
-    for i in range(n):
-        numbers = " ".join(str(i * j) for j in range(words))
-        texts.append(f"document {i}: {numbers}\n")
-    return texts
-
-
-def json_lines(*records):
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
-def write_records(path, **columns):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table(columns), path)
-    else:
-        lines = json_lines(*(dict(zip(columns, row)) for row in zip(*columns.values())))
-        content = gzip.compress(lines) if path.suffix == ".gz" else lines
-        path.write_bytes(content)
-    return str(path)
-
-
-def split(result, **options):
-    "Return the (part, text) pairs into which a preparation divides documents."
-    result = list(result)
-    whole = holds_whole(result, **options)
-    return [piece for name, text in result for piece in pieces_of(name, text, whole, **options)]
-
+from texts import documents, fake_datasets, json_lines, split, write_records
 
 # ---- sources
 
@@ -403,10 +372,6 @@ def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
     assert 0 < most < 10_000_000
 
 
-def fake_datasets(monkeypatch, load):
-    monkeypatch.setattr("datasets.load_dataset", load)
-
-
 def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
     requested = []
 
@@ -671,26 +636,6 @@ def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatc
 def test_bytes_round_trip(text):
     tokenizer = get_tokenizer("bytes")
     assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.fixture(scope="module")
-def gpt2_folder(tmp_path_factory):
-    "Write GPT-2's two files with four merges; unprintable bytes are numbered from 256."
-    folder = tmp_path_factory.mktemp("bpe")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    with_space = (letter[32], "the")
-    merges = [("t", "h"), ("th", "e"), with_space, ("i", "n")]
-    (folder / "vocab.bpe").write_text(
-        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
-    )
-    single = [letter[b] for b in printable + others]
-    merged = [a + b for a, b in merges]
-    names = single + merged
-    ids = {name: i for i, name in enumerate(names)} | {"<|endoftext|>": 50256}
-    (folder / "encoder.json").write_text(json.dumps(ids))
-    return folder
 
 
 def test_gpt2_from_a_folder(gpt2_folder):

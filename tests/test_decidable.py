@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fakes import NO_CODE, one_pass_record
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import published
 from longhorn_kit.lab.claims.claim import readers
@@ -23,16 +24,6 @@ from longhorn_kit.records import read_record, to_plain
 from sweep import slow_case
 
 RECORDS = Path(__file__).parents[1] / "nbs/lab/results"
-NO_CODE = {
-    "one-pass-width",
-    "language-size",
-    "language-350m",
-    "sample-efficiency-size",
-    "downstream",
-    "value-projection",
-    "step-size",
-    "heads",
-}
 
 
 def noise(seed):
@@ -580,18 +571,7 @@ def first_plan_record(losses):
                 dict(name=model.name, lr=5e-3, bracket=bracket, runs=runs(model, group.seeds))
                 for model in group.models
             ]
-    return {
-        "experiment": "one-pass",
-        "scale": "gpu",
-        "settings": {"tokens": 90},
-        "results": {
-            "plan": {"commit": None},
-            "unit": "bits per byte",
-            "train_tokens": 100,
-            "domains": {},
-            "groups": groups,
-        },
-    }
+    return one_pass_record(groups)
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import test_cli
+import command_line
 from longhorn_kit import cli, records
 from longhorn_kit.extras import pip_command
 from longhorn_kit.lab.claims import published
@@ -647,9 +647,8 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
 
 def fails(capsys, argv, code=1):
     capsys.readouterr()
-    return test_cli.fails(
-        capsys, ["eval", "--tasks", *argv] if "export" not in argv[:1] else argv, code
-    )
+    words = argv if "export" in argv[:1] else ["eval", "--tasks", *argv]
+    return command_line.fails(capsys, words, code)
 
 
 def test_command_prints_a_table_and_writes_the_record(

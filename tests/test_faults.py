@@ -26,8 +26,8 @@ from longhorn_kit.lab.data import corpus
 from longhorn_kit.lab.train.checkpoint import checkpoints, read_checkpoint
 from longhorn_kit.lab.train.lm import save_lm
 from longhorn_kit.models import LMConfig, SequenceLM
-from test_corpus import sources
-from test_vision_training import filled
+from pictures import filled
+from texts import sources
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RESULTS = Path(__file__).parents[1] / "nbs" / "lab" / "results"

@@ -27,7 +27,7 @@ from longhorn_kit.lab.use import UsageError
 from longhorn_kit.records import read_json, read_jsonl
 from rounding import bound
 from sweep import slow_case
-from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
+from tiny_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
 SHORT = dataclasses.replace(CONFIG, steps=20)
 LAYOUTS = {

@@ -12,7 +12,6 @@ import json
 import posixpath
 import re
 import shlex
-import sys
 from pathlib import Path
 from urllib.parse import quote, unquote
 from xml.etree import ElementTree
@@ -20,15 +19,11 @@ from xml.etree import ElementTree
 import pytest
 from bs4 import BeautifulSoup
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "docs"))
-import api  # noqa: E402
-import build  # noqa: E402
-import figures  # noqa: E402
-import longhorn_kit  # noqa: E402
-from browser import MISSING, Browser  # noqa: E402
-from colours import contrast  # noqa: E402
-from sweep import slow_case  # noqa: E402
+import longhorn_kit
+from browser import MISSING, Browser
+from colours import contrast
+from site_build import ROOT, api, build, figures
+from sweep import slow_case
 
 NOTEBOOKS = [p.relative_to(build.NOTEBOOKS).with_suffix("") for p in build.notebooks()]
 pytestmark = pytest.mark.filterwarnings(

@@ -1,6 +1,7 @@
 """Timing of training steps: kinds of kernels, and the experiment without a GPU."""
 
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -11,8 +12,8 @@ from longhorn_kit.lab.experiments import throughput
 from longhorn_kit.lab.experiments.throughput import EXPERIMENT, Throughput, jobs, kind_of
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record
-from test_language import RECORDS
 
+RECORDS = Path(__file__).parent.parent / "nbs/lab/results/language"
 FAST = dict(gpu=False, preset="laptop", tokens=1024, contexts=(1024,))
 
 

@@ -10,7 +10,7 @@ from longhorn_kit import cli
 from longhorn_kit.extras import pip_command
 from longhorn_kit.records import read_json, read_jsonl
 from sweep import slow_case
-from test_training import CONFIG, Interrupting, curve, failing, run
+from tiny_training import CONFIG, Interrupting, curve, failing, run
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 COMMANDS = {

@@ -35,69 +35,20 @@ from longhorn_kit.lab.train.recipe import (
 )
 from longhorn_kit.models.recompute import chunked_cross_entropy
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
-
-CONFIG = TrainConfig(
-    steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10
+from tiny_training import (
+    CONFIG,
+    TOKENS,
+    VAL,
+    Interrupting,
+    Masked,
+    Tiny,
+    alone,
+    curve,
+    failing,
+    language_model,
+    run,
+    same_curves,
 )
-generator = np.random.default_rng(0)
-TOKENS = generator.integers(0, 32, 2000).astype(np.uint8)
-VAL = (
-    np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)
-)  # 203 predictions: the last window is short
-
-
-class Tiny(nn.Module):
-    "Small model with dropout, which reveals a random state that was not restored."
-
-    def __init__(self, seed=0, d=16, dropout=0.2):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(32, d)
-        self.dropout = nn.Dropout(dropout)
-        self.hidden = nn.Linear(d, d)
-        self.head = nn.Linear(d, 32)
-
-    def forward(self, tokens, targets):
-        embedded = self.dropout(self.embed(tokens))
-        hidden = torch.tanh(self.hidden(embedded))
-        logits = self.head(hidden)
-        flat_logits = logits.flatten(0, 1)
-        flat_targets = targets.flatten()
-        return logits, nn.functional.cross_entropy(flat_logits, flat_targets)
-
-
-class Interrupting(Sampler):
-    "Sampler that calls `what` before its n-th batch."
-
-    def __init__(self, at, what, **options):
-        super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
-        self.at = at
-        self.what = what
-
-    def next_batch(self):
-        step = self.drawn // self.batch_size + 1
-        if step == self.at:
-            self.what()
-        return super().next_batch()
-
-
-def run(folder=None, tokens=TOKENS, config=CONFIG, seed=0, **options):
-    return train(Tiny(seed), tokens, VAL, config, folder, quiet=True, **options)
-
-
-def untimed(line):
-    return {name: value for name, value in line.items() if name != "tokens_per_second"}
-
-
-def curve(lines):
-    return [untimed(line) for line in lines]
-
-
-def failing(error):
-    def what(*_, **options):
-        raise error
-
-    return what
 
 
 def losses(model, tokens=TOKENS, val=None, folder=None, end=None, **changes):
@@ -793,16 +744,6 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
         assert torch.allclose(a, b, atol=2e-5)
 
 
-class Masked(Sampler):
-    "Sampler that leaves out a different number of targets in every row."
-
-    def next_batch(self):
-        inputs, targets = super().next_batch()
-        start = inputs[:, :1] % self.context
-        left_out = torch.arange(self.context) < start  # at least one target stays
-        return inputs, targets.masked_fill(left_out, -100)
-
-
 @pytest.mark.parametrize("votes", [(), (True, False), (False, True)])
 def test_votes_travel_with_the_count_of_targets(votes):
     "With 1,023 processes of 2**20 targets each, neither targets nor votes overflow."
@@ -929,35 +870,6 @@ def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
         assert torch.allclose(a, b, atol=2e-2 if bf16 else 1e-6)
     with torch.no_grad():
         assert torch.allclose(chunked_cross_entropy(h, weight, targets, chunk), own, rtol=1e-2)
-
-
-def language_model(**options):
-    from longhorn_kit.models import LMConfig, SequenceLM
-
-    torch.manual_seed(0)
-    return SequenceLM(
-        LMConfig(**dict(vocab_size=32, d_model=8, n_layer=2, mixer="attention") | options)
-    )
-
-
-def alone(model, tokens=TOKENS, **changes):
-    "Return the metrics of a run on one process."
-    return train(
-        model, tokens, VAL, dataclasses.replace(CONFIG, **{"steps": 20} | changes), quiet=True
-    )["history"]
-
-
-def same_curves(together, alone, close=1e-4):
-    steps = [line["step"] for line in together]
-    expected_steps = [line["step"] for line in alone]
-    assert steps == expected_steps
-    for name in ("loss", "grad_norm", "lr"):
-        assert np.allclose(
-            [line[name] for line in together], [line[name] for line in alone], rtol=close
-        )
-    loss = together[-1]["val_loss"]
-    expected = alone[-1]["val_loss"]
-    assert math.isclose(loss, expected, rel_tol=close / 10)
 
 
 @pytest.mark.numeric

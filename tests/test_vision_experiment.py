@@ -25,7 +25,7 @@ from longhorn_kit.lab.experiments.vision import (
 )
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record, to_plain
-from test_vision_training import encoded, parquet
+from pictures import encoded, parquet
 
 PLAIN = Config(batch_size=8, pad=0, smoothing=0.0, cutmix=0.0)
 
