@@ -1,4 +1,4 @@
-"""What tests of several commands share."""
+"""Helpers of tests that run several commands."""
 
 from longhorn_kit import cli
 

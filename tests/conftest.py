@@ -77,10 +77,10 @@ LONG_SECONDS = 1200  # a long test that takes more is stuck, also on a machine t
 # Files whose tests take long run first, so that no worker idles while the other ends with one.
 FIRST = (
     "test_site",
-    "test_layouts",
+    "test_distributed",
     "test_cluster",
-    "test_vision_training",
-    "test_triton_compile",
+    "test_train_vision",
+    "test_aot",
     "test_gluon_cpu",
 )
 # Long tests that no sample contains, and why.

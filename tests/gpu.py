@@ -35,23 +35,23 @@ FILES = (
     "test_causality.py",
     "test_triton_portable.py",
     "test_triton_fast.py",
-    "test_triton_composes.py",
+    "test_triton_op.py",
     "test_triton_pointwise.py",
     "test_op.py",
-    "test_decode.py",
+    "test_step.py",
     "test_short_conv.py",
     "test_mamba.py",
     "test_matrix.py",
     "test_models_cuda.py",
 )
 MARKED = (
-    "test_vision.py",
+    "test_vision_timm.py",
     "test_mqar.py",
     "test_one_pass.py",
     "test_puzzles.py",
 )  # mostly tests for the CPU: only those marked cuda
 BIG = re.compile("two_to_the_31")
-SHARED = re.compile("test_(op|decode|matrix).py")  # one size in most of the file
+SHARED = re.compile("test_(op|step|matrix).py")  # one size in most of the file
 
 
 def pytest(*arguments, stdout=subprocess.PIPE, **env):

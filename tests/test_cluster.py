@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fakes import kills
-from layouts import free_port
 from longhorn_kit import cli
 from longhorn_kit.records import read_json, read_jsonl
+from pool import free_port
 from sweep import slow_case
 
 ROOT = Path(__file__).parents[1]
@@ -95,7 +95,7 @@ def files(nodes):
     return [files_of(node) for node in nodes]
 
 
-@pytest.mark.slow  # the refusals themselves: test_layouts
+@pytest.mark.slow  # the refusals themselves: test_distributed
 @pytest.mark.parametrize(
     "options, other, says",
     [
@@ -306,7 +306,7 @@ assert names and not any("gloo" in name for name in names), names
 """
 
 
-@pytest.mark.slow  # of one process: test_layouts
+@pytest.mark.slow  # of one process: test_distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_the_connections_outlives_them(tmp_path):
     "A thread that waits for the interpreter's lock as the process ends would abort it."

@@ -201,7 +201,7 @@ def command(rng, folder, out):
 
 
 def problem_of(code, said, seconds):
-    "What is wrong with the end of a command, or None."
+    "The fault in the end of a command, or None."
     if code is None:
         return "hangs"
     if code < 0:

@@ -310,7 +310,6 @@ def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
     assert total < 2 or edges[-1] == length - 1
     steps = np.diff(edges)
     assert (steps > 0).all()
-    steps = np.diff(edges)
     assert (steps != 1).sum() < 16
 
 

@@ -19,11 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 from torch.testing import assert_close
 
-from layouts import one_process
 from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
 from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
 from longhorn_kit.models.lm import count_parameters, document_bounds, sample
 from mixers import every_family, every_mixer, rms
+from pool import one_process
 from rounding import bound, error
 from sweep import slow_case
 

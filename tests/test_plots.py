@@ -160,10 +160,8 @@ def test_a_table_keeps_its_cells_also_with_bars_in_them(title, monkeypatch):
         "| exact | 1 |",
         "| diagonal | 0.5 |",
     ]
-    result = lines[:-4]
     heading = [f"**{title}**", ""] if title else []
-    expected = heading
-    assert result == expected
+    assert lines[:-4] == heading
 
 
 def draw_two_programs(**options):

@@ -448,7 +448,6 @@ def test_the_film_of_the_front_page_moves_and_can_be_read_on_a_dark_page():
     assert "background:#fff" in film.get("style")
     text = "".join(film.itertext())
     assert "@keyframes" in text
-    text = "".join(film.itertext())
     assert "prefers-reduced-motion" in text
     colours = {element.get("fill", film.get("fill")) for element in words}
     for colour in colours:

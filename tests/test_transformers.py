@@ -794,7 +794,7 @@ def test_a_sharded_model_without_memory_draws_the_kits_weights():
     "The flow of FSDP2: build on meta, shard, `to_empty`, `init_weights`."
     from torch.distributed.fsdp import fully_shard
 
-    from layouts import one_process
+    from pool import one_process
 
     torch.manual_seed(0)
     config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2)

@@ -26,7 +26,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from layouts import Pool
 from longhorn_kit import cli
 from longhorn_kit.lab.data import images as images_module
 from longhorn_kit.lab.data.images import (
@@ -49,6 +48,7 @@ from longhorn_kit.lab.train.vision import (
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import as_recorded, read_json, read_jsonl
 from pictures import encoded, filled, parquet, picture
+from pool import Pool
 from sweep import slow_case
 
 

@@ -20,12 +20,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from layouts import Pool
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton import op as triton_op
 from longhorn_kit.scan.triton.pointwise import add_norm, to_length
+from pool import Pool
 from scan_cases import (
     DEVICE,
     assert_close,

@@ -144,7 +144,7 @@ def test_a_pruned_convolution_computes_its_weight_anew():
     layers = []
     for block in model.blocks:
         mixer = block.mixer
-        layers += [mixer.ahead.conv1d, block.mixer.back.conv1d]
+        layers += [mixer.ahead.conv1d, mixer.back.conv1d]
     with torch.no_grad():
         for layer in layers:
             prune.l1_unstructured(layer, "weight", 0.5)
@@ -178,7 +178,8 @@ def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options
     assert not y.isnan().any()
     for chans in (1, 3, 5):
         other = build(name, in_chans=chans, **options)
-        assert other(torch.randn(1, chans, 8, 8)).shape == (1, 10)
+        image = torch.randn(1, chans, 8, 8)
+        assert other(image).shape == (1, 10)
     model.set_grad_checkpointing()
     assert torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
     model.set_grad_checkpointing(False)

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from layouts import Alone, Pool
 from longhorn_kit.lab.data.text import Sampler
 from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder, together
 from longhorn_kit.lab.train import checkpoint
@@ -25,6 +24,7 @@ from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.recipe import evaluate
 from longhorn_kit.lab.use import UsageError
 from longhorn_kit.records import read_json, read_jsonl
+from pool import Alone, Pool
 from rounding import bound
 from sweep import slow_case
 from tiny_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
