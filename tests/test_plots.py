@@ -66,7 +66,9 @@ def test_ends_of_lines_get_their_labels_and_do_not_overlap(ax):
 
 
 def leaders(ax):
-    "Label -> (end of the curve, place of the label), as fractions of the axes; without a leader None."
+    """Label -> (end of the curve, position of the label), as fractions of the axes.
+
+    None without a leader."""
     return {
         text.get_text(): (text.xy, text.get_position()) if text.arrow_patch else None
         for text in ax.texts
@@ -86,7 +88,7 @@ def test_a_label_that_moved_or_is_far_from_its_curve_has_a_leader_to_its_end(ax)
     assert result["close"][0] == pytest.approx((1, 0.5005))
     heights = [result[name][1][1] for name in ("low", "close")]
     assert heights == pytest.approx([0.50025 - 0.0325, 0.50025 + 0.0325])
-    places = {place[0] for _, place in result.values()}
+    places = {position[0] for _, position in result.values()}
     assert len(places) == 1, "the labels stand below one another"
     styles = {text.get_text(): text.arrow_patch.get_linestyle() for text in ax.texts}
     assert styles["short"] == ":", "a leader that crosses the axes is no curve"
@@ -139,8 +141,8 @@ def test_words_in_figures_can_be_read_in_both_themes(colour):
     assert contrast(mpl.colors.to_hex(plots.letters_on(colour)), colour) >= 4.5
     if contrast(colour, "#ffffff") >= 4.6:
         assert words == colour.lower()
-    hue, found = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
-    assert abs(hue - found) < 0.03, "another hue"
+    hue, hue_of_words = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
+    assert abs(hue - hue_of_words) < 0.03, "another hue"
 
 
 def test_a_colour_that_does_not_exist_is_an_error():

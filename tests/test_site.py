@@ -653,7 +653,7 @@ WRITE |= {"set_title", "set_xlabel", "set_ylabel"}
 
 
 def can_be_read(colour):
-    "Is this expression the ink, black, white, made readable, or a model's colour that is dark enough?"
+    "Is a colour the ink, black, white, made readable, or that of a model and dark?"
     from longhorn_kit.plots import COLORS
 
     text = ast.unparse(colour)
@@ -931,8 +931,8 @@ def test_the_sidebar_has_numbers_and_a_page_leads_to_the_one_before_and_after_it
             )
             for link in links
         }
-        found = targets.get("prev-page", "").removesuffix(".html"), targets["next-page"]
-        assert found == (before, f"{after}.html"), name
+        assert targets.get("prev-page", "").removesuffix(".html") == before, name
+        assert targets["next-page"] == f"{after}.html", name
 
 
 def test_words_count_by_their_place():
@@ -1058,19 +1058,27 @@ def browser(tmp_path_factory):
 
 CONTRAST = """(() => {
   document.querySelectorAll("details").forEach(details => { details.open = true; });
-  const parse = text => { const n = text.match(/[\\d.]+/g).map(Number); return [n[0], n[1], n[2], n[3] ?? 1]; };
+  const parse = text => {
+    const n = text.match(/[\\d.]+/g).map(Number);
+    return [n[0], n[1], n[2], n[3] ?? 1];
+  };
   const over = (top, below) => top.slice(0, 3).map((c, i) => c * top[3] + below[i] * (1 - top[3]));
   const linear = c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-  const luminance = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, share, i) => sum + share * linear(rgb[i] / 255), 0);
-  const layers = e => e ? [...layers(e.parentElement), parse(getComputedStyle(e).backgroundColor)] : [];
+  const shares = [0.2126, 0.7152, 0.0722];
+  const luminance = rgb => shares.reduce((sum, share, i) => sum + share * linear(rgb[i] / 255), 0);
+  const background = e => parse(getComputedStyle(e).backgroundColor);
+  const layers = e => e ? [...layers(e.parentElement), background(e)] : [];
   const opacity = e => e ? opacity(e.parentElement) * getComputedStyle(e).opacity : 1;
   const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   const pale = [];
   let count = 0;
   while (walk.nextNode()) {
-    const text = walk.currentNode.data.trim(), e = walk.currentNode.parentElement;
-    if (!text || !e.checkVisibility({visibilityProperty: true}) || e.closest("script, style, noscript")) continue;
-    const style = getComputedStyle(e), ground = layers(e).reduce((below, top) => over(top, below), [255, 255, 255]);
+    const text = walk.currentNode.data.trim();
+    const e = walk.currentNode.parentElement;
+    if (!text || e.closest("script, style, noscript")) continue;
+    if (!e.checkVisibility({visibilityProperty: true})) continue;
+    const style = getComputedStyle(e);
+    const ground = layers(e).reduce((below, top) => over(top, below), [255, 255, 255]);
     const ink = parse(e instanceof SVGElement ? style.fill : style.color);
     ink[3] *= opacity(e);
     const [dark, light] = [luminance(over(ink, ground)), luminance(ground)].sort((a, b) => a - b);
@@ -1120,11 +1128,13 @@ BLOCKS = """(() => {
   document.querySelectorAll("details").forEach(details => { details.open = true; });
   focusScrollers();
   return [...document.querySelectorAll("article pre")].map(block => {
-    const style = getComputedStyle(block), button = block.parentElement.querySelector("button.copybtn");
+    const style = getComputedStyle(block);
+    const button = block.parentElement.querySelector("button.copybtn");
+    const gradients = style.backgroundImage.split("linear-gradient").length - 1;
     return {
       columns: Math.max(...block.innerText.split("\\n").map(line => line.length)),
       scrolls: block.scrollWidth > block.clientWidth,
-      shown: style.backgroundImage.split("linear-gradient").length == 5 && style.scrollbarWidth == "thin",
+      shown: gradients == 4 && style.scrollbarWidth == "thin",
       input: !!block.closest(".cell_input"),
       copied: !!button && button.checkVisibility({opacityProperty: true, visibilityProperty: true})
         && getComputedStyle(button).opacity == "1" && button.getBoundingClientRect().width > 15,
