@@ -318,7 +318,8 @@ def test_shares_are_those_of_the_step(form):
     ones = torch.ones(5, 3).double()
     empty = torch.zeros(5, 3, 4).double()
     state = STEPS[form](empty, k, ones, beta)
-    answer = (state * k[:, None]).sum(-1)
+    written = state * k[:, None]
+    answer = written.sum(-1)
     assert_close(entries.sum(-1), answer)
     erased = entries.sum(-1) if form == "exact" else measures.erased_share(entries, k)
     for token, channel in itertools.product(range(5), range(3)):
@@ -424,7 +425,8 @@ def test_percentiles_of_mamba(name):
     norms = B.square().sum(-1)
     forgotten = 1 - kept
     squares = B[:, :, None].square()
-    along = (forgotten * squares).sum(-1) / norms[..., None]
+    forgotten_by_key = forgotten * squares
+    along = forgotten_by_key.sum(-1) / norms[..., None]
     for key, values in (
         ("squared_norm", norms),
         ("gate", dt),

@@ -138,7 +138,8 @@ def test_words_in_figures_can_be_read_in_both_themes(colour):
     assert contrast(in_the_dark_theme(words), in_the_dark_theme("white")) >= 4.5
     if colour in COLORS.values():  # of a line
         assert contrast(in_the_dark_theme(colour), in_the_dark_theme("white")) >= 4.5
-    assert contrast(mpl.colors.to_hex(plots.letters_on(colour)), colour) >= 4.5
+    letters = mpl.colors.to_hex(plots.letters_on(colour))
+    assert contrast(letters, colour) >= 4.5
     if contrast(colour, "#ffffff") >= 4.6:
         assert words == colour.lower()
     hue, hue_of_words = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
@@ -194,7 +195,8 @@ def test_a_picture_of_programs_fills_what_one_program_uses():
     filled = {}
     for patch in axes.patches:
         if isinstance(patch, plt.Rectangle) and patch.get_fill():
-            colour = mpl.colors.to_hex(patch.get_facecolor()).upper()
+            face = patch.get_facecolor()
+            colour = mpl.colors.to_hex(face).upper()
             size = (patch.get_width(), patch.get_height())
             filled.setdefault(colour, []).append(size)
     # the whole block of both steps, the block of the marked step; the last is the key of the colour

@@ -57,7 +57,8 @@ def padded(*lengths, side="left", seed=0):
     def pad(t, by, value):
         return torch.nn.functional.pad(t, by, value=value)
 
-    tokens = torch.cat([pad(t, by, 7) for t, by in zip(alone, fill)])
+    padded_texts = [pad(t, by, 7) for t, by in zip(alone, fill)]
+    tokens = torch.cat(padded_texts)
     masks = [pad(torch.ones_like(t), by, 0) for t, by in zip(alone, fill)]
     mask = torch.cat(masks)
     return tokens, mask, alone
@@ -142,7 +143,8 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
         assert_close(of_row, logits, rtol=1e-4, atol=1e-5)
         if prompt.shape[1] < max(lengths):
             # an untrained model says the same words whatever it has read; its logits differ
-            change = (careless.logits[0][row] - logits[0]).abs().max()
+            difference = careless.logits[0][row] - logits[0]
+            change = difference.abs().max()
             assert change > 1e-3
 
 
@@ -180,7 +182,8 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     assert batches == expected
     mask[:, 18:] = 1
     is_text = mask.bool()
-    together = torch.cat([first.logits, then.logits, last.logits], 1)
+    parts = [first.logits, then.logits, last.logits]
+    together = torch.cat(parts, 1)
     whole = hf(tokens, attention_mask=mask).logits
     whole_text = whole[is_text]
     together_text = together[is_text]
@@ -323,7 +326,8 @@ def test_values_at_padding_that_are_not_finite_do_not_spread():
 def collated(texts, **options):
     "Texts of these lengths as transformers' collator packs them."
     collate = DataCollatorWithFlattening(return_tensors="pt", **options)
-    return collate([dict(input_ids=text[0].tolist()) for text in texts])
+    rows = [dict(input_ids=text[0].tolist()) for text in texts]
+    return collate(rows)
 
 
 def packed_row():
@@ -419,27 +423,33 @@ def test_collators_that_pack_train_as_padded_rows_do():
 def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
     hf = to_transformers(make()).train()
     _, _, texts = padded(4, 7, 8)
-    row = {name: value[0] for name, value in collated(texts).items()}
+    batch = collated(texts)
+    row = {name: value[0] for name, value in batch.items()}
     assert "position_ids" in row
     trainer = Trainer(
         hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row]
     )
     columns = {name: value.tolist() for name, value in row.items()}
-    dataset = pytest.importorskip("datasets").Dataset.from_list([columns])
+    dataset_class = pytest.importorskip("datasets").Dataset
+    dataset = dataset_class.from_list([columns])
     kept = trainer._remove_unused_columns(dataset, "train")
     assert set(kept.column_names) == set(row)
     batches = trainer.get_train_dataloader()
     losses = [trainer.compute_loss(hf, batch) for batch in batches]
     expected = [hf(**collated(texts)).loss]
     assert_close(losses, expected)
-    row_as_one_text = hf(row["input_ids"][None], labels=row["labels"][None]).loss
+    tokens = row["input_ids"][None]
+    labels = row["labels"][None]
+    row_as_one_text = hf(tokens, labels=labels).loss
     assert abs(losses[0] - row_as_one_text) > 1e-5
 
 
 def test_position_ids_beside_padding_pack_nothing():
     hf = to_transformers(make())
     tokens, mask, _ = padded(3, 8, 5)
-    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as transformers counts them
+    counted = mask.cumsum(1) - 1
+    is_padding = mask == 0
+    places = counted.masked_fill(is_padding, 1)  # as transformers counts them
     out = hf(tokens, attention_mask=mask, position_ids=places, use_cache=True)
     expected = hf(tokens, attention_mask=mask).logits
     assert_close(out.logits, expected)
@@ -560,7 +570,8 @@ def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
     parameters = hf.parameters()
     expected = torch.autograd.grad(loss(), parameters)
     hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
-    result = torch.autograd.grad(loss(), hf.parameters())
+    value = loss()
+    result = torch.autograd.grad(value, hf.parameters())
     assert_close(result, expected)
 
 
@@ -587,7 +598,8 @@ def test_crop_keeps_all_tokens_or_none():
         start = tokens[:, :4]
         cache = hf(start, use_cache=True).past_key_values
         cache.crop(keep)
-        result = hf(tokens[:, 4:], past_key_values=cache).logits
+        rest = tokens[:, 4:]
+        result = hf(rest, past_key_values=cache).logits
         assert_close(result, expected[:, 4:])
     cache.crop(-6)
     assert cache.get_seq_length() == 0
@@ -639,9 +651,11 @@ def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
     longer = torch.cat([mask, torch.ones_like(more)], 1)
     after = hf(more, attention_mask=longer, past_key_values=out.past_key_values).logits
     for row, prompt in enumerate(alone):
-        continued = torch.cat([prompt, more[row : row + 1]], 1)
+        last = more[row : row + 1]
+        continued = torch.cat([prompt, last], 1)
         own = hf(continued).logits[0]
-        logits = out.logits[row][mask[row].bool()]
+        is_text = mask[row].bool()
+        logits = out.logits[row][is_text]
         assert_close(torch.cat([logits, after[row]]), own)
 
 
@@ -685,7 +699,8 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
     cache.batch_repeat_interleave(3)
     repeated = prompts.repeat_interleave(3, 0)
     texts = torch.cat([repeated, more], 1)
-    whole = hf(texts).logits[:, 5:]
+    logits = hf(texts).logits
+    whole = logits[:, 5:]
     result = hf(more, past_key_values=cache).logits
     assert_close(result, whole)
 
@@ -822,7 +837,8 @@ def test_auto_classes_know_the_model(tmp_path):
     assert model.dtype == torch.bfloat16
     assert model.config.mixer == "mamba"
     tokens = torch.arange(9)[None]
-    assert torch.isfinite(model(tokens).logits).all()
+    logits = model(tokens).logits
+    assert torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("mixer", ("mamba", "longhorn", "gated_deltanet"))
@@ -1009,7 +1025,8 @@ def test_an_exported_model_takes_any_mask(mixer):
 
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
     example = batch(5, 9)
-    program = torch.export.export(hf, (), example, dynamic_shapes=shapes).module()
+    exported = torch.export.export(hf, (), example, dynamic_shapes=shapes)
+    program = exported.module()
     for B, T in ((5, 9), (6, 20)):
         given = batch(B, T)
         result = program(**given).logits
