@@ -204,11 +204,8 @@ def test_slower_is_beyond_the_quartiles_and_the_margin(new, results):
 
 @without_gpu
 def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(
-        gpu,
-        "cases",
-        lambda: [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")],
-    )
+    cases = [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")]
+    monkeypatch.setattr(gpu, "cases", lambda: cases)
     record = tmp_path / "old.json"
     words = ["--device", "interpret", "--check", str(tmp_path / "old.json")]
     made = bench.on_gpu(bench.parse(words))

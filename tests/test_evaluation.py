@@ -115,33 +115,35 @@ def log_probability(model, context, continuation):
     return last.gather(1, column).sum().item()
 
 
+MERGES = [
+    "t h",
+    "th e",
+    "Ġ the",
+    "i n",
+    "in g",
+    "a n",
+    "an d",
+    "Ġ and",
+    "c o",
+    "co w",
+    "Ã ©",
+    "e r",
+]
+
+
 def test_tokenizers_are_the_same_for_transformers(tmp_path):
-    merges = [
-        "t h",
-        "th e",
-        "Ġ the",
-        "i n",
-        "in g",
-        "a n",
-        "an d",
-        "Ġ and",
-        "c o",
-        "co w",
-        "Ã ©",
-        "e r",
-    ]
     letters = bytes_to_unicode().values()
     words = sorted(letters, key=lambda letter: (letter > "\xff", letter))
-    merged = [pair.replace(" ", "") for pair in merges]
+    merged = [pair.replace(" ", "") for pair in MERGES]
     stored = {word: i for i, word in enumerate([*words, *merged])}
     (tmp_path / "vocab.bpe").write_text(
-        "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
+        "#version: 0.2\n" + "\n".join(MERGES) + "\n", encoding="utf-8"
     )
     text = json.dumps(stored)
     (tmp_path / "encoder.json").write_text(text, encoding="utf-8")
     own = get_tokenizer(f"gpt2:{tmp_path}")
     plain = get_tokenizer("bytes")
-    pairs = [tuple(pair.split()) for pair in merges]
+    pairs = [tuple(pair.split()) for pair in MERGES]
     expected = (stored | {evaluation.END: 50256}, pairs)
     assert evaluation.vocabulary(own) == expected
     for tokenizer in (own, plain):
@@ -160,6 +162,20 @@ def test_tokenizers_are_the_same_for_transformers(tmp_path):
             assert decoded == text
     assert len(reference) == 256
     assert reference.eos_token_id == 0
+
+
+def by_the_harness(export, tasks):
+    "Results of the harness's way to a model."
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    with evaluation.quiet():
+        return lm_eval.simple_evaluate(
+            "hf",
+            model_args=f"pretrained={export},trust_remote_code=True",
+            device="cpu",
+            tasks=NAMES,
+            task_manager=manager,
+            bootstrap_iters=0,
+        )
 
 
 def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, monkeypatch):
@@ -191,17 +207,8 @@ def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, m
     monkeypatch.setattr(
         "lm_eval.evaluator.add_env_info", lambda result: None
     )  # asks pip, for seconds
-    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
-    with evaluation.quiet():
-        result = lm_eval.simple_evaluate(
-            "hf",
-            model_args=f"pretrained={checkpoint.parent / 'export'},trust_remote_code=True",
-            device="cpu",
-            tasks=NAMES,
-            task_manager=manager,
-            bootstrap_iters=0,
-        )
-    for row in evaluation.metric_rows(result, "once"):  # the harness's way to a model
+    result = by_the_harness(checkpoint.parent / "export", tasks)
+    for row in evaluation.metric_rows(result, "once"):
         expected = value(record, row["task"], row["metric"])
         assert row["value"] == pytest.approx(expected)
 

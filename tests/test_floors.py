@@ -103,22 +103,23 @@ def test_floors_of_the_code_add_up_over_kernels():
     )
 
 
-def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
-    plain = dict(
-        B=8,
-        T=2048,
-        D=2048,
-        N=16,
-        form="diagonal",
-        kernels="diagonal",
-        shape="S1",
-        z=True,
-        state=False,
-        checkpoint="fast",
-        dtype="bfloat16",
-        kept_bytes_per_x=4.0,
-    )
+PLAIN = dict(
+    B=8,
+    T=2048,
+    D=2048,
+    N=16,
+    form="diagonal",
+    kernels="diagonal",
+    shape="S1",
+    z=True,
+    state=False,
+    checkpoint="fast",
+    dtype="bfloat16",
+    kept_bytes_per_x=4.0,
+)
 
+
+def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
     def count(case, way, n):
         return dict(case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0))
 
@@ -131,7 +132,7 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
         ]
     )
     size = 8, 2048, 2048
-    floors = row_floors(plain, "backward", RATES, compiled)
+    floors = row_floors(PLAIN, "backward", RATES, compiled)
     expected = code_floors(*size, [dict(total=400)], RATES)["issue"]
     assert floors["issue"] == expected
     expected = 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
@@ -143,8 +144,8 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
         dict(shape="S1, T=2041"),
         dict(N=64),
     ):
-        assert "issue" not in row_floors(plain | other, "backward", RATES, compiled)
-    assert "issue" not in row_floors(plain, "backward", RATES)
+        assert "issue" not in row_floors(PLAIN | other, "backward", RATES, compiled)
+    assert "issue" not in row_floors(PLAIN, "backward", RATES)
 
 
 def test_a_ragged_width_is_planned_like_the_next_whole_block():

@@ -10,6 +10,7 @@ import random
 import re
 import resource
 import select
+import shlex
 import signal
 import sys
 import time
@@ -123,45 +124,15 @@ def fuzz_folder(tmp_path_factory):
 
 
 def base_commands(folder):
-    small = [
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--context",
-        "16",
-        "--d-model",
-        "8",
-        "--n-layer",
-        "1",
-        "--cpu",
-    ]
+    small = shlex.split("--steps 2 --batch-size 2 --context 16 --d-model 8 --n-layer 1 --cpu")
+    digits = shlex.split("train-vision --preset digits --epochs 1 --batch-size 600 --cpu")
+    train = ["train-lm", "--preset", "laptop", "--data", f"{folder}/text.txt", "--out", "{out}"]
     return [
-        [
-            "train-lm",
-            "--preset",
-            "laptop",
-            "--data",
-            f"{folder}/text.txt",
-            "--out",
-            "{out}",
-            *small,
-        ],
+        [*train, *small],
         ["prepare", f"{folder}/text.jsonl", "--cache", "{out}"],
         ["generate", f"{folder}/model", "--tokens", "3"],
         ["export", f"{folder}/model", "{out}"],
-        [
-            "train-vision",
-            "--preset",
-            "digits",
-            "--epochs",
-            "1",
-            "--out",
-            "{out}",
-            "--cpu",
-            "--batch-size",
-            "600",
-        ],
+        [*digits, "--out", "{out}"],
         ["claims", "--out", "{out}"],
     ]
 

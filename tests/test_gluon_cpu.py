@@ -280,6 +280,15 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
         assert not others.isnan().any()
 
 
+def cut(name, values, tokens, which):
+    "An argument for some tokens and some sequences."
+    if name in ("b_bias", "D_skip"):
+        return values
+    if name in ("initial_state", "dfinal"):
+        return values[which].mT
+    return values[:, tokens]
+
+
 def exact_gradients(
     D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False
 ):
@@ -304,15 +313,8 @@ def exact_gradients(
     changed(a)
     a = {name: t if name in "qk" else t[..., channels].contiguous() for name, t in a.items()}
 
-    def part(name, tokens, which):
-        if name in ("b_bias", "D_skip"):
-            return a[name]
-        if name in ("initial_state", "dfinal"):
-            return a[name][which].mT
-        return a[name][:, tokens]
-
     def run(tokens, which, bounds=None):
-        t = {name: part(name, tokens, which) for name in a}
+        t = {name: cut(name, values, tokens, which) for name, values in a.items()}
         return scanned("exact", t | {"A": None}, t["dout"], t["dfinal"], bounds, few=few)[2]
 
     if packed:

@@ -411,19 +411,8 @@ def test_a_layer_serves_from_a_pool(name, options, state_dtype):
     assert not pool.conv[1].any()
 
 
-def test_wrong_slots_are_one_sentence():
-    a = inputs(2, 5, 3)[0]
-    pool = torch.zeros(7, 5, 3, device=DEVICE)
-    now = [at(a, 0)[n] for n in "qkxb"]
-    slots = torch.tensor([0, -1], device=DEVICE)
-
-    def scan(slots, inplace=True, state=pool):
-        return longhorn_step(*now, state, inplace=inplace, state_indices=slots)
-
-    def conv(slots, inplace=True, state=pool):
-        weight = torch.zeros(5, 4, device=DEVICE)
-        return causal_conv1d_step(now[2], state, weight, inplace=inplace, state_indices=slots)
-
+def wrong_slots(slots, pool):
+    "Yield (arguments of a step, message)."
     unfit = "its elements share memory"
     no_integers = (
         (([0, 1],), "state_indices is list; expected an int32 or int64 tensor"),
@@ -443,11 +432,27 @@ def test_wrong_slots_are_one_sentence():
         ((slots, True, pool[:, :1].expand(-1, 5, -1)), unfit),
         ((slots, True, pool[..., :1].expand(-1, -1, 3)), unfit),
     )
+    yield from (*no_integers, *shapes, *shared)
+
+
+def test_wrong_slots_are_one_sentence():
+    a = inputs(2, 5, 3)[0]
+    pool = torch.zeros(7, 5, 3, device=DEVICE)
+    now = [at(a, 0)[n] for n in "qkxb"]
+    slots = torch.tensor([0, -1], device=DEVICE)
+
+    def scan(slots, inplace=True, state=pool):
+        return longhorn_step(*now, state, inplace=inplace, state_indices=slots)
+
+    def conv(slots, inplace=True, state=pool):
+        weight = torch.zeros(5, 4, device=DEVICE)
+        return causal_conv1d_step(now[2], state, weight, inplace=inplace, state_indices=slots)
+
     strided = torch.zeros(5, 7, 3, device=DEVICE).transpose(0, 1)
     layers = torch.zeros(7, 9, 5, 3, device=DEVICE)
     part = layers[:, 0]
     for step in (scan, conv):
-        for arguments, message in (*no_integers, *shapes, *shared):
+        for arguments, message in wrong_slots(slots, pool):
             with pytest.raises(ValueError, match=message):
                 step(*arguments)
         for state in (strided, part):  # their elements share no memory
