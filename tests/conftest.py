@@ -1,6 +1,7 @@
 """Settings of all tests: Triton's interpreter without a GPU, marks, samples, long tests."""
 
 import hashlib
+import json
 import os
 import signal
 from collections import defaultdict
@@ -26,6 +27,26 @@ def two_configurations_a_kernel():
             prune = Autotuner.prune_configs
             patch.setattr(Autotuner, "prune_configs", lambda self, kwargs: prune(self, kwargs)[:2])
         yield
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(tmp_path_factory):
+    "Write GPT-2's two files with four merges; unprintable bytes are numbered from 256."
+    folder = tmp_path_factory.mktemp("bpe")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+    with_space = (letter[32], "the")
+    merges = [("t", "h"), ("th", "e"), with_space, ("i", "n")]
+    (folder / "vocab.bpe").write_text(
+        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
+    )
+    single = [letter[b] for b in printable + others]
+    merged = [a + b for a, b in merges]
+    names = single + merged
+    ids = {name: i for i, name in enumerate(names)} | {"<|endoftext|>": 50256}
+    (folder / "encoder.json").write_text(json.dumps(ids))
+    return folder
 
 
 def pytest_configure(config):
@@ -56,10 +77,10 @@ LONG_SECONDS = 1200  # a long test that takes more is stuck, also on a machine t
 # Files whose tests take long run first, so that no worker idles while the other ends with one.
 FIRST = (
     "test_site",
-    "test_layouts",
+    "test_distributed",
     "test_cluster",
-    "test_vision_training",
-    "test_triton_compile",
+    "test_train_vision",
+    "test_aot",
     "test_gluon_cpu",
 )
 # Long tests that no sample contains, and why.

@@ -22,8 +22,8 @@ def section():
 
 def blocks():
     "Return the code of the section: the experiment, then the claim."
-    found = re.findall(r"```python\n(.*?)```", section(), re.S)
-    return [textwrap.dedent(block).strip("\n") for block in found]
+    blocks = re.findall(r"```python\n(.*?)```", section(), re.S)
+    return [textwrap.dedent(block).strip("\n") for block in blocks]
 
 
 def module():

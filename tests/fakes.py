@@ -70,3 +70,32 @@ def record(name="fake", scale="laptop", **fields):
         "environment": {"torch": "2.13", "threads": 2, "gpu": None},
         "command": f"longhorn reproduce {name}",
     } | fields
+
+
+# Claims that need more than this repository has.
+NO_CODE = {
+    "one-pass-width",
+    "language-size",
+    "language-350m",
+    "sample-efficiency-size",
+    "downstream",
+    "value-projection",
+    "step-size",
+    "heads",
+}
+
+
+def one_pass_record(groups):
+    "A record of the first one-pass plan with these groups of models."
+    return {
+        "experiment": "one-pass",
+        "scale": "gpu",
+        "settings": {"tokens": 90},
+        "results": {
+            "plan": {"commit": None},
+            "unit": "bits per byte",
+            "train_tokens": 100,
+            "domains": {},
+            "groups": groups,
+        },
+    }

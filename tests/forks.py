@@ -1,4 +1,4 @@
-"""Shared parts of tests with forked processes."""
+"""Helpers of tests that fork."""
 
 import os
 import sys

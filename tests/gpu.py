@@ -35,23 +35,23 @@ FILES = (
     "test_causality.py",
     "test_triton_portable.py",
     "test_triton_fast.py",
-    "test_triton_composes.py",
+    "test_triton_op.py",
     "test_triton_pointwise.py",
     "test_op.py",
-    "test_decode.py",
+    "test_step.py",
     "test_short_conv.py",
     "test_mamba.py",
     "test_matrix.py",
     "test_models_cuda.py",
 )
 MARKED = (
-    "test_vision.py",
+    "test_vision_timm.py",
     "test_mqar.py",
     "test_one_pass.py",
     "test_puzzles.py",
 )  # mostly tests for the CPU: only those marked cuda
 BIG = re.compile("two_to_the_31")
-SHARED = re.compile("test_(op|decode|matrix).py")  # one size in most of the file
+SHARED = re.compile("test_(op|step|matrix).py")  # one size in most of the file
 
 
 def pytest(*arguments, stdout=subprocess.PIPE, **env):
@@ -154,6 +154,14 @@ def outcomes(path):
         yield name, next(iter(kinds), "passed"), float(case.get("time"))
 
 
+def mean_seconds(results):
+    "Seconds of a test by its group."
+    spent = collections.defaultdict(list)
+    for name, _, seconds in results:
+        spent[group(name)].append(seconds)
+    return {name: sum(seconds) / len(seconds) for name, seconds in sorted(spent.items())}
+
+
 def hashes():
     "sha256 of every file that the record speaks for."
     files = sorted(path for folder in WATCHED for path in (ROOT / folder).glob("*.py"))
@@ -223,7 +231,8 @@ def run(
     return results, lost
 
 
-def main():
+def options():
+    "Options of this program, and what goes to pytest."
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "-n", type=int, default=max(1, min(16, os.cpu_count() or 2)), help="processes"
@@ -238,7 +247,11 @@ def main():
     parser.add_argument(
         "--stale", action="store_true", help="run nothing; one line if the record is of other files"
     )
-    args, rest = parser.parse_known_args()
+    return parser.parse_known_args()
+
+
+def main():
+    args, rest = options()
     if args.stale:
         return stale()
     import torch
@@ -255,10 +268,7 @@ def main():
     shares = spread(collect(rest), recorded, args.n)
     results, lost = run(shares, folder, gpus)
     counts = collections.Counter(kind for _, kind, _ in results)
-    spent = collections.defaultdict(list)
-    for name, _, seconds in results:
-        spent[group(name)].append(seconds)
-    means = {name: sum(seconds) / len(seconds) for name, seconds in sorted(spent.items())}
+    means = mean_seconds(results)
     versions = dict(
         python=platform.python_version(), torch=torch.__version__, triton=triton.__version__
     )

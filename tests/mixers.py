@@ -3,10 +3,11 @@
 The message of a failure starts with the docstring of its check."""
 
 import pytest
+import torch
 
 from longhorn_kit.models import MIXERS
 from longhorn_kit.models.matrix_mixers import MatrixMixer
-from longhorn_kit.models.mixer import ScanMixer
+from longhorn_kit.models.mixer import ScanMixer, build_mixer
 from sweep import slow_case
 
 NAMES = sorted(MIXERS)
@@ -50,3 +51,18 @@ every_layer = every([*NAMES, *OPTIONS])  # names for `parts`
 FAMILIES = ("longhorn", "longhorn_exact", "mamba", "deltanet", "attention")
 every_family = every(NAMES, FAMILIES)
 every_family_of_kit = every(KIT, FAMILIES)
+
+
+def rms(y, weight=1.0):
+    "Root-mean-square norm."
+    variance = y.square().mean(-1, keepdim=True)
+    return y / (variance + 1e-5).sqrt() * weight
+
+
+def perturbed(name, d_model, seed=0, **options):
+    "Build a layer without a parameter at a value that could hide a missing term."
+    torch.manual_seed(seed)
+    layer = build_mixer(name, d_model, **options)
+    for parameter in layer.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    return layer

@@ -147,7 +147,8 @@ def beyond(results, expected, relative, absolute=1e-6):
     "Names of what differs by more than a share of its norm and, if it vanishes, that per element."
     differences = {}
     for n, r in expected.items():
-        difference_of = results[n].double() - r.double()
+        wide = results[n].double()
+        difference_of = wide - r.double()
         difference = difference_of.norm().item()
         by_norm = relative * r.norm()
         by_element = absolute * r.numel() ** 0.5
@@ -160,7 +161,9 @@ def beyond(results, expected, relative, absolute=1e-6):
 def off(got, want):
     "Errors of one (output, final state, gradients) against another."
     gradients = {n: error(got[2][n], g) for n, g in want[2].items()}
-    return dict(out=error(got[0], want[0]), final=error(got[1], want[1]), **gradients)
+    out_error = error(got[0], want[0])
+    final_error = error(got[1], want[1])
+    return dict(out=out_error, final=final_error, **gradients)
 
 
 def errors(B, T, D, N, form, bounds=None, options=None, **made):
@@ -232,7 +235,8 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
         out, final = triton_scan(**leaf, **options)
         # Every element is its own weight in the loss, so a wrong address shows.
         grads = gradients((out,), (out.detach(),), leaf)
-        runs[name] = dict(out=out.detach(), final=final.detach()) | grads
+        outputs = dict(out=out.detach(), final=final.detach())
+        runs[name] = outputs | grads
         del leaf, out, final, grads
     whole = runs["whole"]
     final = whole.pop("final")

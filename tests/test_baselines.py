@@ -39,7 +39,7 @@ from longhorn_kit.models.matrix_mixers import (
     scan_backend,
 )
 from longhorn_kit.models.mixer import Mixer, build_mixer
-from mixers import MATRICES, SCANS, every_family, every_matrix, every_mixer
+from mixers import MATRICES, SCANS, every_family, every_matrix, every_mixer, perturbed, rms
 from sweep import slow_case
 
 pytestmark = pytest.mark.numeric
@@ -223,11 +223,6 @@ def unit(v):
     return v / length
 
 
-def rms(y, weight=1.0):
-    variance = y.square().mean(-1, keepdim=True)
-    return y / (variance + 1e-5).sqrt() * weight
-
-
 def short_conv(layer, t):
     "The causal convolution as a sum of shifted copies."
     weight = layer.conv1d.weight[:, 0]
@@ -408,14 +403,6 @@ REFERENCES = {
     "rwkv6": (naive_rwkv6, dict(n_heads=2, mix_rank=4, decay_rank=6)),
     "mamba_input_a": (naive_mamba_input_a, dict(d_state=5)),
 }
-
-
-def perturbed(name, d_model, seed=0, **options):
-    torch.manual_seed(seed)
-    layer = build_mixer(name, d_model, **options)
-    for parameter in layer.parameters():  # nothing left at a value that could hide a missing term
-        parameter.data += 0.2 * torch.randn_like(parameter)
-    return layer
 
 
 def agree(layer, reference, h):

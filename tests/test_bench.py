@@ -50,7 +50,8 @@ def test_a_wrong_scan_prints_no_time_and_fails(words, wrong, time, monkeypatch, 
         "chunked",
         lambda *inputs, form: bench_cpu.chunked_scan(*inputs, form=form)[0] * 1.001,
     )
-    result = bench.main([*words, "--out", str(tmp_path / "new.json")])
+    words_with_out = [*words, "--out", str(tmp_path / "new.json")]
+    result = bench.main(words_with_out)
     assert result == 1
     printed = capsys.readouterr().out
     assert wrong in printed
@@ -61,11 +62,13 @@ def test_a_wrong_scan_prints_no_time_and_fails(words, wrong, time, monkeypatch, 
 def test_results_name_versions_command_and_ratios(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(bench_cpu, "memory", lambda *a: 1.0)
     file = tmp_path / "cpu.json"
-    assert bench.main([*SMALL, "--form", "diagonal", "--out", str(file)]) == 0
+    words = [*SMALL, "--form", "diagonal", "--out", str(file)]
+    assert bench.main(words) == 0
     results = json.loads(file.read_text())
     assert results["environment"]["torch"] == torch.__version__
     assert "--rounds 2" in results["environment"]["command"]
-    assert results["results"][0]["candidates"]["chunked"]["ratio"] > 0
+    candidates = results["results"][0]["candidates"]
+    assert candidates["chunked"]["ratio"] > 0
     assert "parity with float64 checked" in capsys.readouterr().out
 
 
@@ -87,12 +90,14 @@ def test_only_a_run_of_everything_takes_the_place_of_a_record(monkeypatch, capsy
     )
     assert bench.main(["--rounds", "1"]) == 0
     assert json.loads(record.read_text())["results"]
-    assert [f.name for f in tmp_path.iterdir()] == ["cpu.json"]
+    names = [f.name for f in tmp_path.iterdir()]
+    assert names == ["cpu.json"]
 
 
 def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
     def where(*words, **results):
-        return bench.destination(bench.parse(["--device", "cuda", *words]), "gpu.json", **results)
+        options = bench.parse(["--device", "cuda", *words])
+        return bench.destination(options, "gpu.json", **results)
 
     assert where() == bench.RESULTS / "gpu.json"
     for part in (
@@ -107,7 +112,8 @@ def test_a_gpu_run_of_a_part_or_cut_short_does_not_take_the_place_of_a_record():
     for results in (dict(wrong=["S1"]), dict(left_out=["S1: out of time"])):
         assert where(**results) == bench.RESULTS / "gpu.partial.json"
     assert where("--out", "mine.json", left_out=["S1"]) == pathlib.Path("mine.json")
-    assert bench.destination(bench.parse(["--device", "interpret"]), "interpreter.json") is None
+    options = bench.parse(["--device", "interpret"])
+    assert bench.destination(options, "interpreter.json") is None
 
 
 @pytest.mark.parametrize(
@@ -139,7 +145,8 @@ def test_without_a_gpu_the_gpu_side_says_so():
 )
 def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(form, tmp_path):
     file = tmp_path / "gpu.json"
-    assert bench.main([*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]) == 0
+    words = [*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]
+    assert bench.main(words) == 0
     results = json.loads(file.read_text())
     assert results["commit"] == "abc"
     assert results["triton"]
@@ -187,7 +194,9 @@ def main_row(**other):
     ],
 )
 def test_slower_is_beyond_the_quartiles_and_the_margin(new, results):
-    said = gpu.slower(dict(rows=[main_row(**new)]), dict(rows=[main_row()]))
+    new_record = dict(rows=[main_row(**new)])
+    old_record = dict(rows=[main_row()])
+    said = gpu.slower(new_record, old_record)
     assert len(said) == results
     for line in said:
         assert line.startswith("S1, exact, exact kernels: ")
@@ -195,11 +204,8 @@ def test_slower_is_beyond_the_quartiles_and_the_margin(new, results):
 
 @without_gpu
 def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(
-        gpu,
-        "cases",
-        lambda: [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")],
-    )
+    cases = [gpu.Case(section, "S1", 1, 5, 4, 2, path="portable") for section in ("main", "T")]
+    monkeypatch.setattr(gpu, "cases", lambda: cases)
     record = tmp_path / "old.json"
     words = ["--device", "interpret", "--check", str(tmp_path / "old.json")]
     made = bench.on_gpu(bench.parse(words))
@@ -235,7 +241,8 @@ def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch,
     status, said = check()
     assert status == 2
     assert "is of NVIDIA H100, this is interpreter" in said
-    assert {f.name for f in tmp_path.iterdir()} == {"old.json"}
+    names = {f.name for f in tmp_path.iterdir()}
+    assert names == {"old.json"}
 
 
 def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
@@ -266,8 +273,10 @@ def test_a_time_is_of_the_kernels_that_it_is_named_for(monkeypatch):
 
 
 def test_eager_calls_have_columns_once_a_record_has_them():
-    record = json.loads((bench.RESULTS / "h200.json").read_text())
-    compiled = json.loads((bench.RESULTS / "sm_90.json").read_text())
+    text = (bench.RESULTS / "h200.json").read_text()
+    record = json.loads(text)
+    text = (bench.RESULTS / "sm_90.json").read_text()
+    compiled = json.loads(text)
     for row in record["rows"]:
         for name in [name for name in row if name.startswith(("eager", "host"))]:
             del row[name]
@@ -302,10 +311,13 @@ def test_eager_calls_have_columns_once_a_record_has_them():
 
 @without_gpu
 def test_a_record_is_drawn(tmp_path):
-    result = bench.main([*INTERPRET, "--plot", str(tmp_path / "new")])
+    words = [*INTERPRET, "--plot", str(tmp_path / "new")]
+    result = bench.main(words)
     assert result == 0
-    assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".png"]
-    committed = json.loads((bench.RESULTS / "h200.json").read_text())
+    endings = [path.suffix for path in (tmp_path / "new").iterdir()]
+    assert endings == [".png"]
+    text = (bench.RESULTS / "h200.json").read_text()
+    committed = json.loads(text)
     roof, *sizes = bench.draw_record(committed).axes
     assert {text.get_text() for text in roof.texts} >= {
         "exact",
@@ -343,20 +355,23 @@ def test_every_case_is_in_a_section_and_peers_match_their_oracles():
 
 @without_gpu
 def test_the_delta_rule_oracle_is_the_exact_recurrence():
-    a, *_ = gpu.draw(gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False), 0)
+    case = gpu.Case("chosen", "", 2, 7, 3, 4, "exact", dtype="float32", z=False)
+    a, *_ = gpu.draw(case, 0)
     a = {n: None if t is None else t.double() for n, t in a.items()}
     length = a["k"].square().sum(-1, keepdim=True)
     inverse = torch.exp(-a["b"] - a["b_bias"])
     rate = 1 / (1 + length + inverse)
-    results = (
-        peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), rate[:, :, None])[:, :, 0]
-        + a["D_skip"] * a["x"]
-    )
-    assert_close(results, gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0])
+    columns = rate[:, :, None]
+    skip = a["D_skip"] * a["x"]
+    results = peers.matrix_loop(*(a[n][:, :, None] for n in "qkx"), columns)[:, :, 0] + skip
+    expected = gpu.by_reference(gpu.Case("chosen", "", 2, 7, 3, 4, "exact"), a, None)[0]
+    assert_close(results, expected)
 
 
 def test_an_error_that_is_no_number_is_wrong():
-    errors = gpu.errors_of(dict(a=torch.tensor([math.nan])), dict(a=torch.ones(1)))
+    wrong = dict(a=torch.tensor([math.nan]))
+    right = dict(a=torch.ones(1))
+    errors = gpu.errors_of(wrong, right)
     assert gpu.wrong(errors, 1.0) == {"a": math.inf}
 
 
@@ -369,7 +384,8 @@ def test_a_peer_without_a_number_has_a_row_that_json_can_hold(monkeypatch):
     assert row["error"] is None
     assert row["wrong"]["out"] is None
     assert "forward_ms" not in row
-    result = json.loads(gpu.one_row_a_line(dict(seed=0, rows=[row])))["rows"]
+    text = gpu.one_row_a_line(dict(seed=0, rows=[row]))
+    result = json.loads(text)["rows"]
     assert result == [row]
 
 
@@ -383,7 +399,8 @@ def test_the_tables_of_the_readme_are_what_the_records_say_and_nothing_else_is_r
 
 
 def test_the_anchors_in_the_readme_are_those_of_the_benchmark():
-    text = " ".join((KERNELS / "README.md").read_text(encoding="utf-8").split())
+    page = (KERNELS / "README.md").read_text(encoding="utf-8")
+    text = " ".join(page.split())
     for name in ("official_longhorn_cuda", "mamba_cuda"):
         for forward, backward in gpu.ANCHORS[name].values():
             assert f"{forward:g} / {backward:g}" in text.replace("2.70", "2.7")

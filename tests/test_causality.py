@@ -13,9 +13,9 @@ from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.matrix import matrix_scan
 from longhorn_kit.scan.op import FORMS, longhorn_scan
 from longhorn_kit.scan.triton import op as triton_op
+from matrix_cases import CASES, draw
 from scan_cases import DEVICE
 from sweep import slow_case
-from test_matrix import CASES, draw
 
 pytestmark = pytest.mark.numeric
 

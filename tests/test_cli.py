@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fakes
+from command_line import fails
 from longhorn_kit import __version__, cli
 from longhorn_kit.lab import use
 from longhorn_kit.lab.claims import registry as claims
@@ -47,16 +48,6 @@ def here(monkeypatch, tmp_path):
     monkeypatch.delenv("LONGHORN_DEBUG", raising=False)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def fails(capsys, argv, code=1):
-    "Run a command that has to fail; returns its one line."
-    assert cli.main(argv) == code
-    out, err = capsys.readouterr()
-    assert err.startswith("longhorn: error: "), err
-    assert err.count("\n") == 1, err
-    assert "Traceback" not in out + err, err
-    return err.removeprefix("longhorn: error: ").strip()
 
 
 # Errors of the command line itself: exit code 2

@@ -13,7 +13,7 @@ from longhorn_kit.theory.closed_forms import (
     exact_step,
     explicit_step,
 )
-from test_objective import problem
+from theory_cases import problem
 
 pytestmark = pytest.mark.numeric
 
@@ -65,7 +65,8 @@ def test_batch_dimensions_and_a_shared_beta_or_a_number_broadcast(step):
     S, k, x, beta = problem(2, 5)
     batched = step(S, k, x, beta)
     assert batched.shape == S.shape
-    alone = step(*(t[1, 3] for t in (S, k, x, beta)))
+    one = [t[1, 3] for t in (S, k, x, beta)]
+    alone = step(*one)
     assert_close(batched[1, 3], alone)
     shared = beta[..., :1]
     expected = step(S, k, x, shared.expand_as(beta))
@@ -86,7 +87,8 @@ def test_lower_precision_stays_near_float64_and_keeps_its_dtype(step, dtype, tol
     low = [t.to(dtype) for t in problem()]
     out = step(*low)
     assert out.dtype == dtype
-    assert_close(out.double(), step(*(t.double() for t in low)), rtol=tolerance, atol=tolerance)
+    wide = [t.double() for t in low]
+    assert_close(out.double(), step(*wide), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -151,7 +153,8 @@ def test_rate_from_logits_agrees_with_the_sigmoid_form_and_its_gradients():
     from_beta = effective_rate(k, torch.sigmoid(v))
     rates = from_logits, from_beta
     assert_close(*rates)
-    grads = [torch.autograd.grad((weight * rate).sum(), (k, v)) for rate in rates]
+    losses = [(weight * rate).sum() for rate in rates]
+    grads = [torch.autograd.grad(loss, (k, v)) for loss in losses]
     assert_close(grads[0], grads[1])
 
 

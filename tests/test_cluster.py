@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from fakes import kills
-from layouts import free_port
 from longhorn_kit import cli
 from longhorn_kit.records import read_json, read_jsonl
+from pool import free_port
 from sweep import slow_case
 
 ROOT = Path(__file__).parents[1]
@@ -59,11 +59,15 @@ def torchrun(node, *words, **more):
     )
 
 
+def errors_in(text):
+    return [line for line in text.splitlines() if "longhorn: error" in line]
+
+
 def two_nodes(nodes, *commands, processes=1):
     "Run a command on each of two nodes; their exit codes and the kit's messages."
     launch = (
-        f"--nnodes 2 --nproc_per_node {processes} --rdzv_backend c10d --rdzv_endpoint localhost:{free_port()} "
-        "-m longhorn_kit.cli"
+        f"--nnodes 2 --nproc_per_node {processes} --rdzv_backend c10d "
+        f"--rdzv_endpoint localhost:{free_port()} -m longhorn_kit.cli"
     ).split()
     agents = [
         torchrun(node, *launch, *command) for node, command in zip(nodes, commands, strict=True)
@@ -74,9 +78,8 @@ def two_nodes(nodes, *commands, processes=1):
         for agent in agents:
             agent.terminate()  # it ends its processes
             agent.wait()
-    return [agent.returncode for agent in agents], [
-        [line for line in text.splitlines() if "longhorn: error" in line] for text in reported
-    ]
+    codes = [agent.returncode for agent in agents]
+    return codes, [errors_in(text) for text in reported]
 
 
 @pytest.fixture
@@ -84,13 +87,15 @@ def nodes(tmp_path):
     return [folder_of_node(tmp_path / name) for name in ("one", "two")]
 
 
+def files_of(node):
+    return sorted(str(path) for path in node.rglob("*") if "cache" not in path.parts)
+
+
 def files(nodes):
-    return [
-        sorted(str(path) for path in node.rglob("*") if "cache" not in path.parts) for node in nodes
-    ]
+    return [files_of(node) for node in nodes]
 
 
-@pytest.mark.slow  # the refusals themselves: test_layouts
+@pytest.mark.slow  # the refusals themselves: test_distributed
 @pytest.mark.parametrize(
     "options, other, says",
     [
@@ -114,14 +119,14 @@ def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, opti
     assert 0 not in codes
     assert files([nodes[0].parent]) == before
     assert [len(lines) for lines in reported] == [1, 1]
-    assert all(says in line for lines in reported for line in lines)
+    for lines in reported:
+        for line in lines:
+            assert says in line
     if "folder" in says:  # host and folder of both, whichever node has process 0
-        assert all(
-            f"{node}/runs/run on {socket.gethostname()}" in line
-            for node in nodes
-            for lines in reported
-            for line in lines
-        )
+        for node in nodes:
+            for lines in reported:
+                for line in lines:
+                    assert f"{node}/runs/run on {socket.gethostname()}" in line
 
 
 @pytest.mark.slow
@@ -164,10 +169,12 @@ forward, calls = LossOnly.forward, []
 def slow(self, tokens, targets):
     calls.append(1)
     mark = sys.argv[2].split(",")[0] + ".killed"
-    if sys.argv[1].startswith("die") and self.training and os.environ["RANK"] == "1" and len(calls) == int(sys.argv[1][3:]) and not os.path.exists(mark):
-        open(mark, "w").close()
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(float(sys.argv[1]) if self.training and not sys.argv[1].startswith("die") else 0)
+    dies = sys.argv[1].startswith("die")
+    if dies and self.training and os.environ["RANK"] == "1" and not os.path.exists(mark):
+        if len(calls) == int(sys.argv[1][3:]):
+            open(mark, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(float(sys.argv[1]) if self.training and not dies else 0)
     return forward(self, tokens, targets)
 LossOnly.forward = slow
 sys.exit(max([cli.main([*sys.argv[3:], "--out", out]) for out in sys.argv[2].split(",")]))
@@ -278,9 +285,11 @@ def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
         reported = launcher.communicate(timeout=180)[0]
         assert launcher.returncode == 0, reported
         assert (node / f"run{n}.killed").exists(), n
-        assert curve(node / f"run{n}") == curve(node / "whole"), n
+        result = curve(node / f"run{n}")
+        assert result == curve(node / "whole"), n
         assert time.monotonic() - started < 180
-        assert len(read_json(node / f"run{n}" / "config.json")["attempts"]) == 2
+        result = len(read_json(node / f"run{n}" / "config.json")["attempts"])
+        assert result == 2
 
 
 LEAVES = """
@@ -297,7 +306,7 @@ assert names and not any("gloo" in name for name in names), names
 """
 
 
-@pytest.mark.slow  # of one process: test_layouts
+@pytest.mark.slow  # of one process: test_distributed
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_the_connections_outlives_them(tmp_path):
     "A thread that waits for the interpreter's lock as the process ends would abort it."
@@ -399,17 +408,15 @@ def test_every_command_of_the_page_runs(tmp_path, name):
         assert [line["step"] for line in read_jsonl(metrics)] == list(
             range(1, 12 if name == "images" else 5)
         )
-        assert (sizes["processes"], sizes["sharding"], sizes["device"]) == (
-            count,
-            "hsdp" if count == 4 else "ddp",
-            "cpu",
-        )
+        assert sizes["processes"] == count
+        assert sizes["sharding"] == ("hsdp" if count == 4 else "ddp")
+        assert sizes["device"] == "cpu"
         newest = max(
             (metrics.parent / "checkpoints").iterdir()
         )  # each process has written its share
-        assert {path.name.split("_")[2] for path in newest.glob("__*.distcp")} == set(
-            map(str, range(count))
-        )
+        result = {path.name.split("_")[2] for path in newest.glob("__*.distcp")}
+        expected = set(map(str, range(count)))
+        assert result == expected
 
 
 @pytest.mark.parametrize(
@@ -435,6 +442,6 @@ def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert (
-        "error: `accelerate launch` was asked for several processes and started one; start them with `torchrun"
-        in said[0]
+        "error: `accelerate launch` was asked for several processes and started one; "
+        "start them with `torchrun" in said[0]
     )

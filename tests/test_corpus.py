@@ -25,7 +25,16 @@ from longhorn_kit.lab.data.text import SEPARATOR, load_documents
 from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.records import exclusive_lock, read_json
 from sweep import slow_case
-from test_data import documents, fake_datasets, gpt2_folder, json_lines, split, write_records  # noqa: F401
+from texts import (
+    characters,
+    documents,
+    fake_datasets,
+    json_lines,
+    sources,
+    split,
+    write_bin,
+    write_records,
+)
 
 
 def write(path, n=200):
@@ -215,7 +224,7 @@ def test_the_same_records_give_the_same_tokens_in_any_format(tmp_path, capsys, n
     assert err.count("1 of 301 records") == 1
 
 
-def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):  # noqa: F811
+def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):
     (tmp_path / "a.txt").write_text(SEPARATOR.join(f"text {i} the in the" for i in range(200)))
     bpe, plain = (
         prepare(str(tmp_path / "a.txt"), name, cache=tmp_path)
@@ -273,22 +282,6 @@ def on_the_hub(monkeypatch, texts):
     "Make `datasets` stream a dataset of these texts."
     rows = datasets.Dataset.from_dict({"text": texts})
     fake_datasets(monkeypatch, lambda *args, **options: rows.to_iterable_dataset())
-
-
-def sources(folder):
-    "Write the same documents as four kinds of source."
-    (folder / "rows").mkdir()
-    for i in range(3):
-        part = documents(300)[100 * i : 100 * i + 100]
-        write_records(folder / "rows" / f"{i}.jsonl", text=part)
-    text = SEPARATOR.join(documents(300))
-    (folder / "a.txt").write_text(text)
-    return {
-        "text": str(folder / "a.txt"),
-        "hub": f"hf:{folder / 'rows'}",
-        "jsonl": write_records(folder / "a.jsonl.gz", text=documents(300)),
-        "parquet": write_records(folder / "a.parquet", text=documents(300)),
-    }
 
 
 DEATHS = [  # function, call, before or after its work
@@ -750,13 +743,7 @@ def test_a_damaged_state_is_named_and_not_believed(tmp_path, monkeypatch):
 # ---- nanoGPT's files
 
 
-def write_bin(path, ids):
-    path.parent.mkdir(exist_ok=True)
-    np.asarray(ids, "<u2").tofile(path)
-    return str(path)
-
-
-def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):  # noqa: F811
+def test_a_bin_is_used_in_place(gpt2_folder, tmp_path):
     tokenizer = get_tokenizer(f"gpt2:{gpt2_folder}")
     gpt2 = f"gpt2:{gpt2_folder}"
     texts = [f"text {i} the in the\n" for i in range(400)]
@@ -877,21 +864,6 @@ def test_bytes_are_not_read_as_ids_of_16_bits(tmp_path):
     assert corpus.counted(tmp_path / "train.bin", text.astype("<u2"), large, 0)["tokens"] == len(
         text
     )
-
-
-def characters(folder, text="to be or not to be, that is the question\n" * 40, **metadata):
-    "Write a text as nanoGPT's shakespeare_char does, and return its table."
-    table = sorted(set(text))
-    ids = [table.index(letter) for letter in text]
-    write_bin(folder / "train.bin", ids[:-200]), write_bin(folder / "val.bin", ids[-200:])
-    meta = {
-        "vocab_size": len(table),
-        "itos": dict(enumerate(table)),
-        "stoi": {letter: i for i, letter in enumerate(table)},
-    } | metadata
-    content = pickle.dumps(meta)
-    (folder / "meta.pkl").write_bytes(content)
-    return table
 
 
 def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from fakes import NO_CODE, one_pass_record
 from longhorn_kit import cli
 from longhorn_kit.lab.claims import published
 from longhorn_kit.lab.claims.claim import readers
@@ -23,16 +24,6 @@ from longhorn_kit.records import read_record, to_plain
 from sweep import slow_case
 
 RECORDS = Path(__file__).parents[1] / "nbs/lab/results"
-NO_CODE = {
-    "one-pass-width",
-    "language-size",
-    "language-350m",
-    "sample-efficiency-size",
-    "downstream",
-    "value-projection",
-    "step-size",
-    "heads",
-}
 
 
 def noise(seed):
@@ -141,8 +132,10 @@ def test_a_claim_about_one_rate_is_decided_by_its_command(
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(tokens))
     first, others = LANGUAGE[name]
-    ((command, at, config),) = commanded(find_claim(name).commands[scale])
-    assert (command, at) == ("language", scale)
+    command_lines = commanded(find_claim(name).commands[scale])
+    ((command, at, config),) = command_lines
+    assert command == "language"
+    assert at == scale
     assert set(config.models) == {first, *others}
     for lead, word in ((0.1, "holds"), (-0.1, "does not hold")):
         record = record_of(
@@ -153,10 +146,12 @@ def test_a_claim_about_one_rate_is_decided_by_its_command(
             tmp_path,
         )
         rows = outcomes(name, record)
-        assert [(c.unit, j.n, j.verdict, j.look) for c, j in rows] == [
-            ("nats per token", 4, word, 4)
-        ] * len(others)
-        assert all("at one rate for all" in c.label and not c.doubt for c, _ in rows)
+        result = [(c.unit, j.n, j.verdict, j.look) for c, j in rows]
+        expected = [("nats per token", 4, word, 4)] * len(others)
+        assert result == expected
+        for c, _ in rows:
+            assert "at one rate for all" in c.label
+            assert not c.doubt
         assert outcomes("repetition", record) == [], "read once"
         assert find_claim(name).about(record)
 
@@ -164,7 +159,8 @@ def test_a_claim_about_one_rate_is_decided_by_its_command(
 def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(40_000_000))
-    ((_, _, config),) = commanded(find_claim("exact-language").commands["gpu"])
+    command_lines = commanded(find_claim("exact-language").commands["gpu"])
+    ((_, _, config),) = command_lines
     level = record_of(
         "language",
         "gpu",
@@ -173,7 +169,8 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
         tmp_path,
     )
     ((_, judgement),) = outcomes("exact-language", level)
-    assert (judgement.verdict, judgement.side) == ("undecided", "equal within the margin")
+    assert judgement.verdict == "undecided"
+    assert judgement.side == "equal within the margin"
 
     def wide(settings):
         return language_metrics(
@@ -197,7 +194,8 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
     ((_, waiting),) = outcomes(
         "exact-language", record_of("language", "gpu", replace(config, judged=8), half, tmp_path)
     )
-    assert (waiting.n, waiting.why) == (4, "6 of 8 seeds so far")
+    assert waiting.n == 4
+    assert waiting.why == "6 of 8 seeds so far"
 
     def few(settings):
         return wide(settings) if settings["seed"] % 1000 < 4 + 3 else None
@@ -205,12 +203,10 @@ def test_of_two_equal_models_neither_is_ahead_and_the_next_look_can_decide(monke
     ((early, unseen),) = outcomes(
         "exact-language", record_of("language", "gpu", config, few, tmp_path)
     )
-    assert (unseen.verdict, unseen.why, early.differences, early.waits) == (
-        "not run",
-        "3 of 4 seeds so far",
-        (),
-        True,
-    )
+    assert unseen.verdict == "not run"
+    assert unseen.why == "3 of 4 seeds so far"
+    assert early.differences == ()
+    assert early.waits is True
 
 
 def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, tmp_path):
@@ -224,11 +220,9 @@ def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, 
     monkeypatch.setattr(language, "open_texts", lambda **source: short)
     ((_, scale, config),) = commanded("longhorn reproduce language --judged 4")
     preset = language.PRESETS[scale]
-    assert all(
-        field.metadata.get("place")
-        for field in fields(preset)
-        if getattr(config, field.name) != getattr(preset, field.name)
-    )
+    for field in fields(preset):
+        if getattr(config, field.name) != getattr(preset, field.name):
+            assert field.metadata.get("place")
     usual = language_metrics(
         {"longhorn_exact": 2.5, "longhorn": 2.6, "mamba": 2.4, "attention": 3.6}
     )
@@ -245,7 +239,8 @@ def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, 
         "holds",
         "not run",
     ], "GLA is not among the laptop's models"
-    assert [j.verdict for _, j in outcomes("exact-language", record)] == ["holds"]
+    verdicts = [j.verdict for _, j in outcomes("exact-language", record)]
+    assert verdicts == ["holds"]
     unjudged = record_of("language", scale, preset, metrics, tmp_path)
     assert {j.why for _, j in outcomes("language", unjudged)} == {
         "one learning rate was tried (0.003)"
@@ -255,7 +250,8 @@ def test_a_laptop_gets_a_verdict_with_four_seeds_which_is_no_trial(monkeypatch, 
 def test_a_model_that_diverges_at_the_one_rate_gets_no_verdict(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(40_000_000))
-    ((_, _, config),) = commanded(find_claim("language").commands["gpu"])
+    command_lines = commanded(find_claim("language").commands["gpu"])
+    ((_, _, config),) = command_lines
     usual = language_metrics({"longhorn": 3.4, "mamba": 3.5, "attention": 3.6, "gla": 3.7})
 
     def metrics(settings):
@@ -281,7 +277,8 @@ def test_the_expected_minutes_follow_from_recorded_seconds(name):
     recorded = read_record(RECORDS / "language/gpu_160m.json")["results"]
     wall = {}
     for run in recorded["runs"]:
-        wall.setdefault(run["mixer"], []).append(run["wall_seconds"] / run["tokens"])
+        seconds = run["wall_seconds"] / run["tokens"]
+        wall.setdefault(run["mixer"], []).append(seconds)
     speeds = {
         row["mixer"]: row["tokens_per_second"]
         for row in read_record(RECORDS / "language/throughput.json")["rows"]
@@ -302,7 +299,8 @@ def test_the_expected_minutes_follow_from_recorded_seconds(name):
 def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):
     monkeypatch.setenv("LONGHORN_TEXT", "texts")
     monkeypatch.setattr(language, "open_texts", lambda **source: text_of(40_000_000))
-    ((command, scale, config),) = commanded(find_claim("repetition").commands["gpu"])
+    command_lines = commanded(find_claim("repetition").commands["gpu"])
+    ((command, scale, config),) = command_lines
     order = {mixer: 3.5 + 0.1 * i for i, mixer in enumerate(config.models)}
     turned = {mixer: 3.5 - 0.1 * i for i, mixer in enumerate(config.models)}
     for late, words in (
@@ -314,8 +312,11 @@ def test_repetition_is_decided_by_its_command(monkeypatch, tmp_path):
         rows = outcomes("repetition", record)
         assert len(rows) == 9
         assert {j.verdict for _, j in rows} == words
-        assert all("after one pass " in j.beside and "after 4.0 passes" in c.label for c, j in rows)
-        assert all(outcomes(name, record) == [] for name in LANGUAGE), "read several times"
+        for c, j in rows:
+            assert "after one pass " in j.beside
+            assert "after 4.0 passes" in c.label
+        for name in LANGUAGE:
+            assert outcomes(name, record) == [], "read several times"
 
 
 @pytest.mark.parametrize("lead, word", [(0.02, "holds"), (0.0, "holds"), (-0.02, "does not hold")])
@@ -337,10 +338,13 @@ def test_vision_is_decided_by_its_command(scale, lead, word, tmp_path):
 
     ((name, _, config),) = commanded(f"longhorn reproduce vision --scale {scale}")
     rows = outcomes("vision", record_of(name, scale, config, metrics, tmp_path))
-    assert [(c.label, j.verdict) for c, j in rows] == [
+    result = [(c.label, j.verdict) for c, j in rows]
+    expected = [
         (f"{form} as good as Mamba, at one rate for all", word) for form in ("diagonal", "exact")
     ]
-    assert all(j.side == "equal within the margin" for _, j in rows) == (lead == 0)
+    assert result == expected
+    result = all(j.side == "equal within the margin" for _, j in rows)
+    assert result == (lead == 0)
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), slow_case(-1, "does not hold")])
@@ -375,7 +379,8 @@ def test_the_grid_of_recall_is_decided_by_its_command(name, sign, word, tmp_path
     ((command, scale, config),) = commanded("longhorn reproduce mqar --scale gpu")
     rows = outcomes(name, record_of(command, scale, config, metrics, tmp_path))
     assert rows
-    assert {j.verdict for _, j in rows} == {word}
+    result = {j.verdict for _, j in rows}
+    assert result == {word}
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
@@ -398,7 +403,8 @@ def test_the_toy_task_is_decided_by_its_command(name, sign, word, tmp_path):
     ((command, scale, config),) = commanded(f"longhorn reproduce {name}")
     rows = outcomes(name, record_of(command, scale, config, metrics, tmp_path))
     assert len(rows) >= 2
-    assert {j.verdict for _, j in rows} == {word}
+    result = {j.verdict for _, j in rows}
+    assert result == {word}
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
@@ -409,7 +415,8 @@ def test_long_texts_are_decided_by_the_command_that_trains_first(
     name, sign, word, monkeypatch, tmp_path
 ):
     (trains, _, training), (reading, scale, config) = commanded(find_claim(name).commands["gpu"])
-    assert (trains, reading) == ("language", "extrapolation")
+    assert trains == "language"
+    assert reading == "extrapolation"
     assert config.checkpoints == "runs/language/gpu"
     models = [
         ({"mixer": mixer, "seed": seed, "model": {"weights": str(seed)}}, f"{mixer}/{seed}", "gpt2")
@@ -429,7 +436,8 @@ def test_long_texts_are_decided_by_the_command_that_trains_first(
 
     def metrics(settings):
         grows = {"deltanet": sign}.get(settings["mixer"], -sign)
-        nats = [3.0, 3.0 + 0.05 * grows + 0.002 * noise(settings["seed"])]
+        grown = 3.0 + 0.05 * grows + 0.002 * noise(settings["seed"])
+        nats = [3.0, grown]
         share = (
             0.5
             + 0.3 * sign * settings["mixer"].startswith("longhorn")
@@ -446,7 +454,8 @@ def test_long_texts_are_decided_by_the_command_that_trains_first(
 
     rows = outcomes(name, record_of(reading, scale, config, metrics, tmp_path))
     assert rows
-    assert {(j.n, j.verdict) for _, j in rows} == {(4, word)}
+    result = {(j.n, j.verdict) for _, j in rows}
+    assert result == {(4, word)}
 
 
 # all others: 4
@@ -532,10 +541,14 @@ def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_p
     record = record_of(experiment, scale, config, one_pass_metrics(sign), tmp_path)
     rows = outcomes(name, record)
     assert rows
-    assert {(j.verdict, j.look) for _, j in rows} == {(word, 4)}
-    assert len(rows) == len(QUESTIONS[name].contrasts) * len(QUESTIONS[name].families)
+    result = {(j.verdict, j.look) for _, j in rows}
+    assert result == {(word, 4)}
+    question = QUESTIONS[name]
+    expected = len(question.contrasts) * len(QUESTIONS[name].families)
+    assert len(rows) == expected
     _, describe = readers(claim)["one-pass"]
-    assert all(f"; {model}: " in describe(record) for model in QUESTIONS[name].models())
+    for model in QUESTIONS[name].models():
+        assert f"; {model}: " in describe(record)
 
 
 def first_plan_record(losses):
@@ -558,18 +571,7 @@ def first_plan_record(losses):
                 dict(name=model.name, lr=5e-3, bracket=bracket, runs=runs(model, group.seeds))
                 for model in group.models
             ]
-    return {
-        "experiment": "one-pass",
-        "scale": "gpu",
-        "settings": {"tokens": 90},
-        "results": {
-            "plan": {"commit": None},
-            "unit": "bits per byte",
-            "train_tokens": 100,
-            "domains": {},
-            "groups": groups,
-        },
-    }
+    return one_pass_record(groups)
 
 
 @pytest.mark.parametrize("sign, word", [(1, "holds"), (-1, "does not hold")])
@@ -593,7 +595,8 @@ def test_records_of_the_first_plan_are_still_read(name, sign, word):
 
     rows = outcomes(name, first_plan_record(loss))
     assert rows
-    assert {j.verdict for _, j in rows} == {word}
+    result = {j.verdict for _, j in rows}
+    assert result == {word}
 
 
 def judged_tables(monkeypatch, longhorn, mamba):
@@ -635,7 +638,9 @@ def test_arithmetic_follows_the_published_table(name, table, words, monkeypatch)
     monkeypatch.setattr(
         published, "RECALL_INTENSIVE", dict.fromkeys(("read once", "read twice"), table)
     )
-    assert [judgement.verdict for _, judgement in find_claim(name).settled()] == words
+    settled = find_claim(name).settled()
+    result = [judgement.verdict for _, judgement in settled]
+    assert result == words
 
 
 @pytest.mark.parametrize(
@@ -652,7 +657,9 @@ def test_arithmetic_follows_the_published_table(name, table, words, monkeypatch)
 )
 def test_counts_follow_the_sizes(name, setting, words, monkeypatch):
     monkeypatch.setattr(theory, *setting)
-    assert [judgement.verdict for _, judgement in find_claim(name).settled()] == words
+    settled = find_claim(name).settled()
+    result = [judgement.verdict for _, judgement in settled]
+    assert result == words
 
 
 # tests/test_claims.py: both verdicts follow the times
@@ -671,9 +678,10 @@ def test_training_speed_follows_the_times(speed, word):
         for name in ("mamba", "longhorn", "longhorn_exact")
         for compiled in (False, True)
     ]
-    assert {
+    result = {
         judgement.verdict for _, judgement in find_claim("training-speed").timed({"rows": rows})
-    } == {word}
+    }
+    assert result == {word}
 
 
 def test_no_claim_is_left_out():
@@ -700,5 +708,7 @@ def test_no_claim_is_left_out():
     tested |= {claim.name for claim in all_claims() if claim.name.startswith("elsewhere-")}
     # the theory pages test the derivation
     derived = {claim.name for claim in all_claims() if claim.basis == "derived"}
-    assert tested | derived | NO_CODE == {claim.name for claim in all_claims()}
-    assert {claim.name for claim in all_claims() if not claim.has_code} == NO_CODE
+    expected = {claim.name for claim in all_claims()}
+    assert tested | derived | NO_CODE == expected
+    without_code = {claim.name for claim in all_claims() if not claim.has_code}
+    assert without_code == NO_CODE

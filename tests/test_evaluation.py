@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import test_cli
+import command_line
 from longhorn_kit import cli, records
 from longhorn_kit.extras import pip_command
 from longhorn_kit.lab.claims import published
@@ -107,43 +107,47 @@ def log_probability(model, context, continuation):
     "By hand, in nats; byte 0 stands before an empty context."
     context = context.encode() or b"\0"
     ids = continuation.encode()
-    logits = model(torch.tensor([[*context, *ids]])[:, :-1])[0].log_softmax(-1)
-    return logits[len(context) - 1 :].gather(1, torch.tensor([[i] for i in ids])).sum().item()
+    tokens = torch.tensor([[*context, *ids]])
+    scores = model(tokens[:, :-1])[0]
+    logits = scores.log_softmax(-1)
+    last = logits[len(context) - 1 :]
+    column = torch.tensor([[i] for i in ids])
+    return last.gather(1, column).sum().item()
+
+
+MERGES = [
+    "t h",
+    "th e",
+    "Ġ the",
+    "i n",
+    "in g",
+    "a n",
+    "an d",
+    "Ġ and",
+    "c o",
+    "co w",
+    "Ã ©",
+    "e r",
+]
 
 
 def test_tokenizers_are_the_same_for_transformers(tmp_path):
-    merges = [
-        "t h",
-        "th e",
-        "Ġ the",
-        "i n",
-        "in g",
-        "a n",
-        "an d",
-        "Ġ and",
-        "c o",
-        "co w",
-        "Ã ©",
-        "e r",
-    ]
-    words = sorted(bytes_to_unicode().values(), key=lambda letter: (letter > "\xff", letter))
-    stored = {
-        word: i for i, word in enumerate([*words, *(pair.replace(" ", "") for pair in merges)])
-    }
+    letters = bytes_to_unicode().values()
+    words = sorted(letters, key=lambda letter: (letter > "\xff", letter))
+    merged = [pair.replace(" ", "") for pair in MERGES]
+    stored = {word: i for i, word in enumerate([*words, *merged])}
     (tmp_path / "vocab.bpe").write_text(
-        "#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8"
+        "#version: 0.2\n" + "\n".join(MERGES) + "\n", encoding="utf-8"
     )
-    (tmp_path / "encoder.json").write_text(json.dumps(stored), encoding="utf-8")
+    text = json.dumps(stored)
+    (tmp_path / "encoder.json").write_text(text, encoding="utf-8")
     own = get_tokenizer(f"gpt2:{tmp_path}")
     plain = get_tokenizer("bytes")
-    assert evaluation.vocabulary(own) == (
-        stored | {evaluation.END: 50256},
-        [tuple(pair.split()) for pair in merges],
-    )
-    for own, reference in (
-        (own, evaluation.hf_tokenizer(own)),
-        (plain, evaluation.hf_tokenizer(plain)),
-    ):
+    pairs = [tuple(pair.split()) for pair in MERGES]
+    expected = (stored | {evaluation.END: 50256}, pairs)
+    assert evaluation.vocabulary(own) == expected
+    for tokenizer in (own, plain):
+        reference = evaluation.hf_tokenizer(tokenizer)
         for text in (
             "the cow and the other thing",
             "  theé and\n\ncowing  ",
@@ -152,10 +156,26 @@ def test_tokenizers_are_the_same_for_transformers(tmp_path):
             "a\r\nb",
             "".join(map(chr, range(1, 400))),
         ):
-            assert reference(text)["input_ids"] == own.encode(text).tolist()
-            assert reference.decode(own.encode(text)) == text
+            expected = tokenizer.encode(text).tolist()
+            assert reference(text)["input_ids"] == expected
+            decoded = reference.decode(tokenizer.encode(text))
+            assert decoded == text
     assert len(reference) == 256
     assert reference.eos_token_id == 0
+
+
+def by_the_harness(export, tasks):
+    "Results of the harness's way to a model."
+    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
+    with evaluation.quiet():
+        return lm_eval.simple_evaluate(
+            "hf",
+            model_args=f"pretrained={export},trust_remote_code=True",
+            device="cpu",
+            tasks=NAMES,
+            task_manager=manager,
+            bootstrap_iters=0,
+        )
 
 
 def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, monkeypatch):
@@ -163,45 +183,34 @@ def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, m
     record = evaluation.evaluate_checkpoint(
         checkpoint, ["tiny_choice,tiny_line", "tiny_whole"], include=tasks, read="both"
     )
-    for read, change in (("once", lambda text: text), ("twice", lambda text: f"{text}\n{text}")):
+    readings = (("once", lambda text: text), ("twice", lambda text: f"{text}\n{text}"))
+    for read, change in readings:
         for metric, norm in (
             ("acc", lambda text: 1),
             ("acc_norm", len),
         ):  # lm-eval counts characters
-            scores = [
-                [
-                    log_probability(model, change(doc["text"]), doc[key]) / norm(doc[key])
-                    for key in ("right", "wrong")
-                ]
-                for doc in DOCS
-            ]
-            assert value(record, "tiny_choice", metric, read) == sum(
-                a > b for a, b in scores
-            ) / len(DOCS)
-    nats, size = (
-        sum(part(doc["text"]) for doc in DOCS)
-        for part in (lambda text: log_probability(model, "", text), lambda text: len(text.encode()))
-    )
+            right = 0
+            for doc in DOCS:
+                context = change(doc["text"])
+                score = log_probability(model, context, doc["right"]) / norm(doc["right"])
+                other = log_probability(model, context, doc["wrong"]) / norm(doc["wrong"])
+                right += score > other
+            assert value(record, "tiny_choice", metric, read) == right / len(DOCS)
+    nats = sum(log_probability(model, "", doc["text"]) for doc in DOCS)
+    size = sum(len(doc["text"].encode()) for doc in DOCS)
     assert value(record, "tiny_whole", "bits_per_byte") == pytest.approx(
         -nats / size / math.log(2), rel=1e-5
     )
-    assert all(row["documents"] == len(DOCS) for row in record["rows"])
+    for row in record["rows"]:
+        assert row["documents"] == len(DOCS)
     assert record["parameters"] == model.num_parameters()
     monkeypatch.setattr(
         "lm_eval.evaluator.add_env_info", lambda result: None
     )  # asks pip, for seconds
-    manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
-    with evaluation.quiet():
-        result = lm_eval.simple_evaluate(
-            "hf",
-            model_args=f"pretrained={checkpoint.parent / 'export'},trust_remote_code=True",
-            device="cpu",
-            tasks=NAMES,
-            task_manager=manager,
-            bootstrap_iters=0,
-        )
-    for row in evaluation.metric_rows(result, "once"):  # the harness's way to a model
-        assert row["value"] == pytest.approx(value(record, row["task"], row["metric"]))
+    result = by_the_harness(checkpoint.parent / "export", tasks)
+    for row in evaluation.metric_rows(result, "once"):
+        expected = value(record, row["task"], row["metric"])
+        assert row["value"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
@@ -212,24 +221,30 @@ def test_generated_lines_are_the_models_own(checkpoint, batch_size):
         Instance("generate_until", {}, (doc["text"], {"until": ["\n"], "max_gen_toks": 9}), 0)
         for doc in DOCS
     ]
-    for reader, repeated in ((evaluation.read_twice(lm), True), (lm, False)):
+    readers = ((evaluation.read_twice(lm), True), (lm, False))
+    for reader, repeated in readers:
         with evaluation.quiet():
             result = reader.generate_until(requests)
         for doc, line in zip(DOCS, result):
-            prompt = list((f"{doc['text']}\n" * repeated + doc["text"]).encode())
+            text = f"{doc['text']}\n" * repeated + doc["text"]
+            prompt = list(text.encode())
             ids = model.generate(torch.tensor([prompt]), 9, temperature=0)[
                 0, len(prompt) :
             ].tolist()
             ids = ids[: ids.index(0)] if 0 in ids else ids  # the end of a document
-            assert line == get_tokenizer("bytes").decode(ids).split("\n")[0]
-    assert [request.args[0] for request in requests] == [doc["text"] for doc in DOCS]  # left alone
+            text = get_tokenizer("bytes").decode(ids)
+            expected = text.split("\n")[0]
+            assert line == expected
+    result = [request.args[0] for request in requests]
+    assert result == [doc["text"] for doc in DOCS]  # left alone
 
 
 def test_only_contexts_are_doubled_and_long_ones_lose_their_start(checkpoint):
     def request(kind, *words):
         return Instance(kind, {}, words, 0)
 
-    assert evaluation.doubled(request("loglikelihood", "", "a text")).args == ("", "a text")
+    read = evaluation.doubled(request("loglikelihood", "", "a text"))
+    assert read.args == ("", "a text")
 
     def echo(requests):
         return [request.args for request in requests]
@@ -240,11 +255,12 @@ def test_only_contexts_are_doubled_and_long_ones_lose_their_start(checkpoint):
     assert twice.loglikelihood_rolling([request("loglikelihood_rolling", "a text")]) == [
         ("a text",)
     ]
-    assert twice.generate_until([request("generate_until", "x", {})]) == [("x\nx", {})]
+    requests = [request("generate_until", "x", {})]
+    assert twice.generate_until(requests) == [("x\nx", {})]
     with evaluation.quiet():
-        (result,) = evaluation.harness_model(checkpoint, context=16).loglikelihood(
-            [request("loglikelihood", "x" * 50 + "0123456789ab", "cdef")]
-        )
+        lm = evaluation.harness_model(checkpoint, context=16)
+        long = request("loglikelihood", "x" * 50 + "0123456789ab", "cdef")
+        (result,) = lm.loglikelihood([long])
     assert result[0] == pytest.approx(
         log_probability(SequenceLM.from_pretrained(checkpoint), "x0123456789ab", "cdef"), rel=1e-4
     )
@@ -259,7 +275,8 @@ def test_recall_tasks_of_our_own_read_the_passage(checkpoint, tmp_path, monkeypa
         },
         {"context": "A cow says moo.", "question": "The sound of a cow is", "answers": ["Moo"]},
     ]
-    (tmp_path / "docs.json").write_text(json.dumps(docs))
+    text = json.dumps(docs)
+    (tmp_path / "docs.json").write_text(text)
     local = {
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"validation": str(tmp_path / "docs.json")}},
@@ -276,14 +293,19 @@ def test_recall_tasks_of_our_own_read_the_passage(checkpoint, tmp_path, monkeypa
     ] == prompts * 3
     heard = []
     lm = evaluation.harness_model(checkpoint)
-    lm.generate_until = lambda requests, **options: (
-        heard.extend(r.args[0] for r in requests) or [" pisa, they say", "quack"] * 3
-    )
+
+    def generated(requests, **options):
+        heard.extend(r.args[0] for r in requests)
+        return [" pisa, they say", "quack"] * 3
+
+    lm.generate_until = generated
+    expected = {(name, "contains", 0.5, 2) for name in evaluation.OWN_TASKS}
     assert {
         (row["task"], row["metric"], row["value"], row["documents"])
         for row in evaluation.run_tasks(lm, result, "twice")
-    } == {(name, "contains", 0.5, 2) for name in evaluation.OWN_TASKS}
-    assert set(heard) == {f"{prompt}\n{prompt}" for prompt in prompts}
+    } == expected
+    expected = {f"{prompt}\n{prompt}" for prompt in prompts}
+    assert set(heard) == expected
 
 
 def test_recall_preset_is_the_papers_table_and_means_are_over_whole_sets():
@@ -310,8 +332,10 @@ def test_recall_preset_is_the_papers_table_and_means_are_over_whole_sets():
     def mean(read):
         return ("mean of 6 sets", read, "contains", pytest.approx(0.25))
 
-    assert means(*six) == [mean("once"), mean("twice")]
-    assert means(*six[1:]) == [mean("twice")]
+    expected = [mean("once"), mean("twice")]
+    assert means(*six) == expected
+    result = means(*six[1:])
+    assert result == [mean("twice")]
     assert (
         means(row)
         == means(row, row | {"metric": "acc"})
@@ -368,24 +392,19 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(
     out = capsys.readouterr().out
     record = json.loads((tmp_path / "scores.json").read_text())
     model = SequenceLM.from_pretrained(checkpoint)
-    pages = sum(
-        log_probability(model, "", text)
-        for text in ("The cow, a big one, is brown.\nIt says moo ", "A second article\n", words[2])
-    )
-    last = sum(
-        log_probability(model, context, " " + word)
-        for context, _, word in (text.strip().rpartition(" ") for text in words)
-    )
+    articles = ("The cow, a big one, is brown.\nIt says moo ", "A second article\n", words[2])
+    pages = sum(log_probability(model, "", text) for text in articles)
+    last = 0
+    for text in words:
+        context, _, word = text.strip().rpartition(" ")
+        last += log_probability(model, context, " " + word)
     result = (
         value(record, "wikitext", "word_perplexity"),
         value(record, "lambada_openai", "perplexity"),
     )
+    words_of_pages = sum(len(re.split(r"\s+", text)) for text in words)
     assert result == pytest.approx(
-        (
-            math.exp(-pages / sum(len(re.split(r"\s+", text)) for text in words)),
-            math.exp(-last / len(words)),
-        ),
-        rel=1e-4,
+        (math.exp(-pages / words_of_pages), math.exp(-last / len(words))), rel=1e-4
     )
     assert f"mean of 2 sets once perplexity {sum(result) / 2:.4f}" in " ".join(out.split())
     assert value(record, "wikitext", "byte_perplexity") > 1  # in the record, but not in the mean
@@ -417,7 +436,8 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     export = checkpoint.parent / "export"
 
     def contents():
-        return {path.name: path.read_bytes() for path in export.iterdir()}
+        paths = export.iterdir()
+        return {path.name: path.read_bytes() for path in paths}
 
     before = contents()
 
@@ -433,10 +453,12 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     with pytest.raises(ValueError, match="holds other files; export to a new folder"):
         evaluation.export_checkpoint(checkpoint, checkpoint)
     monkeypatch.undo()
-    assert cli.main(["export", str(checkpoint), str(export)]) == 0
+    status = cli.main(["export", str(checkpoint), str(export)])
+    assert status == 0
     assert "from_pretrained" in capsys.readouterr().out
     assert contents() == before
-    assert "itself" in fails(capsys, ["export", str(checkpoint), str(checkpoint)], 2)
+    message = fails(capsys, ["export", str(checkpoint), str(checkpoint)], 2)
+    assert "itself" in message
     assert "context is 0" in fails(
         capsys, ["export", str(checkpoint), str(checkpoint.parent / "none"), "--context", "0"]
     )
@@ -455,8 +477,10 @@ DAMAGE = {
 @pytest.mark.parametrize("folder", ["kit", "export", "bare"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_a_damaged_file_is_named_with_the_remedy(checkpoint, folder, name, damage, tmp_path):
-    path = shutil.copytree(checkpoint.parent / folder, tmp_path / "model") / name
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    copied = shutil.copytree(checkpoint.parent / folder, tmp_path / "model")
+    path = copied / name
+    content = DAMAGE[damage](path.read_bytes())
+    path.write_bytes(content)
     with pytest.raises((ValueError, OSError)) as caught:
         evaluation.load_pair(path.parent)
     assert str(path) in str(caught.value)
@@ -471,8 +495,10 @@ def test_a_flipped_bit_a_lost_weight_and_an_export_moved_aside_are_found(checkpo
         ("export", "is damaged; export it again"),
         ("bare", r"in .* lacks model.blocks.0.mixer.conv1d.bias; restore"),
     ):
-        weights = shutil.copytree(checkpoint.parent / name, tmp_path / name) / "model.safetensors"
-        weights.write_bytes(weights.read_bytes().replace(b"conv1d.bias", b"conv1d.bia2"))
+        copied = shutil.copytree(checkpoint.parent / name, tmp_path / name)
+        weights = copied / "model.safetensors"
+        content = weights.read_bytes()
+        weights.write_bytes(content.replace(b"conv1d.bias", b"conv1d.bia2"))
         with pytest.raises(ValueError, match=f"model.safetensors {words}"):
             evaluation.load_pair(tmp_path / name)
     shutil.copytree(
@@ -491,7 +517,8 @@ def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
     ):  # equal shapes: a mixture would not be noticed
         save(tmp_path / f"m{name}", mixer)
         model = SequenceLM.from_pretrained(tmp_path / f"m{name}")
-        model.embedding.weight.data.add_(name == "b")
+        weight = model.embedding.weight.data
+        weight.add_(name == "b")
         model.save_pretrained(tmp_path / f"m{name}")
         evaluation.export_checkpoint(tmp_path / f"m{name}", tmp_path / name)
     weights = {
@@ -515,7 +542,9 @@ def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
     for how in ("exchanged", "exported again"):
         observed.clear()
         model, words = evaluation.load_pair(tmp_path / "a")
-        assert torch.equal(model.model.embedding.weight, weights[model.config.mixer]), how
+        weight = model.model.embedding.weight
+        expected = weights[model.config.mixer]
+        assert torch.equal(weight, expected), how
         assert model.config._name_or_path == str(tmp_path / "a")
 
 
@@ -526,7 +555,8 @@ def test_a_folder_that_is_replaced_all_the_time_or_missing_is_named(tmp_path):
         write_json(tmp_path / "m" / "config.json", 1)
         raise ValueError(f"{path}/config.json is torn")
 
-    with pytest.raises(OSError, match=f"{tmp_path / 'm'} was replaced 3 times while it was read"):
+    message = f"{tmp_path / 'm'} was replaced 3 times while it was read"
+    with pytest.raises(OSError, match=message):
         records.read_whole(tmp_path / "m", ("*.json",), replaced, attempts=3)
 
     def torn(path):
@@ -540,7 +570,8 @@ def test_a_folder_that_is_replaced_all_the_time_or_missing_is_named(tmp_path):
 
 @pytest.mark.parametrize("folder", ["kit", "bare"])
 def test_a_billion_blocks_are_refused_before_they_are_built(checkpoint, tmp_path, folder):
-    path = shutil.copytree(checkpoint.parent / folder, tmp_path / "m") / "config.json"
+    copied = shutil.copytree(checkpoint.parent / folder, tmp_path / "m")
+    path = copied / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 10**9}))
     with pytest.raises(
         ValueError,
@@ -561,7 +592,8 @@ def test_weights_of_the_kit_that_were_damaged_are_not_exported(checkpoint, tmp_p
     ):
         with pytest.raises(
             ValueError,
-            match="model.safetensors is damaged: its contents do not match their SHA-256.*restore it",
+            match="model.safetensors is damaged: "
+            "its contents do not match their SHA-256.*restore it",
         ):
             use(tmp_path / "m")
     assert not (tmp_path / "out").exists()
@@ -583,15 +615,18 @@ def test_a_full_disk_is_named_whatever_a_library_raises(checkpoint, tmp_path, mo
     monkeypatch.setattr("longhorn_kit.models.transformers.export_folder", full)
     with pytest.raises(
         OSError,
-        match=f"^cannot write {tmp_path / 'out'}: No space left on device; what was there before is unchanged$",
+        match=f"^cannot write {tmp_path / 'out'}: No space left on device; "
+        "what was there before is unchanged$",
     ):
         evaluation.export_checkpoint(checkpoint, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
 
 def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
-    config = shutil.copytree(checkpoint.parent / "bare", tmp_path / "foreign") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "foreign"}))
+    copied = shutil.copytree(checkpoint.parent / "bare", tmp_path / "foreign")
+    config = copied / "config.json"
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"model_type": "foreign"}))
     (tmp_path / "foreign" / "modeling_longhorn.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     )
@@ -603,13 +638,15 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
         "tokenizer_class": "OwnTokenizer",
         "auto_map": {"AutoTokenizer": ["modeling_longhorn.OwnTokenizer", None]},
     }
-    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | own))
+    settings = json.loads(tokenizer.read_text())
+    tokenizer.write_text(json.dumps(settings | own))
     (tmp_path / "words/manifest.json").unlink()
     shutil.copy(tmp_path / "foreign/modeling_longhorn.py", tmp_path / "words")
     for name in ("foreign", "words"):
         with pytest.raises(
             ValueError,
-            match=f"{name} needs code of its own, and longhorn never runs code from a model's folder",
+            match=f"{name} needs code of its own, "
+            "and longhorn never runs code from a model's folder",
         ):
             evaluation.load_pair(tmp_path / name)
     assert not (tmp_path / "ran").exists()
@@ -617,9 +654,8 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
 
 def fails(capsys, argv, code=1):
     capsys.readouterr()
-    return test_cli.fails(
-        capsys, ["eval", "--tasks", *argv] if "export" not in argv[:1] else argv, code
-    )
+    words = argv if "export" in argv[:1] else ["eval", "--tasks", *argv]
+    return command_line.fails(capsys, words, code)
 
 
 def test_command_prints_a_table_and_writes_the_record(
@@ -650,8 +686,10 @@ def test_command_prints_a_table_and_writes_the_record(
     assert len(rows) == 6
     assert {row["documents"] for row in rows} == {2}
     assert out.count("tiny_choice") == 4
-    assert out.splitlines()[-1] == f"results: {path}"
-    assert cli.main(["eval", "--tasks", "tiny_whole", *rest, "1"]) == 0
+    last = out.splitlines()[-1]
+    assert last == f"results: {path}"
+    status = cli.main(["eval", "--tasks", "tiny_whole", *rest, "1"])
+    assert status == 0
     assert (checkpoint / "eval-tiny_whole-once-first-1.json").is_file()
     assert not (checkpoint / "eval-tiny_whole-once.json").exists()
 
@@ -659,9 +697,11 @@ def test_command_prints_a_table_and_writes_the_record(
         raise OSError(f"cannot write {path}: No space left on device")
 
     monkeypatch.setattr("longhorn_kit.records.write_json", full)
-    assert cli.main(["eval", "--tasks", "tiny_choice", "--out", str(path), *rest, "2"]) == 1
+    status = cli.main(["eval", "--tasks", "tiny_choice", "--out", str(path), *rest, "2"])
+    assert status == 1
     out, err = capsys.readouterr()
-    assert "tiny_choice once acc" in " ".join(out.split())
+    shown = " ".join(out.split())
+    assert "tiny_choice once acc" in shown
     assert "No space left" in err  # the scores are seen all the same
 
 
@@ -685,11 +725,14 @@ def test_what_cannot_be_evaluated_is_one_sentence(checkpoint, tasks, tmp_path, c
         (["--tokenizer", "words"], "words"),
         (["--out", str(tasks / "docs.json" / "x.json")], "cannot write"),
     ):
-        assert words in fails(capsys, ["tiny_choice", *base, *argv])
+        message = fails(capsys, ["tiny_choice", *base, *argv])
+        assert words in message
     assert "no task" in fails(capsys, [",", *base])
     assert "max tokens" in fails(capsys, ["tiny_line", *base, "--context", "2"])
-    assert "nowhere does not exist" in fails(capsys, ["x", "--model", str(tmp_path / "nowhere")])
-    assert "none does not exist" in fails(capsys, ["x", *base, "--include", str(tmp_path / "none")])
+    message = fails(capsys, ["x", "--model", str(tmp_path / "nowhere")])
+    assert "nowhere does not exist" in message
+    message = fails(capsys, ["x", *base, "--include", str(tmp_path / "none")])
+    assert "none does not exist" in message
     assert "is a folder; name a file in it" in fails(
         capsys, ["tiny_choice", *base, "--out", str(tmp_path)], 2
     )
@@ -703,13 +746,15 @@ def test_models_data_and_extras_that_are_missing_or_wrong(
 
     save(tmp_path / "small", vocab_size=64)
     assert "--tokenizer" in fails(capsys, argv("small"))
-    assert "has 256 tokens, the model 64" in fails(capsys, [*argv("small"), "--tokenizer", "bytes"])
+    message = fails(capsys, [*argv("small"), "--tokenizer", "bytes"])
+    assert "has 256 tokens, the model 64" in message
     model = save(tmp_path / "lost")
     model.embedding.weight.data[0] = float("nan")
     model.save_pretrained(tmp_path / "lost")
     assert "is not finite; its training diverged" in fails(capsys, argv("lost"))
     config = shutil.copytree(checkpoint, tmp_path / "unknown") / "config.json"
-    config.write_text(config.read_text().replace('"longhorn"', '"longhorm"'))
+    text = config.read_text()
+    config.write_text(text.replace('"longhorn"', '"longhorm"'))
     assert "longhorm" in fails(capsys, argv("unknown"))
 
     def no_network(*args, **options):

@@ -30,7 +30,7 @@ from longhorn_kit.theory.exact_vs_diagonal import (
     transition_matrix,
 )
 from rounding import bound, error
-from test_zoo import draw
+from theory_cases import draw
 
 pytestmark = pytest.mark.numeric
 

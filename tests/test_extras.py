@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from packaging.requirements import Requirement
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -557,7 +558,9 @@ def test_pages_of_kernels_without_triton(names):
         starts = [printed.startswith(first_sentence) for _, printed in report]
         printing_cell = starts.index(True)
         errors = [error for error, _ in report]
-        assert errors[: printing_cell + 1] == [None] * (printing_cell + 1)
+        result = errors[: printing_cell + 1]
+        expected = [None] * (printing_cell + 1)
+        assert result == expected
         assert set(errors) <= set(allowed), errors
         for part in (*RUN_ANYWAY[path.stem], *NEED_KERNELS[path.stem]):
             of_part = [error for source, error in zip(sources, errors) if part in source]
@@ -643,7 +646,8 @@ def test_models_need_no_float64(name, bf16, monkeypatch):
         loss.backward()
         generated = model.generate(tokens[:, :5], 3, seed=0)
     assert generated.shape == (2, 8)
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    for p in model.parameters():
+        assert p.grad.isfinite().all()
 
 
 @every_matrix
@@ -654,7 +658,7 @@ def test_matrix_layers_without_float64_agree_with_those_that_have_it(name, monke
     x = torch.randn(2, 150, 32)
     expected = layer(x)
     monkeypatch.setattr("longhorn_kit.scan.matrix.NO_FLOAT64", ("mps", "cpu"))
-    torch.testing.assert_close(layer(x), expected, atol=1e-4, rtol=1e-3)
+    assert_close(layer(x), expected, atol=1e-4, rtol=1e-3)
 
 
 @every_mixer
@@ -726,8 +730,10 @@ def test_where_triton_interprets():
     assert interprets([]) == ["1"]
     assert interprets(["/dev/nvidia0"]) == ["None"]
     assert interprets([], "import triton") == ["None"]
-    assert interprets([], child.format(code.format(["/dev/nvidia0"], ""))) == ["None"]
-    assert interprets([], child.format(code.format([], ""))) == ["1"]
+    result = interprets([], child.format(code.format(["/dev/nvidia0"], "")))
+    assert result == ["None"]
+    result = interprets([], child.format(code.format([], "")))
+    assert result == ["1"]
     assert interprets(["/dev/nvidia0"], "os.environ['TRITON_INTERPRET'] = '1'") == ["1"]
     late = (
         "import torch, triton\nfrom longhorn_kit import longhorn_scan\n"

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import fakes
+from forks import print_to
 from longhorn_kit import cli, records
 from longhorn_kit.lab import run
 from longhorn_kit.lab.claims import registry as claims
@@ -25,8 +26,8 @@ from longhorn_kit.lab.data import corpus
 from longhorn_kit.lab.train.checkpoint import checkpoints, read_checkpoint
 from longhorn_kit.lab.train.lm import save_lm
 from longhorn_kit.models import LMConfig, SequenceLM
-from test_corpus import sources
-from test_vision_training import filled
+from pictures import filled
+from texts import sources
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 RESULTS = Path(__file__).parents[1] / "nbs" / "lab" / "results"
@@ -34,7 +35,8 @@ RESULTS = Path(__file__).parents[1] / "nbs" / "lab" / "results"
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch, tmp_path):
-    monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), fakes.claim("second")])
+    fake_claims = [fakes.claim(), fakes.claim("second")]
+    monkeypatch.setattr(claims, "CLAIMS", fake_claims)
     monkeypatch.setattr("longhorn_kit.lab.claims.ledger.results_folder", lambda: None)
     monkeypatch.setattr(run, "engine_for", lambda *_: run.Here())
     monkeypatch.setattr(records, "commit_of_kit", lambda: None)
@@ -59,16 +61,24 @@ def watch(folder, kill_at):
             and isinstance(arguments[2], int)
             and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
         )
-        if writes or event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate"):
-            if isinstance(arguments[0], (str, bytes, os.PathLike)) and str(
-                folder
-            ) in os.path.abspath(os.fsdecode(arguments[0])):
-                step()
+        changes = event in ("os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.truncate")
+        has_path = (writes or changes) and isinstance(arguments[0], (str, bytes, os.PathLike))
+        if has_path and str(folder) in os.path.abspath(os.fsdecode(arguments[0])):
+            step()
 
     fsync = os.fsync
     exchange = records.exchange
-    os.fsync = lambda handle: (step(), fsync(handle))
-    records.exchange = lambda one, other: (step(), exchange(one, other))[1]
+
+    def counted_fsync(handle):
+        step()
+        fsync(handle)
+
+    def counted_exchange(one, other):
+        step()
+        return exchange(one, other)
+
+    os.fsync = counted_fsync
+    records.exchange = counted_exchange
     sys.addaudithook(hook)
     return observed
 
@@ -80,34 +90,39 @@ def child(argv, folder, kill_at=0, limit=None):
     if not (pid := os.fork()):
         code = 1
         try:
-            os.dup2(screen[1], 1), os.dup2(screen[1], 2), os.close(screen[1])
-            sys.stdout = open(1, "w", closefd=False)
-            sys.stderr = open(2, "w", closefd=False)
+            print_to(screen[1])
+            os.close(screen[1])
             if limit is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             observed = watch(folder, kill_at)
             code = cli.main(argv)
-            sys.stdout.flush(), sys.stderr.flush()
-            os.write(counted[1], str(observed[0]).encode())
+            sys.stdout.flush()
+            sys.stderr.flush()
+            count = str(observed[0]).encode()
+            os.write(counted[1], count)
         finally:
             os._exit(code)
-    os.close(counted[1]), os.close(screen[1])
+    os.close(counted[1])
+    os.close(screen[1])
     with open(screen[0]) as file:
         output = file.read()
     with open(counted[0]) as file:
         operations = int(file.read() or 0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), output, operations
+    status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status), output, operations
 
 
 def files_in(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+    paths = folder.rglob("*")
+    return sorted(str(path.relative_to(folder)) for path in paths)
 
 
 def killed_and_resumed(argv, here, operations, between=lambda folder: None):
     "Kill a command at each of its file operations and run it again; yield its folder and output."
     for n in fakes.kills(operations):
         folder = here / f"killed{n}"
-        assert child(argv(folder), folder, n)[0] == -signal.SIGKILL
+        result = child(argv(folder), folder, n)[0]
+        assert result == -signal.SIGKILL
         between(folder)
         code, repeated, _ = child(argv(folder), folder)
         assert code == 0, (n, repeated)
@@ -117,7 +132,8 @@ def killed_and_resumed(argv, here, operations, between=lambda folder: None):
 
 def stable(text):
     "Return the printed lines with scores and reports, which do not change between runs."
-    return [line for line in text.splitlines() if "score" in line or line.startswith("report")]
+    lines = text.splitlines()
+    return [line for line in lines if "score" in line or line.startswith("report")]
 
 
 def test_reproduce_killed_at_every_file_operation(here):
@@ -135,7 +151,8 @@ def test_reproduce_killed_at_every_file_operation(here):
         ]
 
     def named(folder):
-        return [path for path in folder.rglob("*.json") if not path.name.startswith(".")]
+        paths = folder.rglob("*.json")
+        return [path for path in paths if not path.name.startswith(".")]
 
     def whole(folder):
         return all(map(records.read_record, named(folder)))  # files with their final name
@@ -191,7 +208,9 @@ def small_model(folder, seed):
 def warm(tmp_path_factory):
     "Import the modules of export and generate before the children are forked."
     folder = tmp_path_factory.mktemp("warm")
-    assert cli.main(["export", str(small_model(folder / "model", 0)), str(folder / "out")]) == 0
+    model = small_model(folder / "model", 0)
+    result = cli.main(["export", str(model), str(folder / "out")])
+    assert result == 0
     assert cli.main(["generate", str(folder / "out"), "--tokens", "1"]) == 0
 
 
@@ -213,10 +232,12 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
     def argv(model, folder):
         return ["export", str(model), str(folder)]
 
-    assert child(argv(old, here / "a" / "out"), here / "a")[0] == 0
+    result = child(argv(old, here / "a" / "out"), here / "a")[0]
+    assert result == 0
     shutil.copytree(here / "a", here / "b")
     text_of_old = writes(here / "b" / "out")
-    code, _, operations = child(argv(new, here / "b" / "out"), here / "b")
+    out = here / "b" / "out"
+    code, _, operations = child(argv(new, out), here / "b")
     text_of_new = writes(here / "b" / "out")
     assert code == 0
     assert operations > 15
@@ -226,10 +247,12 @@ def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
     for n in fakes.kills(operations):
         shutil.rmtree(here / "c", ignore_errors=True)
         shutil.copytree(here / "a", here / "c")
-        assert child(argv(new, here / "c" / "out"), here / "c", n)[0] == -signal.SIGKILL
+        out = here / "c" / "out"
+        assert child(argv(new, out), here / "c", n)[0] == -signal.SIGKILL
         result.add(writes(here / "c" / "out"))
         assert result <= {text_of_old, text_of_new}
-        assert child(argv(new, here / "c" / "out"), here / "c")[0] == 0
+        out = here / "c" / "out"
+        assert child(argv(new, out), here / "c")[0] == 0
         assert writes(here / "c" / "out") == text_of_new
         assert files_in(here / "c") == files_in(here / "b")
     assert result == {text_of_old, text_of_new}
@@ -281,7 +304,8 @@ def test_a_hundred_damaged_records_change_no_number(here, monkeypatch):
                 assert "delete it" in row.judgement.why
                 assert "\n" not in row.judgement.why
             else:
-                assert row.judgement == whole[row.comparison.label].judgement, (n, kind)
+                expected = whole[row.comparison.label].judgement
+                assert row.judgement == expected, (n, kind)
         assert rows
         assert changed or len(rows) > 0
 
@@ -291,13 +315,15 @@ def test_a_hundred_damaged_models_change_no_word(here, warm, kind):
     chance = random.Random(42)
     model = small_model(here / "model", 0)
     if kind == "export":
-        assert child(["export", str(model), str(here / "out")], here / "out")[0] == 0
+        result = child(["export", str(model), str(here / "out")], here / "out")[0]
+        assert result == 0
     else:
         save_lm(SequenceLM.from_pretrained(model), "bytes", here / "out")
     good = writes(here / "out")
     reported = 0
-    files = sorted(path for path in (here / "out").rglob("*") if path.is_file())
-    for n in range(100):
+    paths = (here / "out").rglob("*")
+    files = sorted(path for path in paths if path.is_file())
+    for _ in range(100):
         path = chance.choice(files)
         kept = path.read_bytes()
         kind, changed = damage(path, chance)
@@ -307,11 +333,8 @@ def test_a_hundred_damaged_models_change_no_word(here, warm, kind):
             assert code == 1, (path, kind, output)
             assert "Traceback" not in output, (path, kind, output)
             assert last.startswith("longhorn: error: "), (path, kind, output)
-            assert path.name in last and re.search("export|restore|save|--tokenizer", last), (
-                path,
-                kind,
-                last,
-            )
+            assert path.name in last, (path, kind, last)
+            assert re.search("export|restore|save|--tokenizer", last), (path, kind, last)
             reported += 1
         path.write_bytes(kept)
     assert reported > 60
@@ -323,16 +346,13 @@ def test_text_of_a_record_is_escaped_wherever_it_ends(here):
     def poisoned(value):
         if isinstance(value, dict):
             return {name: poisoned(item) for name, item in value.items()}
-        return (
-            [poisoned(item) for item in value]
-            if isinstance(value, list)
-            else nasty
-            if isinstance(value, str)
-            else value
-        )
+        if isinstance(value, list):
+            return [poisoned(item) for item in value]
+        return nasty if isinstance(value, str) else value
 
     record = poisoned(fakes.record()) | {"experiment": "fake", "scale": "laptop"}
-    records.write_record(here / "runs" / "fake" / "laptop" / "record.json", record)
+    path = here / "runs" / "fake" / "laptop" / "record.json"
+    records.write_record(path, record)
     rows = ledger("runs")
     assert cli.main(["reproduce", "second"]) == 0
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
@@ -362,7 +382,8 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(here, warm, what):
         code, output, _ = child(repeated, folder, limit=limit)
         if code == 0:  # the output fits
             continue
-        last = output.strip().splitlines()[-1]
+        lines = output.strip().splitlines()
+        last = lines[-1]
         assert code == 1, output
         assert last.startswith("longhorn: error: "), output
         assert "File too large" in last, output
@@ -480,17 +501,15 @@ def test_training_killed_at_every_file_operation(here, trainer):
     def whole_ones(folder):  # a checkpoint is listed only while all its files are there
         for path in checkpoints(folder):
             metadata, _ = read_checkpoint(path)
-            assert len(list(path.iterdir())) == len(
-                list(next((whole / "checkpoints").iterdir()).iterdir())
-            ), path
+            result = len(list(path.iterdir()))
+            expected = len(list(next((whole / "checkpoints").iterdir()).iterdir()))
+            assert result == expected, path
 
     for folder, repeated in killed_and_resumed(
         lambda folder: [*words, "--out", folder.name], here, operations, between=whole_ones
     ):
-        assert printed(repeated) == printed(output) and outcome(folder) == outcome(whole), (
-            folder,
-            repeated,
-        )
+        assert printed(repeated) == printed(output), (folder, repeated)
+        assert outcome(folder) == outcome(whole), (folder, repeated)
 
 
 def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
@@ -513,7 +532,8 @@ def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
         )
         kind, changed = damage(path := chance.choice(files), chance)
         code, repeated, _ = child([*words, "--out", folder.name], folder)
-        last = repeated.strip().splitlines()[-1]
+        lines = repeated.strip().splitlines()
+        last = lines[-1]
         assert "Traceback" not in repeated, (path, kind, repeated)
         if code:
             assert last.startswith("longhorn: error: "), (path, kind, last)
@@ -521,11 +541,8 @@ def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
             assert re.search("delete|use another|restore", last), (path, kind, last)
             reported += 1
         else:
-            assert printed(repeated) == printed(output) and outcome(folder) == outcome(whole), (
-                path,
-                kind,
-                repeated,
-            )
+            assert printed(repeated) == printed(output), (path, kind, repeated)
+            assert outcome(folder) == outcome(whole), (path, kind, repeated)
             went_back += "going back" in repeated
         shutil.rmtree(folder)
         shutil.rmtree(here / "cache")
@@ -546,9 +563,11 @@ def test_a_kill_while_a_library_writes_leaves_nothing(here, trainer, monkeypatch
         patch.setattr("longhorn_kit.models.files.save_file", killed)
         patch.setattr("safetensors.torch.save_file", killed)
         patch.setattr("timm.models._hub.safetensors.torch.save_file", killed)
-        assert child([*words, "--out", "killed"], here / "killed")[0] == -signal.SIGKILL
+        result = child([*words, "--out", "killed"], here / "killed")[0]
+        assert result == -signal.SIGKILL
     left = list((here / "killed").rglob(".tmpAbCdEf"))
     assert len(left) == 1
     assert left[0].parent.name.endswith(".partial")
-    assert child([*words, "--out", "killed"], here / "killed")[0] == 0
+    words_killed = [*words, "--out", "killed"]
+    assert child(words_killed, here / "killed")[0] == 0
     assert files_in(here / "killed") == files_in(whole)

@@ -1,14 +1,16 @@
 """Random command lines and calls, with a seed: each works, or refuses in one sentence.
 
-python -m pytest tests/test_fuzz.py -m slow           # a part, in a minute (make test-all)
-python -m pytest tests/test_fuzz.py -m release        # 500 command lines and 500 calls, in ten minutes
+python -m pytest tests/test_fuzz.py -m slow     # a part, in a minute (make test-all)
+python -m pytest tests/test_fuzz.py -m release  # 500 command lines and 500 calls, in ten minutes
 """
 
+import functools
 import os
 import random
 import re
 import resource
 import select
+import shlex
 import signal
 import sys
 import time
@@ -18,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from forks import print_to
 from longhorn_kit import cli
 from longhorn_kit.models import MIXERS, LMConfig, SequenceLM
 from longhorn_kit.models.mixer import build_mixer
@@ -77,24 +80,20 @@ def forked(work, limit):  # work() -> exit code; prints to the screen
         code = 99
         try:
             os.setsid()
-            (
-                os.dup2(screen[1], 1),
-                os.dup2(screen[1], 2),
-                os.dup2(os.open(os.devnull, os.O_RDONLY), 0),
-            )
-            sys.stdout = open(1, "w", closefd=False)
-            sys.stderr = open(2, "w", closefd=False)
+            print_to(screen[1])
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nothing, 0)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            torch.set_num_threads(
-                1
-            )  # OpenMP's threads do not survive a fork: a second one would be waited for without end
+            # OpenMP's threads do not survive a fork: a second one would be waited for without end
+            torch.set_num_threads(1)
             code = work()
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else 1
         except BaseException:
             traceback.print_exc()
         finally:
-            sys.stdout.flush(), sys.stderr.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(code or 0)
     os.close(screen[1])
     said = b""
@@ -112,7 +111,7 @@ def forked(work, limit):  # work() -> exit code; prints to the screen
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def fuzz_folder(tmp_path_factory):
     "Make a folder with texts and a trained model."
     folder = tmp_path_factory.mktemp("fuzz")
     (folder / "text.txt").write_text("The cat sat on the mat. A dog sees a bird.\n\n" * 400)
@@ -125,56 +124,29 @@ def place(tmp_path_factory):
 
 
 def base_commands(folder):
-    small = [
-        "--steps",
-        "2",
-        "--batch-size",
-        "2",
-        "--context",
-        "16",
-        "--d-model",
-        "8",
-        "--n-layer",
-        "1",
-        "--cpu",
-    ]
+    small = shlex.split("--steps 2 --batch-size 2 --context 16 --d-model 8 --n-layer 1 --cpu")
+    digits = shlex.split("train-vision --preset digits --epochs 1 --batch-size 600 --cpu")
+    train = ["train-lm", "--preset", "laptop", "--data", f"{folder}/text.txt", "--out", "{out}"]
     return [
-        [
-            "train-lm",
-            "--preset",
-            "laptop",
-            "--data",
-            f"{folder}/text.txt",
-            "--out",
-            "{out}",
-            *small,
-        ],
+        [*train, *small],
         ["prepare", f"{folder}/text.jsonl", "--cache", "{out}"],
         ["generate", f"{folder}/model", "--tokens", "3"],
         ["export", f"{folder}/model", "{out}"],
-        [
-            "train-vision",
-            "--preset",
-            "digits",
-            "--epochs",
-            "1",
-            "--out",
-            "{out}",
-            "--cpu",
-            "--batch-size",
-            "600",
-        ],
+        [*digits, "--out", "{out}"],
         ["claims", "--out", "{out}"],
     ]
 
 
 FLAGS = {
-    "train-lm": "steps batch-size context d-model n-layer gradient-accumulation-steps lr min-lr-ratio warmup weight-decay beta1 beta2 clip ema precision seed "
-    "eval-every log-every save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val mixer preset data tokenizer sharding decay out",
+    "train-lm": "steps batch-size context d-model n-layer gradient-accumulation-steps lr "
+    "min-lr-ratio warmup weight-decay beta1 beta2 clip ema precision seed eval-every log-every "
+    "save-every save-seconds save-total-limit loss-chunk fraction pad-vocab sizes dropout val "
+    "mixer preset data tokenizer sharding decay out",
     "prepare": "tokenizer val fraction text-column workers limit tokens cache",
     "generate": "prompt tokens temperature top-k top-p seed tokenizer",
     "export": "tokenizer context",
-    "train-vision": "preset batch-size lr epochs warmup-epochs img-size drop-path smoothing mixup cutmix auto-augment repeats workers seed model data init-from crop-pct",
+    "train-vision": "preset batch-size lr epochs warmup-epochs img-size drop-path smoothing mixup "
+    "cutmix auto-augment repeats workers seed model data init-from crop-pct",
     "claims": "out json",
 }
 
@@ -199,6 +171,21 @@ def command(rng, folder, out):
     return words
 
 
+def problem_of(code, said, seconds):
+    "The fault in the end of a command, or None."
+    if code is None:
+        return "hangs"
+    if code < 0:
+        return "ends by a signal"
+    if "Traceback (most recent" in said:
+        return "traceback"
+    if code and seconds > 20:
+        return "slow refusal"
+    if code and not said.strip():
+        return "fails without a word"
+    return None
+
+
 def check_commands(folder, tmp_path, seeds):
     bad = []
     os.chdir(tmp_path)  # some commands write into the current folder
@@ -206,24 +193,12 @@ def check_commands(folder, tmp_path, seeds):
         rng = random.Random(seed)
         words = command(rng, folder, tmp_path / f"out{seed}")
         os.environ["LONGHORN_CACHE"] = str(tmp_path / "cache")
-        code, said, seconds = forked(lambda: cli.main(words), 90)
-        problem = (
-            "hangs"
-            if code is None
-            else "ends by a signal"
-            if code < 0
-            else "traceback"
-            if "Traceback (most recent" in said
-            else "slow refusal"
-            if code and seconds > 20
-            else "fails without a word"
-            if code and not said.strip()
-            else None
-        )
+        code, said, seconds = forked(functools.partial(cli.main, words), 90)
+        problem = problem_of(code, said, seconds)
         if problem:
-            bad.append(
-                f"seed {seed}: {problem} (code {code}, {seconds:.1f} s): longhorn {' '.join(map(repr, words))[:300]}\n    {said[-600:]}"
-            )
+            shown = " ".join(map(repr, words))[:300]
+            end = f"(code {code}, {seconds:.1f} s)"
+            bad.append(f"seed {seed}: {problem} {end}: longhorn {shown}\n    {said[-600:]}")
     assert not bad, f"{len(bad)} of {len(seeds)}:\n" + "\n".join(bad)
 
 
@@ -351,17 +326,16 @@ def check_calls(seeds):
     bad = []
     for seed in seeds:
         name, function = call(random.Random(seed))
-        code, said, seconds = forked(lambda: tried(name, function), 20)
+        code, said, seconds = forked(functools.partial(tried, name, function), 20)
         if code != 0 or seconds > 5:
-            bad.append(
-                f"seed {seed}: code {code}, {seconds:.1f} s, {name[:200]}\n    {said.strip()[-300:]}"
-            )
+            end = said.strip()[-300:]
+            bad.append(f"seed {seed}: code {code}, {seconds:.1f} s, {name[:200]}\n    {end}")
     assert not bad, f"{len(bad)} of {len(seeds)}:\n" + "\n".join(bad)
 
 
 @pytest.mark.slow
-def test_some_command_lines(place, tmp_path):
-    check_commands(place, tmp_path, range(PART))
+def test_some_command_lines(fuzz_folder, tmp_path):
+    check_commands(fuzz_folder, tmp_path, range(PART))
 
 
 @pytest.mark.slow
@@ -371,8 +345,8 @@ def test_some_calls():
 
 @pytest.mark.release
 @pytest.mark.timeout(3000)
-def test_all_command_lines(place, tmp_path):
-    check_commands(place, tmp_path, range(ALL))
+def test_all_command_lines(fuzz_folder, tmp_path):
+    check_commands(fuzz_folder, tmp_path, range(ALL))
 
 
 @pytest.mark.release

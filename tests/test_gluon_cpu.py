@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -25,10 +26,12 @@ ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 def collect(p, q, k, x, b, z, bias, skip, A, written, scalar):
     "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
-    by_token = written.dtok.sum(0).view(*k.shape[:2], p.width, p.NP)[..., : p.N]
+    by_row = written.dtok.sum(0).view(*k.shape[:2], p.width, p.NP)
+    by_token = by_row[..., : p.N]
     dk, dq, *dA_by_token = by_token.unbind(2)
     if written.drate is not None:
-        dk = 2 * (dk - k.float() * written.drate.sum(0).view(*k.shape[:2], 1))
+        rates = written.drate.sum(0).view(*k.shape[:2], 1)
+        dk = 2 * (dk - k.float() * rates)
     dA = None
     if A is not None:
         dA = dA_by_token[0] if dA_by_token else written.dA.sum(0)[..., : p.N]
@@ -86,8 +89,9 @@ def test_sums_over_programs(form):
     result = triton_portable_backward._collect(p, *a.values(), written, scalar=False)
     expected = collect(p, *a.values(), written, scalar=False)
     assert result[4].dtype == torch.float64
-    assert all(t is None or t.is_contiguous() for t in result)
-    torch.testing.assert_close(
+    for t in result:
+        assert t is None or t.is_contiguous()
+    assert_close(
         [t.float() for t in result if t is not None], [t for t in expected if t is not None]
     )
 
@@ -116,7 +120,8 @@ def kernels(form):
 def scanned(form, a, dout, dfinal, bounds=None, **plan):
     "Output, final state and gradients."
     make, forward, backward = kernels(form)
-    sizes = (*a["x"].shape, a["q"].shape[2])
+    N = a["q"].shape[2]
+    sizes = (*a["x"].shape, N)
     given = [a[name] for name in ARGUMENTS[:7]]
     rest = {} if a["A"] is None else dict(A=a["A"])
     n, cu = (
@@ -143,7 +148,9 @@ def errors(form, B, T, D, N, bounds=None, dtype=BF16, scalar=False, **plan):
         scalar=scalar,
         sequences=None if bounds is None else len(bounds) - 1,
     )
-    return off(scanned(form, *made, bounds, **plan), oracle(*made, form, bounds))
+    result = scanned(form, *made, bounds, **plan)
+    expected = oracle(*made, form, bounds)
+    return off(result, expected)
 
 
 # lengths around the 8, 16 and 32 steps of the diagonal form's halves, chunks and segments
@@ -241,14 +248,14 @@ def named(form, case):
 )
 def test_fast_kernels_are_right(form, case):
     results = errors(form, **case)
-    rounded = (
-        {"out", "x", "b", "z"} if case.get("dtype", BF16) == BF16 else set()
-    )  # stored in bfloat16
-    bad = {
-        name: e
-        for name, e in results.items()
-        if not e < (6e-3 if name in rounded else 5e-5 if form == "exact" else 1e-6)
-    }
+    in_bfloat16 = case.get("dtype", BF16) == BF16
+    rounded = {"out", "x", "b", "z"} if in_bfloat16 else set()
+    usual = 5e-5 if form == "exact" else 1e-6
+    bad = {}
+    for name, e in results.items():
+        limit = 6e-3 if name in rounded else usual
+        if not e < limit:
+            bad[name] = e
     assert not bad
 
 
@@ -258,9 +265,28 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     a["b"][0, 5, 3] = float("nan")
     out, final, grads = scanned(form, a, dout, None)
     other = [d for d in range(40) if d != 3]
-    assert out[0, 6:, 3].isnan().all() and final[0, 3].isnan().all() and grads["b"][0, 5, 3].isnan()
-    assert not out[0, :, other].isnan().any() and not final[0, other].isnan().any()
-    assert not any(grads[name][0, :, other].isnan().any() for name in "xbz")
+    later = out[0, 6:, 3]
+    assert later.isnan().all()
+    state = final[0, 3]
+    assert state.isnan().all()
+    gradient = grads["b"][0, 5, 3]
+    assert gradient.isnan()
+    others = out[0, :, other]
+    assert not others.isnan().any()
+    others = final[0, other]
+    assert not others.isnan().any()
+    for name in "xbz":
+        others = grads[name][0, :, other]
+        assert not others.isnan().any()
+
+
+def cut(name, values, tokens, which):
+    "An argument for some tokens and some sequences."
+    if name in ("b_bias", "D_skip"):
+        return values
+    if name in ("initial_state", "dfinal"):
+        return values[which].mT
+    return values[:, tokens]
 
 
 def exact_gradients(
@@ -271,30 +297,24 @@ def exact_gradients(
     gen = torch.Generator().manual_seed(0)
 
     def new(*s, like=BF16):
-        return torch.randn(*s, generator=gen).to(like)
+        drawn = torch.randn(*s, generator=gen)
+        return drawn.to(like)
 
     T = sum(lengths)
     n = len(lengths)
-    bounds = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    lengths_from_zero = torch.tensor([0, *lengths])
+    bounds = lengths_from_zero.cumsum(0).tolist()
     a = dict(q=new(1, T, 16), k=new(1, T, 16) / 2) | {
         name: new(1, T, D) for name in ("x", "b", "z", "dout")
     }
     a |= dict(b_bias=new(D, like=FP32), D_skip=new(D, like=FP32))
-    a |= {
-        name: new(n, D, 16, like=FP32).mT for name in ("initial_state", "dfinal")
-    }  # channels last
+    for name in ("initial_state", "dfinal"):
+        a[name] = new(n, D, 16, like=FP32).mT  # channels last
     changed(a)
     a = {name: t if name in "qk" else t[..., channels].contiguous() for name, t in a.items()}
 
     def run(tokens, which, bounds=None):
-        t = {
-            name: v
-            if name in ("b_bias", "D_skip")
-            else v[which].mT
-            if name in ("initial_state", "dfinal")
-            else v[:, tokens]
-            for name, v in a.items()
-        }
+        t = {name: cut(name, values, tokens, which) for name, values in a.items()}
         return scanned("exact", t | {"A": None}, t["dout"], t["dfinal"], bounds, few=few)[2]
 
     if packed:
@@ -313,7 +333,8 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
     alone = exact_gradients(D, lengths)
     some = torch.tensor(lengths) > 0
     for name in ("q", "k", "x", "b", "z"):
-        assert torch.equal(packed[name], torch.cat([one[name] for one in alone], 1)), name
+        expected = torch.cat([one[name] for one in alone], 1)
+        assert torch.equal(packed[name], expected), name
     assert torch.equal(
         packed["initial_state"][some], torch.cat([one["initial_state"] for one in alone])
     )
@@ -328,11 +349,11 @@ def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
     "Of the whole width the last block writes last; of the first 32 channels no block starts early."
     (whole,) = exact_gradients(D, [37], few)
     (part,) = exact_gradients(D, [37], few, slice(32))
-    assert all(
-        torch.equal(whole[name][..., :32], part[name])
-        for name in ("x", "b", "z", "b_bias", "D_skip")
-    )
-    assert torch.equal(whole["initial_state"][:, :32], part["initial_state"])
+    for name in ("x", "b", "z", "b_bias", "D_skip"):
+        result = whole[name][..., :32]
+        assert torch.equal(result, part[name])
+    result = whole["initial_state"][:, :32]
+    assert torch.equal(result, part["initial_state"])
 
 
 @pytest.mark.parametrize("D", (slow_case(40), 47))
@@ -356,9 +377,7 @@ def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, n
     (whole,) = exact_gradients(64, [37], changed=changed)
     for n in ARGUMENTS[:7]:
         right = whole[n] if n in "qk" else whole[n][..., :D]
-        torch.testing.assert_close(
-            ragged[n].float(), right.float(), rtol=1e-4, atol=1e-4, equal_nan=True
-        )
+        assert_close(ragged[n].float(), right.float(), rtol=1e-4, atol=1e-4, equal_nan=True)
     assert ragged["q"].isnan().any()
 
 
@@ -408,7 +427,8 @@ def copied(pending=0, mask=True):
 
 
 def test_a_copy_arrives_when_it_is_waited_for_and_a_place_outside_a_tensor_is_an_error():
-    assert torch.equal(copied(), torch.arange(50.0)) and copied(pending=1).isnan().all()
+    assert torch.equal(copied(), torch.arange(50.0))
+    assert copied(pending=1).isnan().all()
     with pytest.raises(IndexError, match="program 1 accesses memory outside a tensor"):
         copied(mask=False)
 
@@ -424,9 +444,8 @@ def test_what_is_stored_in_one_layout_and_read_in_another_changes_places():
     plain = [[0, 1], [0, 2], [1, 0]]
     up = [[0, 1], [0, 2], [1, 3]]
     assert read(plain, plain) == read(up, up) == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4] and read(
-        plain, [[1, 0], [0, 1], [0, 2]]
-    ) == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4]
+    assert read(plain, [[1, 0], [0, 1], [0, 2]]) == [0, 2, 4, 6, 1, 3, 5, 7]
     with pytest.raises(ValueError, match="a separate place"):
         read(plain, [[0, 1], [0, 2], [0, 3]])
 
@@ -463,6 +482,8 @@ def test_later_steps_change_no_output(form, N):
                 changed = a[name].clone()
                 changed[:, 20:] = content
                 got = run(a | {name: changed})[0]
-                assert torch.equal(got[:, :20], want[:, :20]), (name, content)
+                result = got[:, :20]
+                expected = want[:, :20]
+                assert torch.equal(result, expected), (name, content)
         if form == "exact":
             assert torch.equal(run(a, read=False)[1], final)

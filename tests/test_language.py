@@ -66,7 +66,7 @@ from longhorn_kit.models import MIXERS, LMConfig, SequenceLM, files, lm
 from longhorn_kit.models.lm import count_parameters
 from longhorn_kit.records import read_json, read_record
 from mixers import every_family
-from test_corpus import characters
+from texts import characters
 
 RECIPE = TrainConfig(
     steps=4,
@@ -86,8 +86,8 @@ TOY = scale_of(
     evaluations=4,
     runs=(("longhorn", 0), ("mamba", 0), ("longhorn", 1)),
 )
-first_runs = in_order((), (), LAPTOP)
-SMALL = scale_of(TINY, runs=first_runs, baselines=True, sample=12, lengths=(8, 24))
+FIRST_RUNS = in_order((), (), LAPTOP)
+SMALL = scale_of(TINY, runs=FIRST_RUNS, baselines=True, sample=12, lengths=(8, 24))
 RECORDS = Path(__file__).parent.parent / "nbs/lab/results/language"
 END = "\n<|endoftext|>\n"
 
@@ -310,7 +310,6 @@ def test_stretches_are_the_texts_own_and_reach_its_ends(length, total):
     assert total < 2 or edges[-1] == length - 1
     steps = np.diff(edges)
     assert (steps > 0).all()
-    steps = np.diff(edges)
     assert (steps != 1).sum() < 16
 
 
@@ -583,25 +582,15 @@ def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch
     assert result == f"gpt2:{tmp_path / 'words'}"
 
 
+def two_steps(data, out):
+    "A command that trains a small model for two steps."
+    words = "train-lm --preset laptop --d-model 16 --n-layer 1 --steps 2 --context 16 --cpu"
+    return [*words.split(), "--data", str(data), "--out", str(out)]
+
+
 def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
     characters(tmp_path / "char")
-    train = [
-        "train-lm",
-        "--preset",
-        "laptop",
-        "--d-model",
-        "16",
-        "--n-layer",
-        "1",
-        "--steps",
-        "2",
-        "--context",
-        "16",
-        "--cpu",
-        "--out",
-        str(tmp_path / "run"),
-    ]
-    words = [*train, "--data", str(tmp_path / "char")]
+    words = two_steps(tmp_path / "char", tmp_path / "run")
     result = cli.main(words)
     assert result == 0
     out, err = capsys.readouterr()
@@ -646,24 +635,7 @@ def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
     data.write_text("words of a text\n" * 100)
     monkeypatch.chdir(tmp_path.parent.parent)  # the working folder is above, as / may be
     monkeypatch.setattr(os, "getcwd", lambda: "/nowhere/else")
-    words = [
-        "train-lm",
-        "--preset",
-        "laptop",
-        "--d-model",
-        "16",
-        "--n-layer",
-        "1",
-        "--steps",
-        "2",
-        "--context",
-        "16",
-        "--cpu",
-        "--data",
-        str(data),
-        "--out",
-        str(out),
-    ]
+    words = two_steps(data, out)
     monkeypatch.setattr(sys, "argv", ["longhorn", *words])
     monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)  # not `python -m pytest`
     assert (

@@ -93,7 +93,8 @@ def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, 
     assert row.judgement.verdict == "holds"
     assert row.file == "nbs/lab/results/fake/seeds.json"
     assert row.command == "longhorn reproduce fake --seeds 0 1"
-    assert words(other for other in others if other.claim.name == "fake") == ["not run"]
+    not_run = words(other for other in others if other.claim.name == "fake")
+    assert not_run == ["not run"]
 
 
 def test_recorded_commands_can_be_typed_into_a_shell():
@@ -101,7 +102,8 @@ def test_recorded_commands_can_be_typed_into_a_shell():
     for command in {row.command for row in rows}:  # many rows share one
         parts = [part for part in shlex.split(command) if not part.startswith("LONGHORN_TEXT=")]
         if "-c" in parts:
-            tree = ast.parse(parts[parts.index("-c") + 1])
+            code = parts[parts.index("-c") + 1]
+            tree = ast.parse(code)
             names = {}
             exec(
                 "\n".join(
@@ -139,8 +141,10 @@ def test_kernel_record_that_is_missing_or_damaged_leaves_the_ledger_standing(mon
 
 
 def test_fresh_record_comes_before_the_recorded_one(three_claims, tmp_path):
-    put(tmp_path / "runs", fakes.record(results={"score": -1}))
-    write_record(tmp_path / "results" / "fake" / "laptop.json", fakes.record())
+    record = fakes.record(results={"score": -1})
+    put(tmp_path / "runs", record)
+    path = tmp_path / "results" / "fake" / "laptop.json"
+    write_record(path, fakes.record())
     rows = ledger(tmp_path / "runs", tmp_path / "results")
     assert words(rows) == ["does not hold", "holds", "no code", "does not hold", "holds"]
     assert rows[0].file == "runs/fake/laptop/record.json"
@@ -187,7 +191,8 @@ def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(
     row = ledger(tmp_path, tmp_path)[0]
     assert row.judgement.verdict == "not run"
     assert row.judgement.why == "started, no record yet"
-    (tmp_path / "fake" / "laptop").rename(tmp_path / "fake" / "laptop.previous")
+    folder = tmp_path / "fake" / "laptop"
+    folder.rename(tmp_path / "fake" / "laptop.previous")
     assert "about 1 min" in ledger(tmp_path, tmp_path)[0].judgement.why
 
 
@@ -195,12 +200,14 @@ def test_run_without_record_is_started_and_an_earlier_one_set_aside_is_ignored(
 def test_terminal_table_keeps_to_its_width_and_loses_no_word(width):
     rows = ledger("no runs")
     text = ledger_text(rows, width)
-    assert max(map(len, text.splitlines())) <= max(72, width)
+    longest = max(map(len, text.splitlines()))
+    assert longest <= max(72, width)
     shown = set(re.findall("[A-Za-z]+", text))
     for row in rows:
         claim = row.claim
         texts = [claim.statement, claim.published, row.judgement.why, row.file, row.command]
-        expected = set(re.findall("[A-Za-z]+", " ".join([*texts, *cells(row)])))
+        every = [*texts, *cells(row)]
+        expected = set(re.findall("[A-Za-z]+", " ".join(every)))
         assert expected <= shown
         assert re.search(rf"^{claim.name}\b", text, re.M)
 
@@ -230,7 +237,8 @@ def test_html_and_markdown_are_escaped(three_claims, tmp_path):
         [Row(rows[0].claim, Comparison("a | b", (1.0,)), judge([Comparison("a", (1.0,))])[0])]
     ).splitlines()
     assert len(lines) == 3
-    assert lines[2].replace("\\|", "").count("|") == 6
+    line = lines[2].replace("\\|", "")
+    assert line.count("|") == 6
 
 
 def measured(*comparisons):
@@ -251,7 +259,8 @@ def test_plot_is_text_that_names_every_row_and_verdict(narrow):
     assert {"a < b & c", "far", "one", "undecided", "cannot be judged"} <= set(words)
     assert root.get("role") == "img"
     assert root.get("aria-label")
-    width, height = map(float, root.get("viewBox").split()[2:])
+    size = root.get("viewBox").split()[2:]
+    width, height = map(float, size)
     for e in texts:
         assert 0 <= float(e.get("x")) <= width
         assert 0 < float(e.get("y")) <= height
@@ -266,12 +275,15 @@ def test_a_claim_as_good_has_its_line_at_the_margin():
     )
     to_pixels, _ = axis(rows, "points", WIDE["plot"])
     lines = [float(x) for x in re.findall(r'd="M([\d.]+) \d+v', picture(rows))]
-    assert lines == pytest.approx([to_pixels(-0.005), to_pixels(0)], abs=0.1)
+    expected = [to_pixels(-0.005), to_pixels(0)]
+    assert lines == pytest.approx(expected, abs=0.1)
     assert lines[0] < to_pixels(-0.002) < lines[1]
 
 
 def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
-    rows = measured(Comparison("x", (1.0, 2.0, 3.0)), Comparison("y", (-90.0, 95.0, -2.0)))
+    first = Comparison("x", (1.0, 2.0, 3.0))
+    second = Comparison("y", (-90.0, 95.0, -2.0))
+    rows = measured(first, second)
     to_pixels, ticks = axis(rows, "points", (100, 200))
     assert to_pixels(0) == 150 < to_pixels(1)
     assert to_pixels(-1e9) >= 100
@@ -280,13 +292,16 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     times = measured(Comparison("x", (2.0, 4.0, 3.0), "times as fast", searched=0))
     to_pixels, ticks = axis(times, "times as fast", (0, 100))
     assert to_pixels(1) == 50
-    assert to_pixels(2) - to_pixels(1) == pytest.approx(to_pixels(1) - to_pixels(0.5))
+    one = to_pixels(2) - to_pixels(1)
+    half = to_pixels(1) - to_pixels(0.5)
+    assert one == pytest.approx(half)
     assert 1 in ticks
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
     html = inline(forest(rows))  # has a row for every measured comparison
     assert html.count("<svg") == 2
     for row in rows:
-        assert html.count(f">{row.judgement.verdict}<") >= 2
+        count = html.count(f">{row.judgement.verdict}<")
+        assert count >= 2
 
 
 def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypatch, tmp_path):
@@ -395,16 +410,8 @@ def test_a_claim_that_no_code_judges_says_so_apart_from_one_that_was_not_run(mon
 
 def test_only_the_claims_without_code_say_so():
     rows = ledger("recorded runs only")
-    assert {row.claim.name for row in rows if row.judgement.verdict == "no code"} == {
-        "one-pass-width",
-        "language-size",
-        "language-350m",
-        "sample-efficiency-size",
-        "downstream",
-        "value-projection",
-        "step-size",
-        "heads",
-    }
+    names = {row.claim.name for row in rows if row.judgement.verdict == "no code"}
+    assert names == fakes.NO_CODE
 
 
 def looked(exact, mamba, kind="better", published=None):
@@ -556,7 +563,8 @@ def test_a_record_is_read_and_judged_once_per_command(three_claims, tmp_path, mo
     run = run_of(records.load(tmp_path / "fake/laptop/record.json", "fake"), records)
     assert run.rows[0].judgement == row.judgement
     assert len(read) == len(judged) == 1
-    write_record(tmp_path / "fake/laptop/record.json", fakes.record(results={"score": -3}))
+    path = tmp_path / "fake/laptop/record.json"
+    write_record(path, fakes.record(results={"score": -3}))
     (row,) = ledger(tmp_path, tmp_path / "none", records)
     assert row.judgement.verdict == "does not hold", "a file that was replaced is read again"
     assert len(read) == len(judged) == 2

@@ -11,12 +11,10 @@ import re
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mambapy.mamba import MambaBlock, MambaConfig
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 from torch.testing import assert_close
@@ -24,10 +22,10 @@ from torch.testing import assert_close
 from longhorn_kit.models import LMConfig, Longhorn, SequenceLM, files, lm
 from longhorn_kit.models.files import load_official_state_dict, match_parameters, official_name
 from longhorn_kit.models.lm import count_parameters, document_bounds, sample
-from mixers import every_family, every_mixer
+from mixers import every_family, every_mixer, rms
+from pool import one_process
 from rounding import bound, error
 from sweep import slow_case
-from test_baselines import rms
 
 pytestmark = pytest.mark.numeric
 
@@ -299,16 +297,6 @@ def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
     pair = model.blocks[0](h, y)
     result = sum(model.blocks[1](*pair))
     assert torch.equal(result, closed)
-
-
-@contextlib.contextmanager
-def one_process():
-    "A process group of this process, for sharded models."
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("sharded", (False, True))

@@ -21,7 +21,7 @@ from longhorn_kit import (
 from longhorn_kit.compat import mend_torchvision
 from longhorn_kit.scan import mamba
 from longhorn_kit.scan.mamba import causal_conv1d_varlen_states, patch_mamba
-from rounding import bound
+from rounding import bound, error
 
 pytestmark = pytest.mark.numeric
 
@@ -33,14 +33,6 @@ FULL = torch.float64
 def drawer(seed=0):
     gen = torch.Generator().manual_seed(seed)
     return lambda *s, dtype=torch.float32: torch.randn(*s, generator=gen).to(DEVICE, dtype)
-
-
-def error(a, b):
-    if not a.isfinite().all():
-        return math.inf
-    difference = (a.double() - b.double()).norm()
-    size = b.double().norm()
-    return (difference / size.clamp_min(1e-20)).item()
 
 
 def softplus(v):
@@ -559,6 +551,20 @@ def test_inner_function_normalizes_in_float64():
     assert_close(result, expected, atol=1e-12, rtol=1e-12)
 
 
+def inner_arguments(new):
+    "The arguments of `mamba_inner_fn` without options."
+    return [
+        new(2, 128, 40),
+        new(64, 1, 4),
+        None,
+        new(4 + 8, 64),
+        new(64, 4),
+        new(32, 64),
+        None,
+        -torch.ones(64, 4, device=DEVICE),
+    ]
+
+
 @pytest.mark.parametrize("level", (0, 1))
 def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkeypatch):
     new = drawer()
@@ -569,16 +575,7 @@ def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkey
         return causal_conv1d_fn(*args, **options)
 
     monkeypatch.setattr(mamba, "causal_conv1d_fn", counted)
-    args = [
-        new(2, 128, 40),
-        new(64, 1, 4),
-        None,
-        new(4 + 8, 64),
-        new(64, 4),
-        new(32, 64),
-        None,
-        -torch.ones(64, 4, device=DEVICE),
-    ]
+    args = inner_arguments(new)
     out = mamba_inner_fn(
         *[t if t is None else t.requires_grad_() for t in args], checkpoint_lvl=level
     )
@@ -590,16 +587,7 @@ def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkey
 
 def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
     new = drawer()
-    args = [
-        new(2, 128, 40),
-        new(64, 1, 4),
-        None,
-        new(4 + 8, 64),
-        new(64, 4),
-        new(32, 64),
-        None,
-        -torch.ones(64, 4, device=DEVICE),
-    ]
+    args = inner_arguments(new)
     args[1:] = (t if t is None else t.requires_grad_() for t in args[1:])
 
     def run(xz):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing import assert_close
 
 from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.experiments import measures
@@ -29,7 +30,9 @@ BYTES = get_tokenizer("bytes")
 
 
 def document(length, seed=0):
-    return np.random.default_rng([length, seed]).integers(97, 123, length).astype(np.uint8)
+    generator = np.random.default_rng([length, seed])
+    letters = generator.integers(97, 123, length)
+    return letters.astype(np.uint8)
 
 
 def joined(documents):
@@ -48,7 +51,8 @@ def texts(lengths=LENGTHS, long=LONG):
     domains = {}
     for name, sizes in lengths.items():
         documents = [document(size) for size in sizes]
-        domains[name] = joined(documents), sum(sizes) + len(sizes)
+        count = sum(sizes) + len(sizes)
+        domains[name] = joined(documents), count
     long_documents = {}
     for name, sizes in long.items():
         long_documents[name] = [document(size, 1) for size in sizes]
@@ -66,10 +70,14 @@ def model(mixer="longhorn_exact", layers=2):
 
 def alone(lm, tokens):  # (m,) -> (m-1,) nats
     "Return the losses of a document that is read alone."
-    tokens = torch.from_numpy(np.asarray(tokens, np.int64))[None]
+    row = torch.from_numpy(np.asarray(tokens, np.int64))
+    tokens = row[None]
     with torch.no_grad():
-        scores = lm(tokens[:, :-1]).transpose(1, 2)
-        losses = F.cross_entropy(scores, tokens[:, 1:], reduction="none")
+        inputs = tokens[:, :-1]
+        scores_by_token = lm(inputs)
+        scores = scores_by_token.transpose(1, 2)
+        targets = tokens[:, 1:]
+        losses = F.cross_entropy(scores, targets, reduction="none")
     return losses[0].numpy()
 
 
@@ -90,11 +98,17 @@ def test_documents_are_read_from_an_end_mark_to_an_end_mark_and_cut():
     ]
     parts = measures.parts_of(texts(), 20)
     assert list(parts) == ["docs", "prose", "docs long", "prose long"]
-    assert [len(document_read) for document_read in parts["docs"]] == [5, 21, 9, 21, 21, 21]
+    lengths = [len(document_read) for document_read in parts["docs"]]
+    assert lengths == [5, 21, 9, 21, 21, 21]
     assert len(parts["prose long"][0]) == 21
-    assert parts["docs"][0].tolist() == [0, *document(3), 0]
-    assert parts["docs long"][0].tolist() == [0, *document(140, 1)[:20]]
-    assert list(measures.parts_of(texts(long={}), 20)) == ["docs", "prose"]
+    result = parts["docs"][0].tolist()
+    expected = [0, *document(3), 0]
+    assert result == expected
+    result = parts["docs long"][0].tolist()
+    expected = [0, *document(140, 1)[:20]]
+    assert result == expected
+    names = list(measures.parts_of(texts(long={}), 20))
+    assert names == ["docs", "prose"]
 
 
 @every_family
@@ -105,7 +119,8 @@ def test_a_document_has_the_losses_that_it_has_alone(name):
     for rows in (1, 5):
         losses = measures.read_documents(lm, documents, CONTEXT, rows)
         for result, tokens in zip(losses, documents):
-            assert result.shape == (len(tokens) - 1,)
+            expected = (len(tokens) - 1,)
+            assert result.shape == expected
             # stored as float32
             np.testing.assert_allclose(result, alone(lm, tokens), rtol=2e-6, atol=2e-6)
 
@@ -130,14 +145,19 @@ def test_lengths_are_windows_with_a_fresh_state(name):
                 ]
                 assert sum_of_losses == pytest.approx(sum(cuts), rel=1e-5)
     # of 128 predictions or more
-    assert np.flatnonzero(result[:, 0] > 0).tolist() == [1, 3, 5, 8, 9, 10]
+    is_counted = result[:, 0] > 0
+    positions = np.flatnonzero(is_counted)
+    assert positions.tolist() == [1, 3, 5, 8, 9, 10]
 
 
 def test_bins_hold_sums_and_counts():
-    assert measures.doubling_bins(64).tolist() == [0, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
-    assert measures.doubling_bins(2).tolist() == [0, 1, 2, 4, 8, 16, 32]
+    edges = measures.doubling_bins(64)
+    assert edges.tolist() == [0, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    edges = measures.doubling_bins(2)
+    assert edges.tolist() == [0, 1, 2, 4, 8, 16, 32]
     losses = [np.arange(1.0, 6), np.array([10.0]), np.array([])]
-    sums, counts = measures.binned(losses, np.array([0, 1, 2, 4, 8]))
+    edges = np.array([0, 1, 2, 4, 8])
+    sums, counts = measures.binned(losses, edges)
     assert sums.tolist() == [[1, 2, 7, 5], [10, 0, 0, 0], [0, 0, 0, 0]]
     assert counts.tolist() == [[1, 1, 2, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
 
@@ -155,7 +175,8 @@ def measured():
 
 
 def mean_bits(losses):
-    return np.concatenate(losses).mean() / math.log(2)
+    nats = np.concatenate(losses).mean()
+    return nats / math.log(2)
 
 
 def test_summaries_of_parts_against_plain_formulas(measured):
@@ -168,7 +189,8 @@ def test_summaries_of_parts_against_plain_formulas(measured):
         assert result["documents"] == len(losses)
         assert result["bytes"] == lengths.sum()
         assert result["bits_per_byte"] == pytest.approx(mean_bits(losses), abs=2e-5)
-        reach = [(lengths >= least).sum() for least in (8, 16, 32, 64, 128)]
+        limits = (8, 16, 32, 64, 128)
+        reach = [(lengths >= least).sum() for least in limits]
         assert result["reach"] == reach
         for low, high, bits in zip(edges, edges[1:], result["by_position"]):
             inside = [loss[low:high] for loss in losses]
@@ -184,16 +206,23 @@ def test_arrays_of_parts_against_plain_formulas(measured):
     for part, documents in parts.items():
         losses = [alone(lm, tokens) for tokens in documents]
         size = sum(len(loss) for loss in losses)
-        assert arrays[f"{part}/bytes"].sum() == size
+        total = arrays[f"{part}/bytes"].sum()
+        assert total == size
         for row, loss in zip(arrays[f"{part}/nats"], losses):
-            assert row.sum() == pytest.approx(loss.sum(), abs=len(row) / 128 + 1e-3)
+            total = loss.sum()
+            atol = len(row) / 128 + 1e-3
+            assert row.sum() == pytest.approx(total, abs=atol)
         curve = arrays[f"{part}/position_nats"]
         counts = arrays[f"{part}/position_bytes"]
         assert counts.sum() == size
         assert counts[0] == len(losses)
-        assert curve[0] == pytest.approx(np.mean([loss[0] for loss in losses]), rel=1e-5)
-        reached.append(sum(len(tokens) == LONGEST + 1 for tokens in documents))
-        assert arrays[f"{part}/windows"].shape == (reached[-1], 5)
+        first = np.mean([loss[0] for loss in losses])
+        assert curve[0] == pytest.approx(first, rel=1e-5)
+        count = sum(len(tokens) == LONGEST + 1 for tokens in documents)
+        reached.append(count)
+        shape = arrays[f"{part}/windows"].shape
+        expected = (reached[-1], 5)
+        assert shape == expected
     assert reached == [3, 0, 2, 1]
 
 
@@ -201,22 +230,23 @@ def test_losses_by_length_against_plain_formulas(measured):
     lm, parts, summary, _ = measured
     by_length = summary["by_length"]
     for name in ("docs", "prose"):
-        documents = [
-            tokens for tokens in parts[name] + parts[f"{name} long"] if len(tokens) == LONGEST + 1
-        ]
+        every = parts[name] + parts[f"{name} long"]
+        documents = [tokens for tokens in every if len(tokens) == LONGEST + 1]
         assert by_length[name]["documents"] == len(documents)
         for length, bits in zip(by_length["length"], by_length[name]["bits_per_byte"]):
             losses = []
             for tokens in documents:
                 for start in range(0, LONGEST, length):
-                    losses.append(alone(lm, tokens[start : start + length + 1]))
+                    part = tokens[start : start + length + 1]
+                    losses.append(alone(lm, part))
             assert bits == pytest.approx(mean_bits(losses), abs=1e-3)  # sums are rounded
 
 
 def test_a_table_tells_how_many_documents_reach_a_length(measured):
     _, _, summary, _ = measured
     _, columns, rows = measures.reach_table(summary)
-    assert columns[2:] == [f"{length} bytes" for length in (8, 16, 32, 64, 128)]
+    expected = [f"{length} bytes" for length in (8, 16, 32, 64, 128)]
+    assert columns[2:] == expected
     assert rows[0] == ["docs", 6, 5, 4, 3, 3, 3]
 
 
@@ -224,26 +254,39 @@ def test_a_text_without_long_documents_has_no_loss_by_length():
     summary, arrays = measures.measure_run(
         model(layers=1), texts({"prose": (60, 10)}, {}), CONTEXT, 4, False
     )
-    assert summary["by_length"]["prose"] == {"documents": 0, "bits_per_byte": [None] * 5}
+    expected = {"documents": 0, "bits_per_byte": [None] * 5}
+    assert summary["by_length"]["prose"] == expected
     assert list(summary["parts"]) == ["prose"]
     assert arrays["prose/windows"].shape == (0, 5)
-    assert summary["parts"]["prose"]["by_position"][-1] is None
-    assert math.isfinite(summary["parts"]["prose"]["bits_per_byte"])
+    last = summary["parts"]["prose"]["by_position"][-1]
+    assert last is None
+    bits = summary["parts"]["prose"]["bits_per_byte"]
+    assert math.isfinite(bits)
 
 
 def test_a_run_is_small_repeats_and_changes_nothing():
     lm = model("longhorn").float().train()
     before = copy.deepcopy(lm.state_dict())
     first, second = (measures.measure_run(lm, texts(), CONTEXT, 4, False) for _ in range(2))
-    assert json.dumps(first[0]) == json.dumps(second[0])
-    assert first[0] == json.loads(json.dumps(first[0]))
-    assert all(np.array_equal(values, second[1][name]) for name, values in first[1].items())
+    result = json.dumps(first[0])
+    expected = json.dumps(second[0])
+    assert result == expected
+    text = json.dumps(first[0])
+    expected = json.loads(text)
+    assert first[0] == expected
+    for name, values in first[1].items():
+        assert np.array_equal(values, second[1][name])
     assert lm.training
-    assert all(block.mixer.form == "diagonal" for block in lm.blocks)
-    assert all(not block.mixer._forward_pre_hooks for block in lm.blocks)
-    assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
-    assert all(parameter.grad is None for parameter in lm.parameters())
-    assert all(values.dtype in (np.float32, np.int32) for values in first[1].values())
+    for block in lm.blocks:
+        assert block.mixer.form == "diagonal"
+    for block in lm.blocks:
+        assert not block.mixer._forward_pre_hooks
+    for name, value in lm.state_dict().items():
+        assert torch.equal(before[name], value)
+    for parameter in lm.parameters():
+        assert parameter.grad is None
+    for values in first[1].values():
+        assert values.dtype in (np.float32, np.int32)
 
 
 def test_wrong_arguments_are_named():
@@ -258,7 +301,8 @@ def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="tokens of gpt2; only bytes"):
         measures.measure_run(lm, source, CONTEXT, 4, False)
     with pytest.raises(ValueError, match="no domain has 9 held-out tokens"):
-        measures.measure_run(lm, texts({"docs": (3,)}, {}), CONTEXT, 4, False)
+        short = texts({"docs": (3,)}, {})
+        measures.measure_run(lm, short, CONTEXT, 4, False)
 
 
 # ---- keys and steps
@@ -273,39 +317,53 @@ def test_shares_are_those_of_the_step(form):
     entries = measures.entry_shares(form, k, beta)
     ones = torch.ones(5, 3).double()
     empty = torch.zeros(5, 3, 4).double()
-    answer = (STEPS[form](empty, k, ones, beta) * k[:, None]).sum(-1)
-    torch.testing.assert_close(entries.sum(-1), answer)
+    state = STEPS[form](empty, k, ones, beta)
+    written = state * k[:, None]
+    answer = written.sum(-1)
+    assert_close(entries.sum(-1), answer)
     erased = entries.sum(-1) if form == "exact" else measures.erased_share(entries, k)
     for token, channel in itertools.product(range(5), range(3)):
-        A = transition_matrix(STEPS[form], k[token], float(beta[token, channel]))
-        torch.testing.assert_close(entries[token, channel], 1 - A.diagonal())
+        step_size = float(beta[token, channel])
+        A = transition_matrix(STEPS[form], k[token], step_size)
+        expected = 1 - A.diagonal()
+        assert_close(entries[token, channel], expected)
         direction = k[token] / k[token].norm()
-        torch.testing.assert_close(erased[token, channel], 1 - direction @ A @ direction)
+        expected = 1 - direction @ A @ direction
+        assert_close(erased[token, channel], expected)
     zeros = torch.zeros(1, 4).double()
-    assert (measures.erased_share(measures.entry_shares(form, zeros, beta[:1]), zeros) == 0).all()
+    shares = measures.entry_shares(form, zeros, beta[:1])
+    erased = measures.erased_share(shares, zeros)
+    assert (erased == 0).all()
 
 
 def test_effective_entries_and_cosines():
     k = torch.tensor(
         [[1.0, 1, 1, 1], [0, 3, 0, 0], [0, 0, 0, 0], [1e-30, 1e-30, 0, 0], [2, 1, 0, 0]]
     )
-    assert measures.effective_entries(k).tolist() == pytest.approx([4, 1, 0, 2, 25 / 17])
-    keys = torch.randn(2, 70, 3, 5, generator=torch.Generator().manual_seed(0))
+    result = measures.effective_entries(k).tolist()
+    assert result == pytest.approx([4, 1, 0, 2, 25 / 17])
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(2, 70, 3, 5, generator=generator)
     signed, sizes = measures.cosines(keys)
     for gap, mean, size in zip((1, 2, 4, 8, 16, 32, 64), signed, sizes, strict=True):
+        places = itertools.product(range(2), range(70 - gap), range(3))
         pairs = [
-            F.cosine_similarity(keys[b, t, h], keys[b, t + gap, h], dim=0)
-            for b, t, h in itertools.product(range(2), range(70 - gap), range(3))
+            F.cosine_similarity(keys[b, t, h], keys[b, t + gap, h], dim=0) for b, t, h in places
         ]
-        assert mean == pytest.approx(float(torch.stack(pairs).mean()), abs=1e-4, rel=1e-3)
-        assert size == pytest.approx(float(torch.stack(pairs).abs().mean()), abs=1e-4, rel=1e-3)
-    alternating = torch.tensor([1.0, -1]).repeat(10)[None, :, None, None] * torch.ones(1, 20, 1, 4)
+        expected = float(torch.stack(pairs).mean())
+        assert mean == pytest.approx(expected, abs=1e-4, rel=1e-3)
+        expected = float(torch.stack(pairs).abs().mean())
+        assert size == pytest.approx(expected, abs=1e-4, rel=1e-3)
+    signs = torch.tensor([1.0, -1]).repeat(10)
+    alternating = signs[None, :, None, None] * torch.ones(1, 20, 1, 4)
     # steps that the sequence has
-    assert measures.cosines(alternating) == ([-1, 1, 1, 1, 1], [1] * 5)
+    expected = ([-1, 1, 1, 1, 1], [1] * 5)
+    assert measures.cosines(alternating) == expected
 
 
 def percentiles(values):
-    return pytest.approx(np.quantile(np.asarray(values), (0.1, 0.5, 0.9)), rel=2e-3)
+    quantiles = np.quantile(np.asarray(values), (0.1, 0.5, 0.9))
+    return pytest.approx(quantiles, rel=2e-3)
 
 
 @pytest.mark.parametrize(
@@ -334,18 +392,18 @@ def test_percentiles_of_a_longhorn_layer(form, rate, key_norm):
     assert result["gate"] == percentiles(beta)
     # the learnt length starts at 2
     assert not key_norm or result["squared_norm"] == [4.0, 4.0, 4.0]
-    assert result["effective_entries"] == percentiles(norms.square() / fourth)
+    expected = percentiles(norms.square() / fourth)
+    assert result["effective_entries"] == expected
     assert len(result["cosine"]) == 5
     if form == "decoupled":
-        entry = (
-            beta[..., None]
-            * k[:, :, None].square()
-            / (1 + beta[..., None] * k[:, :, None].square())
-        )
+        steps = beta[..., None]
+        squares = k[:, :, None].square()
+        entry = steps * squares / (1 + steps * squares)
         share = entry.sum(-1)
-        erased = (entry * k[:, :, None].square()).sum(-1) / norms
+        erased = (entry * squares).sum(-1) / norms
     else:
-        entry = share[..., None] * k[:, :, None].square() / norms[..., None]
+        squares = k[:, :, None].square()
+        entry = share[..., None] * squares / norms[..., None]
         erased = share if form == "exact" else share * fourth / norms.square()
     for name, values in (("written", share), ("erased", erased), ("entry", entry)):
         assert result[name] == percentiles(values), name
@@ -361,9 +419,14 @@ def test_percentiles_of_mamba(name):
     _, B, inner, dt, _, _ = mixer.project(x)
     dt = F.softplus(mixer.dt_proj(dt))
     A = mixer.rates(inner)
-    kept = (dt[..., None] * (A if A.dim() == 2 else A[:, :, None])).exp()  # (B,T,D,N)
+    steps = dt[..., None]
+    rates = A if A.dim() == 2 else A[:, :, None]
+    kept = (steps * rates).exp()  # (B,T,D,N)
     norms = B.square().sum(-1)
-    along = ((1 - kept) * B[:, :, None].square()).sum(-1) / norms[..., None]
+    forgotten = 1 - kept
+    squares = B[:, :, None].square()
+    forgotten_by_key = forgotten * squares
+    along = forgotten_by_key.sum(-1) / norms[..., None]
     for key, values in (
         ("squared_norm", norms),
         ("gate", dt),
@@ -381,11 +444,17 @@ def test_every_layer_is_described_or_has_no_keys(name):
     summary, arrays = measures.measure_run(lm, texts(), CONTEXT, 4, False)
     layers = summary["layers"]
     assert (layers == {}) == (name == "attention")
-    assert all(len(rows) == 2 and np.isfinite(rows).all() for rows in layers.values())
-    assert ("entry" in layers) == name.startswith(("longhorn", "mamba")) - (name == "mamba2")
-    assert ("written" in layers) == ("entry" in layers or "delta" in name)
+    for rows in layers.values():
+        assert len(rows) == 2
+        assert np.isfinite(rows).all()
+    has_keys = name.startswith(("longhorn", "mamba"))
+    expected = has_keys - (name == "mamba2")
+    assert ("entry" in layers) == expected
+    expected = "entry" in layers or "delta" in name
+    assert ("written" in layers) == expected
     if "delta" in name:
-        assert layers["squared_norm"] == [[1.0, 1.0, 1.0]] * 2
+        expected = [[1.0, 1.0, 1.0]] * 2
+        assert layers["squared_norm"] == expected
         assert layers["written"] == layers["erased"] == layers["gate"]
     assert (
         ("exchange" in summary)
@@ -399,9 +468,11 @@ def test_layers_are_described_on_their_own_inputs():
     windows = measures.sample_windows(texts(), CONTEXT)
     result = measures.describe_layers(lm, windows)
     with torch.no_grad():
-        h = lm.embed(windows[:, :-1])
+        inputs = windows[:, :-1]
+        h = lm.embed(inputs)
         for layer, block in enumerate(lm.blocks):
-            one = measures.describe_layer(block.mixer, block.norm(h))
+            inputs = block.norm(h)
+            one = measures.describe_layer(block.mixer, inputs)
             assert one.keys() == result.keys()
             for name, values in one.items():
                 assert result[name][layer] == pytest.approx(values, rel=1e-3), name
@@ -412,13 +483,15 @@ def test_layers_are_described_on_their_own_inputs():
 
 
 def test_windows_lie_evenly_in_every_domain():
-    source = texts({"docs": (100,), "prose": (20,), "notes": (2,)}, {})
+    lengths = {"docs": (100,), "prose": (20,), "notes": (2,)}
+    source = texts(lengths, {})
     windows = measures.sample_windows(source, CONTEXT, 3)
     docs = source.domains["docs"][0]
     prose = source.domains["prose"][0]
-    assert windows.tolist() == [docs[at : at + 9].tolist() for at in (0, 46, 92)] + [
-        prose[at : at + 9].tolist() for at in (0, 12)
-    ]
+    from_docs = [docs[at : at + 9].tolist() for at in (0, 46, 92)]
+    from_prose = [prose[at : at + 9].tolist() for at in (0, 12)]
+    expected = from_docs + from_prose
+    assert windows.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -439,13 +512,18 @@ def test_exchange_computes_one_layer_in_the_other_form(name, form, other):
         if layer is not None:
             twin.blocks[layer].mixer.form = other
         expected = [alone(twin, window).sum() for window in windows]
-        np.testing.assert_allclose(arrays["exchange"][row], expected, atol=1 / 128 + 1e-4)
+        result = arrays["exchange"][row]
+        np.testing.assert_allclose(result, expected, atol=1 / 128 + 1e-4)
     exchange = summary["exchange"]
-    losses = arrays["exchange"].sum(1) / windows[:, 1:].numel() / math.log(2)
+    nats = arrays["exchange"].sum(1)
+    count = windows[:, 1:].numel()
+    losses = nats / count / math.log(2)
     assert exchange["form"] == other
-    assert [exchange["as_trained"], *exchange["exchanged"]] == pytest.approx(losses, abs=2e-3)
+    result = [exchange["as_trained"], *exchange["exchanged"]]
+    assert result == pytest.approx(losses, abs=2e-3)
     # every layer changes the loss
-    assert len({exchange["as_trained"], *exchange["exchanged"]}) == 4
+    different = {exchange["as_trained"], *exchange["exchanged"]}
+    assert len(different) == 4
 
 
 def test_forms_come_back_after_an_error(monkeypatch):
@@ -462,15 +540,17 @@ def test_forms_come_back_after_an_error(monkeypatch):
     monkeypatch.setattr(measures, "window_losses", fail)
     with pytest.raises(RuntimeError, match="no memory"):
         measures.exchange_losses(lm, windows, CONTEXT, 4)
-    assert [block.mixer.form for block in lm.blocks] == ["diagonal"] * 2
+    result = [block.mixer.form for block in lm.blocks]
+    assert result == ["diagonal"] * 2
 
 
 # ---- files
 
 
 def test_arrays_come_back_and_equal_arrays_give_equal_bytes(tmp_path):
+    table = np.arange(6, dtype=np.float32).reshape(2, 3)
     arrays = {
-        "docs long/nats": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "docs long/nats": table,
         "none": np.zeros((0, 5), np.float32),
         "bytes": np.array([1, 2], np.int32),
     }
@@ -484,13 +564,18 @@ def test_arrays_come_back_and_equal_arrays_give_equal_bytes(tmp_path):
 
 
 def test_a_failed_write_leaves_the_old_file_and_damage_is_named(tmp_path):
-    path = measures.save_arrays(tmp_path / "a.npz", {"x": np.ones(100)})
+    arrays = {"x": np.ones(100)}
+    path = measures.save_arrays(tmp_path / "a.npz", arrays)
     data = path.read_bytes()
     with pytest.raises(ValueError):
-        measures.save_arrays(path, {"x": np.ones(3), "y": np.array([{}], dtype=object)})
+        objects = np.array([{}], dtype=object)
+        measures.save_arrays(path, {"x": np.ones(3), "y": objects})
     assert path.read_bytes() == data
-    assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
-    for damaged in (data[: len(data) // 2], b"text", b"", data.replace(data[60:70], b"0123456789")):
+    names = [file.name for file in tmp_path.iterdir()]
+    assert names == ["a.npz"]
+    half = data[: len(data) // 2]
+    changed = data.replace(data[60:70], b"0123456789")
+    for damaged in (half, b"text", b"", changed):
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="a.npz holds no arrays or is damaged"):
             measures.load_arrays(path)
@@ -516,9 +601,8 @@ def test_a_compiled_model_on_a_gpu_is_measured_like_one_on_the_cpu(name):
         assert result["parts"][part]["bits_per_byte"] == pytest.approx(
             losses["bits_per_byte"], abs=0.02
         )
-    assert result["by_length"]["docs"]["bits_per_byte"] == pytest.approx(
-        expected["by_length"]["docs"]["bits_per_byte"], abs=0.02
-    )
+    bits = expected["by_length"]["docs"]["bits_per_byte"]
+    assert result["by_length"]["docs"]["bits_per_byte"] == pytest.approx(bits, abs=0.02)
     for measured, rows in expected["layers"].items():
         np.testing.assert_allclose(
             result["layers"][measured], rows, rtol=0.1, atol=0.03, err_msg=measured

@@ -39,10 +39,10 @@ from mixers import (
     every_mixer_of_kit,
     every_scan,
     parts,
+    perturbed,
 )
 from rounding import bound, error
 from sweep import slow_case
-from test_baselines import perturbed
 
 pytestmark = pytest.mark.numeric
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from longhorn_kit.models import LMConfig, SequenceLM
 from longhorn_kit.models.lm import document_bounds
@@ -26,9 +27,9 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
     packed = model(tokens, cu_seqlens=bounds)
     model = model.cuda()
     tokens = tokens.cuda()
-    torch.testing.assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
+    assert_close(model(tokens).cpu(), expected, atol=1e-4, rtol=1e-4)
     packed_on_gpu = model(tokens, cu_seqlens=bounds.cuda())
-    torch.testing.assert_close(packed_on_gpu.cpu(), packed, atol=1e-4, rtol=1e-4)
+    assert_close(packed_on_gpu.cpu(), packed, atol=1e-4, rtol=1e-4)
     with torch.no_grad():
         logits, cache = model.prefill(tokens[:, :20])
         parts = [logits]
@@ -37,7 +38,7 @@ def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
             parts.append(logits[:, None])
         logits, cache = model.prefill(tokens[:, 24:], cache)
         pieces = torch.cat([*parts, logits], 1)
-        torch.testing.assert_close(pieces, model(tokens), atol=1e-5, rtol=1e-5)
+        assert_close(pieces, model(tokens), atol=1e-5, rtol=1e-5)
 
 
 @every_layer

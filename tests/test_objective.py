@@ -17,21 +17,9 @@ from longhorn_kit.theory.objective import (
     tangent_loss,
     trajectory,
 )
+from theory_cases import problem
 
 pytestmark = pytest.mark.numeric
-
-
-def problem(*lead, D=3, N=4, scale=1.0, seed=0):
-    g = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*lead, *shape, generator=g, dtype=torch.float64)
-
-    S = draw(D, N)
-    k = scale * draw(N)
-    x = draw(D)
-    beta = torch.rand(*lead, D, generator=g, dtype=torch.float64)
-    return S, k, x, beta
 
 
 def random_quadratic(M, seed=0):

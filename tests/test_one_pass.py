@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fakes import one_pass_record
 from longhorn_kit import cli
 from longhorn_kit.lab.claims.looks import LOOKS, rows_of_claim
 from longhorn_kit.lab.claims.one_pass_plan import (
@@ -258,17 +259,7 @@ def toy(losses, seeds=(1, 2, 3, 4, 5), group="equal-state"):
         dict(name=name, lr=5e-3, bracket={"0.0032": 1, "0.005": 0, "0.008": 1}, runs=runs(loss))
         for name, loss in losses.items()
     ]
-    return {
-        "scale": "gpu",
-        "settings": {"tokens": 90},
-        "results": {
-            "plan": {"commit": None},
-            "unit": "bits per byte",
-            "train_tokens": 100,
-            "domains": {},
-            "groups": {group: models},
-        },
-    }
+    return one_pass_record({group: models})
 
 
 @pytest.mark.parametrize("gated, word", [(1.5, "holds"), (1.0, "does not hold")])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.testing import assert_close
 
 from longhorn_kit import LMConfig, Longhorn, SequenceLM
 from longhorn_kit.models.mixer import build_mixer
@@ -57,26 +58,31 @@ class Step(nn.Module):
     def forward(self, x_t, *states):
         empty = self.module.empty_cache(1)
         if not isinstance(empty, list):
-            y_t, after = self.module.step(x_t, type(empty)(*states))
+            cache = type(empty)(*states)
+            y_t, after = self.module.step(x_t, cache)
             return y_t, *after
         rest = list(states)
         cache = []
         for entry in empty:
-            cache.append(type(entry)(*rest[: len(entry)]))
+            parts = rest[: len(entry)]
+            cache.append(type(entry)(*parts))
             rest = rest[len(entry) :]
         y_t, after = self.module.step(x_t, cache)
-        return y_t, *itertools.chain(*after)
+        tensors = itertools.chain(*after)
+        return y_t, *tensors
 
 
 @torch.no_grad()
 @layers
 def test_a_layer_reads_any_batch_and_length(name, tmp_path):
     layer = make(name)
-    run = exported(layer, (torch.randn(2, 20, 32),), tmp_path, (OPEN,))
-    for B, T in ((2, 64), (1, 1), (1, 33), (3, 2)):
+    example = torch.randn(2, 20, 32)
+    run = exported(layer, (example,), tmp_path, (OPEN,))
+    sizes = ((2, 64), (1, 1), (1, 33), (3, 2))
+    for B, T in sizes:
         h = torch.randn(B, T, 32)
         (y,) = run(h)
-        torch.testing.assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
+        assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -89,12 +95,17 @@ def test_a_step_keeps_its_states_over_64_tokens(name, tmp_path):
     shapes = None
     if name == "attention":  # its states grow
         start = 3
-        states = layer.prefill(h[:, :start])[1]
+        prompt = h[:, :start]
+        states = layer.prefill(prompt)[1]
         shapes = {"x_t": None, "states": tuple({2: Dim.DYNAMIC} for _ in states)}
-    run = exported(Step(layer), (h[:, start], *states), tmp_path, shapes)
+    token = h[:, start]
+    run = exported(Step(layer), (token, *states), tmp_path, shapes)
     for t in range(start, 64):
-        y_t, *states = run(h[:, t], *states)
-    torch.testing.assert_close(y_t, layer(h)[:, -1], atol=1e-5, rtol=1e-4)
+        token = h[:, t]
+        y_t, *states = run(token, *states)
+    outputs = layer(h)
+    expected = outputs[:, -1]
+    assert_close(y_t, expected, atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -105,15 +116,20 @@ def test_a_language_model_reads_and_decodes(mixer, tmp_path):
     torch.manual_seed(0)
     model = SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=48)).eval()
     tokens = torch.randint(50, (2, 64))
-    (logits,) = exported(model, (tokens[:, :20],), tmp_path, {"tokens": OPEN})(tokens)
-    torch.testing.assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
+    example = tokens[:, :20]
+    run = exported(model, (example,), tmp_path, {"tokens": OPEN})
+    (logits,) = run(tokens)
+    assert_close(logits, model(tokens), atol=1e-4, rtol=1e-4)
     if mixer == "attention":
         return
     states = [state for entry in model.empty_cache(2) for state in entry]
-    run = exported(Step(model), (tokens[:, 0], *states), tmp_path)
+    token = tokens[:, 0]
+    run = exported(Step(model), (token, *states), tmp_path)
     for token in tokens.unbind(1):
         last, *states = run(token, *states)
-    torch.testing.assert_close(last, model(tokens)[:, -1], atol=1e-4, rtol=1e-4)
+    logits = model(tokens)
+    expected = logits[:, -1]
+    assert_close(last, expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -121,7 +137,7 @@ def test_a_layer_reads_one_fixed_length(tmp_path):
     layer = Longhorn(32).eval()
     h = torch.randn(2, 20, 32)
     (y,) = exported(layer, (h,), tmp_path)(h)
-    torch.testing.assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
+    assert_close(y, layer(h), atol=1e-5, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -130,7 +146,8 @@ def test_a_file_does_not_grow_with_the_length(tmp_path):
     layer = Longhorn(16, form="exact").eval()
     sizes = []
     for T in (8, 256):
-        program = torch.onnx.export(layer, (torch.randn(1, T, 16),), dynamo=True, verbose=False)
+        example = torch.randn(1, T, 16)
+        program = torch.onnx.export(layer, (example,), dynamo=True, verbose=False)
         sizes.append(len(program.model.graph))
     assert sizes[0] == sizes[1] < 60
 
@@ -140,7 +157,9 @@ def test_packed_sequences_are_refused():
     x = torch.randn(1, 9, 3)
     message = "cu_seqlens. cannot be exported to ONNX; read each as a separate row"
     with pytest.raises(ValueError, match=message):
-        onnx_scan(q, q, x, x, None, torch.zeros(2, 3, 4), torch.tensor([0, 3, 9]), "diagonal")
+        state = torch.zeros(2, 3, 4)
+        bounds = torch.tensor([0, 3, 9])
+        onnx_scan(q, q, x, x, None, state, bounds, "diagonal")
 
 
 @pytest.mark.slow
@@ -158,7 +177,8 @@ def test_other_tracers_keep_the_custom_operations():
     table = torch._decomp.decomposition_table
     assert operations.chunked_scan.default not in table
     assert operations.rotary.default not in table
-    program = torch.export.export(Longhorn(16), (torch.randn(1, 9, 16),))
+    example = torch.randn(1, 9, 16)
+    program = torch.export.export(Longhorn(16), (example,))
     assert any(node.target is operations.chunked_scan.default for node in program.graph.nodes)
 
 
@@ -178,7 +198,8 @@ def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
     given = {"input_ids": tokens}
     if masked:
         given["attention_mask"] = mask
-    small = {name: torch.ones_like(t[:2, :20]) for name, t in given.items()}
+    tensors = given.items()
+    small = {name: torch.ones_like(t[:2, :20]) for name, t in tensors}
     torch.onnx.export(
         model,
         (),
@@ -189,13 +210,14 @@ def test_a_model_of_transformers_reads_padded_rows(masked, tmp_path):
         dynamic_shapes=dict.fromkeys(given, OPEN),
     )
     session = onnxruntime.InferenceSession(tmp_path / "hf.onnx")
-    logits, *_ = session.run(None, {name: t.numpy() for name, t in given.items()})
+    arrays = {name: t.numpy() for name, t in given.items()}
+    logits, *_ = session.run(None, arrays)
     logits = torch.from_numpy(logits)
     expected = model(**given).logits
     if masked:
         logits = logits[mask.bool()]
         expected = expected[mask.bool()]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    assert_close(logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
@@ -206,7 +228,9 @@ def test_a_vision_model_classifies(scan, tmp_path):
     from longhorn_kit.models.vision import timm
 
     torch.manual_seed(0)
-    model = timm.create_model(f"{scan}_vim_nano_patch2_8", depth=2, global_pool="avg").eval()
-    run = exported(model, (torch.randn(2, 1, 8, 8),), tmp_path, ({0: Dim.DYNAMIC},))
+    model_name = f"{scan}_vim_nano_patch2_8"
+    model = timm.create_model(model_name, depth=2, global_pool="avg").eval()
+    example = torch.randn(2, 1, 8, 8)
+    run = exported(model, (example,), tmp_path, ({0: Dim.DYNAMIC},))
     images = torch.randn(3, 1, 8, 8)
-    torch.testing.assert_close(run(images)[0], model(images), atol=1e-5, rtol=1e-4)
+    assert_close(run(images)[0], model(images), atol=1e-5, rtol=1e-4)

@@ -76,7 +76,9 @@ def everything(form, t, A=None, more=(), **options):
     named = t.items()
     leaves = {n: v.detach().requires_grad_() for n, v in named}
     out, ends = run(form, leaves, A, output_final_state=True, **options)
-    loss = out.square().sum() + ends.square().sum()
+    out_loss = out.square().sum()
+    ends_loss = ends.square().sum()
+    loss = out_loss + ends_loss
     inputs = [*leaves.values(), *more]
     grads = torch.autograd.grad(loss, inputs)
     return out, ends, *grads
@@ -114,7 +116,8 @@ WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), 
 def every_second_channel(t):
     "Equal values, not contiguous."
     pairs = torch.stack([t, t + 1], -1)
-    return pairs.flatten(-2)[..., ::2]
+    flat = pairs.flatten(-2)
+    return flat[..., ::2]
 
 
 def run_with_gradients(form, t, A, weight, **options):
@@ -596,7 +599,8 @@ def test_compiled_transforms_take_the_reference_too(transform, form):
             _, tangent = torch.func.jvp(scan, (q,), (u,))
             return tangent
         if transform == "vmap":
-            return torch.func.vmap(scan)(torch.stack([q, u]))
+            batch = torch.stack([q, u])
+            return torch.func.vmap(scan)(batch)
         with forward_ad.dual_level():
             dual = forward_ad.make_dual(q, u)
             return forward_ad.unpack_dual(scan(dual)).tangent

@@ -66,7 +66,9 @@ def test_ends_of_lines_get_their_labels_and_do_not_overlap(ax):
 
 
 def leaders(ax):
-    "Label -> (end of the curve, place of the label), as fractions of the axes; without a leader None."
+    """Label -> (end of the curve, position of the label), as fractions of the axes.
+
+    None without a leader."""
     return {
         text.get_text(): (text.xy, text.get_position()) if text.arrow_patch else None
         for text in ax.texts
@@ -86,7 +88,7 @@ def test_a_label_that_moved_or_is_far_from_its_curve_has_a_leader_to_its_end(ax)
     assert result["close"][0] == pytest.approx((1, 0.5005))
     heights = [result[name][1][1] for name in ("low", "close")]
     assert heights == pytest.approx([0.50025 - 0.0325, 0.50025 + 0.0325])
-    places = {place[0] for _, place in result.values()}
+    places = {position[0] for _, position in result.values()}
     assert len(places) == 1, "the labels stand below one another"
     styles = {text.get_text(): text.arrow_patch.get_linestyle() for text in ax.texts}
     assert styles["short"] == ":", "a leader that crosses the axes is no curve"
@@ -136,11 +138,12 @@ def test_words_in_figures_can_be_read_in_both_themes(colour):
     assert contrast(in_the_dark_theme(words), in_the_dark_theme("white")) >= 4.5
     if colour in COLORS.values():  # of a line
         assert contrast(in_the_dark_theme(colour), in_the_dark_theme("white")) >= 4.5
-    assert contrast(mpl.colors.to_hex(plots.letters_on(colour)), colour) >= 4.5
+    letters = mpl.colors.to_hex(plots.letters_on(colour))
+    assert contrast(letters, colour) >= 4.5
     if contrast(colour, "#ffffff") >= 4.6:
         assert words == colour.lower()
-    hue, found = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
-    assert abs(hue - found) < 0.03, "another hue"
+    hue, hue_of_words = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
+    assert abs(hue - hue_of_words) < 0.03, "another hue"
 
 
 def test_a_colour_that_does_not_exist_is_an_error():
@@ -160,10 +163,8 @@ def test_a_table_keeps_its_cells_also_with_bars_in_them(title, monkeypatch):
         "| exact | 1 |",
         "| diagonal | 0.5 |",
     ]
-    result = lines[:-4]
     heading = [f"**{title}**", ""] if title else []
-    expected = heading
-    assert result == expected
+    assert lines[:-4] == heading
 
 
 def draw_two_programs(**options):
@@ -194,7 +195,8 @@ def test_a_picture_of_programs_fills_what_one_program_uses():
     filled = {}
     for patch in axes.patches:
         if isinstance(patch, plt.Rectangle) and patch.get_fill():
-            colour = mpl.colors.to_hex(patch.get_facecolor()).upper()
+            face = patch.get_facecolor()
+            colour = mpl.colors.to_hex(face).upper()
             size = (patch.get_width(), patch.get_height())
             filled.setdefault(colour, []).append(size)
     # the whole block of both steps, the block of the marked step; the last is the key of the colour

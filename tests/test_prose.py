@@ -30,7 +30,7 @@ from longhorn_kit.lab.claims import published as papers
 from longhorn_kit.lab.claims import registry as claims
 from longhorn_kit.lab.claims.ledger import ledger
 from longhorn_kit.records import read_json
-from test_site import build
+from site_build import build
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [

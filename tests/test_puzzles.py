@@ -219,7 +219,6 @@ def test_kernels_of_a_solution_are_short(number):
     solution = page()[1][number].solution
     tree = ast.parse(solution)
     kernels = [node for node in tree.body if node.decorator_list]
-    solution = page()[1][number].solution
     lines = solution.splitlines()
     count = sum(
         bool(line.strip()) for node in kernels for line in lines[node.lineno - 1 : node.end_lineno]

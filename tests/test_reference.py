@@ -41,7 +41,8 @@ def from_gates(a, i, q, S0):
     steps = torch.arange(a.shape[1])
     in_time = steps[:, None] >= steps
     earlier = in_time[None, :, :, None, None]
-    decay = (log[:, :, None] - log[:, None]).exp()
+    later = log[:, :, None]
+    decay = (later - log[:, None]).exp()
     weight = decay * earlier
     written = (weight * i[:, None]).sum(2)
     started = log.exp() * S0[:, None]
@@ -51,7 +52,9 @@ def from_gates(a, i, q, S0):
 
 
 def finish(y, t):
-    return (y + t["D_skip"] * t["x"]) * t["z"] * torch.sigmoid(t["z"])
+    skip = t["D_skip"] * t["x"]
+    gate = torch.sigmoid(t["z"])
+    return (y + skip) * t["z"] * gate
 
 
 def same(results, expected, tensors):

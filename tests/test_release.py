@@ -1,4 +1,7 @@
-"""The refusals of `make release`, and that it tags last; a stand-in for Python builds and installs nothing."""
+"""The refusals of `make release`, and that it tags last.
+
+A stand-in for Python builds and installs nothing.
+"""
 
 import os
 import re
@@ -11,7 +14,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 STAND_IN = """#!/bin/sh
 case "$*" in (*"$FAIL"*) exit 1;; esac
-case "$*" in ("-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/longhorn";; esac
+case "$*" in ("-m venv "*)
+  mkdir -p "$3/bin"
+  cp "$0" "$3/bin/python"
+  cp "$0" "$3/bin/longhorn";;
+esac
 """
 VERSION = re.search(r"^version = (.*)", (ROOT / "settings.ini").read_text(), re.M)[1]
 
@@ -58,8 +65,10 @@ def test_release_tags_only_with_version_and_only_once(release):
     assert status == 0
     assert f"git push origin v{VERSION}" in out
     assert git("cat-file", "-t", f"v{VERSION}") == "tag"
-    assert git("rev-parse", f"v{VERSION}^{{}}") == git("rev-parse", "HEAD")
-    assert release(VERSION) == (1, "", f"make release: the tag v{VERSION} exists\n")
+    result = git("rev-parse", f"v{VERSION}^{{}}")
+    assert result == git("rev-parse", "HEAD")
+    expected = (1, "", f"make release: the tag v{VERSION} exists\n")
+    assert release(VERSION) == expected
 
 
 @pytest.mark.parametrize(
@@ -108,7 +117,9 @@ def test_release_refuses_in_one_sentence(release, file, old, new, version, messa
     if "tree" not in message:
         git("commit", "-q", "--allow-empty", "-am", "edit")
     status, out, error = release(version)
-    assert (status, out, git("tag")) == (1, "", "")
+    assert status == 1
+    assert out == ""
+    assert git("tag") == ""
     assert message in error
     assert error.startswith("make release: ")
     assert error.count("\n") == 1

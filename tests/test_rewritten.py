@@ -79,7 +79,8 @@ def test_every_seed_is_trained_once_per_rate_and_judged_once(tmp_path):
                     job["seeds"] for job in own if job["lr"] == lr and not job["test_pairs"]
                 ]
                 assert sorted(searched) == [[1, 2], [3]]
-            assert sorted(job["seeds"] for job in own if job["test_pairs"]) == [[4, 5], [6, 7], [8]]
+            seeds = [[4, 5], [6, 7], [8]]
+            assert sorted(job["seeds"] for job in own if job["test_pairs"]) == seeds
             assert (
                 design["recall"][model]
                 == [0.04, 0.05, 0.06, 0.07, 0.08]
@@ -100,8 +101,10 @@ def test_the_rate_is_best_over_all_search_seeds_and_none_of_them_diverges(tmp_pa
     }  # mean over seeds 0.433
     experiment = made_up(lambda seeds, lr: table.get((tuple(seeds), lr), 0.5))
     result = run(experiment, folder=tmp_path, workers=0, **TINY)["results"]["designs"][0]
-    assert result["lr"] == dict.fromkeys(PLANNED.models, 0.1)
-    assert result["grid"]["longhorn"] == pytest.approx({"0.01": 0, "0.05": 0.4, "0.1": 1.3 / 3})
+    expected = dict.fromkeys(PLANNED.models, 0.1)
+    assert result["lr"] == expected
+    grid = result["grid"]["longhorn"]
+    assert grid == pytest.approx({"0.01": 0, "0.05": 0.4, "0.1": 1.3 / 3})
 
 
 def test_no_verdict_before_the_last_seed_of_both_models(tmp_path):
@@ -116,10 +119,13 @@ def test_no_verdict_before_the_last_seed_of_both_models(tmp_path):
     (results.job_folder(last) / "metrics.json").unlink()
     partial = record | {"results": to_plain(rewritten.summarize(config, results))}
     first, second = outcomes("recall-rewritten", partial)
-    assert [first[1].n, second[1].n] == [5, 0]
+    counts = [first[1].n, second[1].n]
+    assert counts == [5, 0]
     assert second[1].verdict == "not run"
     assert second[0].waits
-    assert all(comparison.planned and comparison.searched == 3 for comparison, _ in (first, second))
+    for comparison, _ in (first, second):
+        assert comparison.planned
+        assert comparison.searched == 3
 
 
 @pytest.mark.parametrize(
@@ -152,7 +158,8 @@ def test_both_sides_may_win(lead, words):
     first, second = outcomes("recall-rewritten", record)
     assert "edge of the grid (diagonal)" in second[0].doubt
     assert second[1].verdict == "cannot be judged"
-    assert first[1].p == judged[0][1].p, "the other comparison still counts in the correction"
+    expected = judged[0][1].p
+    assert first[1].p == expected, "the other comparison still counts in the correction"
     assert "exact 0.03, diagonal 0.1 with an embedding of 8" in find_claim(
         "recall-rewritten"
     ).about(record)
@@ -165,7 +172,9 @@ def test_jobs_of_a_few_seeds_give_the_numbers_of_one_job(tmp_path):
     )["results"]
     few = run(EXPERIMENT, folder=tmp_path / "few", workers=0, **settings)["results"]
     for model in PLANNED.models:
-        assert together["designs"][0]["recall"][model] == few["designs"][0]["recall"][model]
+        result = together["designs"][0]["recall"][model]
+        expected = few["designs"][0]["recall"][model]
+        assert result == expected
 
 
 @pytest.mark.parametrize(
@@ -191,8 +200,6 @@ def test_a_recorded_run_is_the_planned_one():
         assert PLAN["commit"]
         assert record["missing"] == 0
         assert record["settings"] == to_plain(asdict(PLANNED))
-        assert all(
-            len(recall) == 32
-            for design in record["results"]["designs"]
-            for recall in design["recall"].values()
-        )
+        for design in record["results"]["designs"]:
+            for shares in design["recall"].values():
+                assert len(shares) == 32

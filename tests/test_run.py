@@ -29,7 +29,8 @@ def expected(tmp_path_factory):
     record = run(toy.EXPERIMENT, folder=tmp_path_factory.mktemp("here"), workers=0, **QUICK)
     assert record["missing"] == 0
     assert record["results"].keys() == EXPECTED
-    assert {len(seeds) for seeds in record["results"].values()} == {3}
+    counts = {len(seeds) for seeds in record["results"].values()}
+    assert counts == {3}
     return record["results"]
 
 
@@ -87,15 +88,18 @@ def test_processes_that_stay_give_the_same_record(tmp_path, staying, expected):
     assert starts(tmp_path) == ["start\n"] * 15
     processes = [worker.process for worker in staying.processes.values()]
     assert len(processes) == 2
-    assert not any(process.is_alive() for process in processes)
+    for process in processes:
+        assert not process.is_alive()
 
 
 def test_a_process_that_stays_goes_on_after_an_error(tmp_path, staying, monkeypatch, capsys):
     monkeypatch.setenv("TOY_FAILS", "mamba")
     record = run(toy.EXPERIMENT, folder=tmp_path, **QUICK)
     assert record["missing"] == 3
-    assert capsys.readouterr().err.count("ValueError: the toy is broken") == 6
-    assert all("Traceback" in note.read_text() for note in tmp_path.glob("jobs/*/error-*.txt"))
+    err = capsys.readouterr().err
+    assert err.count("ValueError: the toy is broken") == 6
+    for note in tmp_path.glob("jobs/*/error-*.txt"):
+        assert "Traceback" in note.read_text()
 
 
 def test_a_process_that_dies_is_replaced(staying, tmp_path):
@@ -197,22 +201,29 @@ def test_a_missing_cluster_library_names_its_package(monkeypatch):
 def test_damaged_metrics_are_named(tmp_path):
     run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
     path = next(tmp_path.glob("jobs/*/metrics.json"))
-    path.write_text(path.read_text().replace("accuracy", "accurate"))
+    text = path.read_text()
+    path.write_text(text.replace("accuracy", "accurate"))
     (tmp_path / "record.json").unlink()
-    with pytest.raises(ValueError, match=f"{path.parent.name}/metrics.json is damaged"):
+    message = f"{path.parent.name}/metrics.json is damaged"
+    with pytest.raises(ValueError, match=message):
         run(toy.EXPERIMENT, folder=tmp_path, workers=0, **QUICK)
 
 
 def test_results_are_found_by_settings_whatever_their_order_and_kind(tmp_path):
     results = Results(tmp_path)
-    assert results.job_folder({"a": 1, "b": (1, 2)}) == results.job_folder({"b": [1, 2], "a": 1})
-    assert results.job_folder({"a": 1}) != results.job_folder({"a": 2})
+    result = results.job_folder({"a": 1, "b": (1, 2)})
+    expected = results.job_folder({"b": [1, 2], "a": 1})
+    assert result == expected
+    folder = results.job_folder({"a": 1})
+    other_folder = results.job_folder({"a": 2})
+    assert folder != other_folder
 
 
 DRIVER = (
     "import sys, toy; from longhorn_kit.lab.run import run\n"
-    "if __name__ == '__main__': run(toy.EXPERIMENT, folder=sys.argv[1], launcher=sys.argv[2], workers=2, "
-    "options={'cluster': 'local'} if sys.argv[2] == 'slurm' else None, pause=0.3)"
+    "options = {'cluster': 'local'} if sys.argv[2] == 'slurm' else None\n"
+    "if __name__ == '__main__': run(toy.EXPERIMENT, folder=sys.argv[1], launcher=sys.argv[2], "
+    "workers=2, options=options, pause=0.3)"
 )
 
 
@@ -261,7 +272,8 @@ def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path, number):
     ):
         time.sleep(0.1)
     assert len(helpers) >= 5
-    assert not any(p.is_running() and p.status() != "zombie" for p in helpers)
+    for p in helpers:
+        assert not (p.is_running() and p.status() != "zombie")
 
 
 @pytest.fixture
@@ -318,7 +330,8 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(
         if process is None or process.poll() is not None:
             process = driver(tmp_path, launcher, **variables)
         time.sleep(chance.uniform(0.3, 1.2))
-        victims = [p for p in processes_in(tmp_path) if p.pid not in (process.pid, nanny)]
+        running = processes_in(tmp_path)
+        victims = [p for p in running if p.pid not in (process.pid, nanny)]
         if kills < len(fakes.kills(20)) and list(tmp_path.glob("jobs/*/starts.txt")):
             victim = process if chance.random() < 0.4 or not victims else chance.choice(victims)
             try:
@@ -330,7 +343,8 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(
     record = read_record(tmp_path / "record.json")
     assert record["results"] == expected
     assert kills == len(fakes.kills(20))
-    assert not any("again" in text for text in starts(tmp_path))
+    for text in starts(tmp_path):
+        assert "again" not in text
 
 
 def job(model, lr, seconds=None, **more):
@@ -346,7 +360,8 @@ def test_a_job_is_expected_to_take_the_time_of_the_finished_ones_most_like_it():
         job("b", 1, 50.0, size=1),
         job("b", 1, 70.0, size=2),
     ):
-        stored.setdefault(lab_run.kind_of(row["settings"]), []).append(row["seconds"])
+        kind = lab_run.kind_of(row["settings"])
+        stored.setdefault(kind, []).append(row["seconds"])
 
     def likely(**settings):
         return lab_run.likely_seconds(lab_run.kind_of(settings), stored)
@@ -376,13 +391,14 @@ def test_the_time_left_is_that_of_the_last_worker(running, waiting, workers, lef
 def test_an_estimate_counts_what_a_running_job_has_done(monkeypatch):
     monkeypatch.setattr(lab_run.time, "monotonic", lambda: 104.0)
     done = [job("a", 1, 10.0)]
-    result = lab_run.estimate(done, [(job("a", 2), 100.0), (job("b", 1), 60.0)], [job("a", 3)], 2)
-    assert (result.left, result.whole, result.workers) == (
-        10,
-        20,
-        2,
-    )  # 6 s of the first, the second is late, 10 s of the third
-    assert lab_run.estimate(done, [], [], 64).whole == 10
+    running = [(job("a", 2), 100.0), (job("b", 1), 60.0)]
+    waiting = [job("a", 3)]
+    result = lab_run.estimate(done, running, waiting, 2)
+    assert result.left == 10
+    assert result.whole == 20
+    assert result.workers == 2  # 6 s of the first, the second is late, 10 s of the third
+    estimate = lab_run.estimate(done, [], [], 64)
+    assert estimate.whole == 10
 
 
 @pytest.mark.parametrize(
@@ -455,4 +471,5 @@ def test_a_free_gpu_gets_the_next_job(monkeypatch):
     long = engine.submit(print)
     short = engine.submit(print)
     short.ended = True
-    assert [long.gpu, short.gpu, engine.submit(print).gpu] == ["3", "5", "5"]
+    result = [long.gpu, short.gpu, engine.submit(print).gpu]
+    assert result == ["3", "5", "5"]

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 pytest.importorskip("transformers")
 from longhorn_kit.models import LMConfig, SequenceLM
@@ -50,13 +51,16 @@ def padded(*lengths, side="left", seed=0):
     "Prompts of these lengths in one batch, their mask, and the prompts alone."
     generator = torch.Generator().manual_seed(seed)
     alone = [torch.randint(50, (1, length), generator=generator) for length in lengths]
-    fill = [(max(lengths) - n, 0) if side == "left" else (0, max(lengths) - n) for n in lengths]
+    missing = [max(lengths) - n for n in lengths]
+    fill = [(n, 0) if side == "left" else (0, n) for n in missing]
 
     def pad(t, by, value):
         return torch.nn.functional.pad(t, by, value=value)
 
-    tokens = torch.cat([pad(t, by, 7) for t, by in zip(alone, fill)])
-    mask = torch.cat([pad(torch.ones_like(t), by, 0) for t, by in zip(alone, fill)])
+    padded_texts = [pad(t, by, 7) for t, by in zip(alone, fill)]
+    tokens = torch.cat(padded_texts)
+    masks = [pad(torch.ones_like(t), by, 0) for t, by in zip(alone, fill)]
+    mask = torch.cat(masks)
     return tokens, mask, alone
 
 
@@ -70,14 +74,18 @@ def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
     hf = to_transformers(lm)
     tokens = torch.randint(50, (2, 9))
     out = hf(tokens, labels=tokens)
-    logits, loss = lm(tokens[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(out.logits[:, :-1], logits)
-    torch.testing.assert_close(out.loss, loss)
+    inputs = tokens[:, :-1]
+    targets = tokens[:, 1:]
+    logits, loss = lm(inputs, targets)
+    predicting = out.logits[:, :-1]
+    assert_close(predicting, logits)
+    assert_close(out.loss, loss)
     out.loss.backward()
     loss.backward()
     for name, parameter in lm.named_parameters():
-        converted = hf.get_parameter(name if name.startswith("lm_head") else f"model.{name}")
-        torch.testing.assert_close(converted.grad, parameter.grad, msg=name)
+        name_here = name if name.startswith("lm_head") else f"model.{name}"
+        converted = hf.get_parameter(name_here)
+        assert_close(converted.grad, parameter.grad, msg=name)
     assert_same_state(from_transformers(hf), lm)
     half = SequenceLM(lm.config, dtype=torch.bfloat16)
     assert_same_state(from_transformers(to_transformers(half)), half)
@@ -85,7 +93,8 @@ def test_logits_and_gradients_are_those_of_the_kit(mixer, options, tied):
 
 def assert_same_state(model, expected):
     state = model.state_dict()
-    assert state.keys() == expected.state_dict().keys()
+    expected_state = expected.state_dict()
+    assert state.keys() == expected_state.keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(state[name], value), name
         assert state[name].dtype == value.dtype, name
@@ -99,11 +108,16 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
     for keep in (True, False):
         out = hf(tokens, attention_mask=mask, use_cache=keep)
         for row, prompt in zip(range(4), alone):
-            torch.testing.assert_close(out.logits[row][mask[row].bool()], hf(prompt).logits[0])
+            is_text = mask[row].bool()
+            logits = out.logits[row][is_text]
+            expected = hf(prompt).logits[0]
+            assert_close(logits, expected)
     batch_layers = hf(tokens, mask).past_key_values.layers
     single_layers = hf(alone[1]).past_key_values.layers
     for layer, single in zip(batch_layers, single_layers):
-        torch.testing.assert_close(layer.get().S[1:2], single.get().S)
+        state = layer.get().S[1:2]
+        expected = single.get().S
+        assert_close(state, expected)
 
 
 @every_family
@@ -113,24 +127,31 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
     # with fewer rows than lengths, all rows are padded alike
     hf = to_transformers(make(name))
     lm = make(name)
-    tokens, mask, alone = (t[:rows] for t in padded(*lengths))
+    batch = padded(*lengths)
+    tokens, mask, alone = (t[:rows] for t in batch)
     options = dict(max_new_tokens=7, **GREEDY_WITH_LOGITS)
     together = hf.generate(tokens, attention_mask=mask, **options)
     careless = hf.generate(tokens, attention_mask=torch.ones_like(mask), **options)
     for row, prompt in enumerate(alone):
         expected = lm.generate(prompt, 7, temperature=0)
-        logits = torch.cat(hf.generate(prompt, **options).logits)
-        assert torch.equal(together.sequences[row, max(lengths) :], expected[0, -7:])
+        steps = hf.generate(prompt, **options).logits
+        logits = torch.cat(steps)
+        continued = together.sequences[row, max(lengths) :]
+        tokens_alone = expected[0, -7:]
+        assert torch.equal(continued, tokens_alone)
         of_row = torch.stack([step[row] for step in together.logits])
-        torch.testing.assert_close(of_row, logits, rtol=1e-4, atol=1e-5)
+        assert_close(of_row, logits, rtol=1e-4, atol=1e-5)
         if prompt.shape[1] < max(lengths):
             # an untrained model says the same words whatever it has read; its logits differ
-            assert (careless.logits[0][row] - logits[0]).abs().max() > 1e-3
+            difference = careless.logits[0][row] - logits[0]
+            change = difference.abs().max()
+            assert change > 1e-3
 
 
 def scattered(rows=5, length=14, seed=0):
     "A mask with zeros anywhere: also a full row, an empty one, and padding on one side."
-    mask = torch.rand(rows, length, generator=torch.Generator().manual_seed(seed)) < 0.6
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, length, generator=generator) < 0.6
     mask[0] = True
     mask[1] = False
     mask[2, :5] = False
@@ -148,31 +169,46 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     mixer = hf.model.blocks[0].mixer
     mixer.out_proj.register_forward_hook(lambda layer, inputs, y: batches.append(y.shape[:2]))
     mixer.register_forward_pre_hook(lambda layer, inputs: batches.append(inputs[0].shape[:2]))
-    first = hf(tokens[:, :14], attention_mask=mask[:, :14], use_cache=True)
+    first_tokens = tokens[:, :14]
+    first_mask = mask[:, :14]
+    first = hf(first_tokens, attention_mask=first_mask, use_cache=True)
     cache = first.past_key_values
-    then = hf(tokens[:, 14:18], attention_mask=mask[:, :18], past_key_values=cache)
-    last = hf(tokens[:, 18:], past_key_values=then.past_key_values)  # no padding any more
-    assert batches == [(5, 14)] * 2 + [(5, 4)] * 2 + [(5, 2)] * 2
+    then_tokens = tokens[:, 14:18]
+    then_mask = mask[:, :18]
+    then = hf(then_tokens, attention_mask=then_mask, past_key_values=cache)
+    last_tokens = tokens[:, 18:]
+    last = hf(last_tokens, past_key_values=then.past_key_values)  # no padding any more
+    expected = [(5, 14)] * 2 + [(5, 4)] * 2 + [(5, 2)] * 2
+    assert batches == expected
     mask[:, 18:] = 1
     is_text = mask.bool()
-    together = torch.cat([first.logits, then.logits, last.logits], 1)
+    parts = [first.logits, then.logits, last.logits]
+    together = torch.cat(parts, 1)
     whole = hf(tokens, attention_mask=mask).logits
-    torch.testing.assert_close(whole[is_text], together[is_text])
+    whole_text = whole[is_text]
+    together_text = together[is_text]
+    assert_close(whole_text, together_text)
     weight = torch.randn_like(together) * mask[..., None]
     outputs = []
     for row, text in enumerate(is_text):
-        alone = hf(tokens[row][text][None]).logits[0]
-        torch.testing.assert_close(together[row][text], alone)
-        outputs.append((alone * weight[row][text]).sum())
+        prompt = tokens[row][text][None]
+        alone = hf(prompt).logits[0]
+        result = together[row][text]
+        assert_close(result, alone)
+        weighted = alone * weight[row][text]
+        outputs.append(weighted.sum())
 
     def gradients(value):
         return torch.autograd.grad(value, hf.parameters(), allow_unused=True)
 
-    torch.testing.assert_close(gradients((together * weight).sum()), gradients(sum(outputs)))
+    result = gradients((together * weight).sum())
+    expected = gradients(sum(outputs))
+    assert_close(result, expected)
     careless = hf(tokens, use_cache=False).logits  # the padding matters
     for row in (2, 4):
         change = (careless - together)[row][is_text[row]]
-        assert change.abs().max() > 1e-4
+        largest = change.abs().max()
+        assert largest > 1e-4
 
 
 class Running(Mixer):
@@ -187,7 +223,8 @@ class Running(Mixer):
 
     def run(self, x, cache=None, keep_cache=False):
         y = x.cumsum(1) + (0 if cache is None else cache[0][:, None])
-        return self.out_proj(y), (y[:, -1],) if keep_cache else None
+        last = y[:, -1]
+        return self.out_proj(y), (last,) if keep_cache else None
 
 
 @pytest.mark.parametrize("empty", (False, True))
@@ -204,10 +241,13 @@ def test_a_mixer_that_does_not_know_of_padding_gets_texts_moved_together(empty):
     for row in range(5):
         y = mixer.prefill(x[row][mask[row]][None])[0] if mask[row].any() else None
         cache = slot.after[0][row]
-        torch.testing.assert_close(cache, x[row][mask[row]].sum(0))
+        state_of_text = x[row][mask[row]].sum(0)
+        assert_close(cache, state_of_text)
         if y is not None:
-            torch.testing.assert_close(kept[row][mask[row]], y[0])
-            torch.testing.assert_close(read[row][mask[row]], y[0])
+            outputs = kept[row][mask[row]]
+            assert_close(outputs, y[0])
+            outputs = read[row][mask[row]]
+            assert_close(outputs, y[0])
 
 
 def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentence():
@@ -221,7 +261,9 @@ def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentenc
         ValueError,
         match="texts that end in different places cannot share this mixer's growing cache",
     ):
-        mixer(torch.randn(5, 14, 6), slot=CacheSlot(None), text=TextMask.read(mask))
+        x = torch.randn(5, 14, 6)
+        text = TextMask.read(mask)
+        mixer(x, slot=CacheSlot(None), text=text)
 
 
 @pytest.mark.parametrize("mixer", ("longhorn", "attention"))
@@ -236,14 +278,17 @@ def test_generation_after_padding_behind_or_inside_prompts(mixer):
             together = hf.generate(tokens, attention_mask=given, use_cache=keep, **options)
             logits = torch.stack(together.logits, 1)
             for row, text in enumerate(texts):
-                (expected,) = torch.stack(hf.generate(text, **options).logits, 1)
-                torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
+                steps = hf.generate(text, **options).logits
+                (expected,) = torch.stack(steps, 1)
+                assert_close(logits[row], expected, rtol=1e-4, atol=1e-5)
     hf.config.pad_token_id = 7
     hf.generation_config.pad_token_id = 7  # transformers then infers a mask from a prompt
     prompt = torch.tensor([[5, 7, 9, 3]])
     options = dict(max_new_tokens=5, do_sample=False)
-    continued = hf.generate(prompt, **options)[:, 4:]
-    without_padding = hf.generate(prompt[:, [0, 2, 3]], **options)[:, 3:]
+    result = hf.generate(prompt, **options)
+    continued = result[:, 4:]
+    text = prompt[:, [0, 2, 3]]
+    without_padding = hf.generate(text, **options)[:, 3:]
     assert torch.equal(continued, without_padding)
 
 
@@ -257,12 +302,15 @@ def test_padding_shows_the_last_text_token_before_it():
     results = (out.logits, *out.hidden_states)
     references = (alone.logits, *alone.hidden_states)
     for result, expected in zip(results, references, strict=True):
-        torch.testing.assert_close(result[0, 1:], expected[0, [0, 0, 1, 1]])
+        shown = result[0, 1:]
+        last_text = expected[0, [0, 0, 1, 1]]
+        assert_close(shown, last_text)
         assert not result[0, 0].any()
     loss_of_text = hf(text, labels=text).loss  # label 4 follows token 2 across the gap
     labels = tokens.masked_fill(mask == 0, -100)
     loss = hf(tokens, attention_mask=mask, labels=labels).loss
-    torch.testing.assert_close(loss * 2, loss_of_text + math.log(50))
+    total_loss = loss_of_text + math.log(50)
+    assert_close(loss * 2, total_loss)
 
 
 def test_values_at_padding_that_are_not_finite_do_not_spread():
@@ -271,21 +319,25 @@ def test_values_at_padding_that_are_not_finite_do_not_spread():
     rows = torch.randn(2, 3, 24)
     expected = hf(inputs_embeds=rows, attention_mask=mask).logits
     rows[mask == 0] = torch.nan
-    torch.testing.assert_close(hf(inputs_embeds=rows, attention_mask=mask).logits, expected)
+    logits = hf(inputs_embeds=rows, attention_mask=mask).logits
+    assert_close(logits, expected)
 
 
 def collated(texts, **options):
     "Texts of these lengths as transformers' collator packs them."
     collate = DataCollatorWithFlattening(return_tensors="pt", **options)
-    return collate([dict(input_ids=text[0].tolist()) for text in texts])
+    rows = [dict(input_ids=text[0].tolist()) for text in texts]
+    return collate(rows)
 
 
 def packed_row():
     "Return a row of four texts, the texts, their bounds, positions and numbers."
     _, _, texts = padded(4, 7, 1, 8)
     bounds = torch.tensor([0, 4, 11, 12, 20])
-    positions = torch.cat([torch.arange(text.shape[1]) for text in texts])[None]
-    number = torch.repeat_interleave(torch.arange(4), bounds.diff())[None]
+    counts = [torch.arange(text.shape[1]) for text in texts]
+    positions = torch.cat(counts)[None]
+    numbers = torch.repeat_interleave(torch.arange(4), bounds.diff())
+    number = numbers[None]
     return torch.cat(texts, 1), texts, bounds, positions, number
 
 
@@ -294,7 +346,8 @@ def test_packed_texts_share_no_state(name):
     "Every way to mark packed texts gives each text what it gives alone."
     hf = to_transformers(make(name)).double()
     row, texts, bounds, positions, number = packed_row()
-    alone = torch.cat([hf(text).logits for text in texts], 1)
+    logits = [hf(text).logits for text in texts]
+    alone = torch.cat(logits, 1)
     of_queries = dict(cu_seq_lens_q=bounds.int(), max_length_q=8)
     of_keys = dict(cu_seq_lens_k=bounds.int(), max_length_k=8)
     ways = [
@@ -307,21 +360,27 @@ def test_packed_texts_share_no_state(name):
     ones = torch.ones_like(row)
     for way in ways:
         out = hf(row, **way)
-        torch.testing.assert_close(out.logits, alone)
+        assert_close(out.logits, alone)
         assert out.past_key_values is None
         features = hf.model(row, **way).last_hidden_state
         stream = hf.model(row, attention_mask=ones, output_hidden_states=True, **way).hidden_states
-        torch.testing.assert_close(stream[-1], features)
-    one_text = hf(row, position_ids=torch.arange(20)[None]).logits
-    assert (one_text - alone).abs().max() > 1e-4
+        assert_close(stream[-1], features)
+    positions_of_row = torch.arange(20)[None]
+    one_text = hf(row, position_ids=positions_of_row).logits
+    change = (one_text - alone).abs().max()
+    assert change > 1e-4
     # two rows: a row starts a text too, so the second text is cut
     two = row.view(2, 10)
     expected = alone.clone()
-    expected[:, 4:10] = hf(texts[1][:, :6]).logits
-    expected[:, 10:11] = hf(texts[1][:, 6:]).logits
+    start = texts[1][:, :6]
+    expected[:, 4:10] = hf(start).logits
+    end = texts[1][:, 6:]
+    expected[:, 10:11] = hf(end).logits
     expected = expected.view(2, 10, -1)
-    torch.testing.assert_close(hf(two, seq_idx=number.view(2, 10)).logits, expected)
-    torch.testing.assert_close(hf(two, position_ids=positions.view(2, 10)).logits, expected)
+    result = hf(two, seq_idx=number.view(2, 10)).logits
+    assert_close(result, expected)
+    result = hf(two, position_ids=positions.view(2, 10)).logits
+    assert_close(result, expected)
 
 
 @every_family
@@ -332,12 +391,14 @@ def test_packed_texts_with_padding_share_no_state(name):
     mask = torch.ones(1, 20, dtype=torch.long)  # padding at the start of one text and in two others
     mask[0, [0, 1, 6, 17, 19]] = 0
     is_text = mask.bool()
-    parts = is_text[0].tensor_split(bounds[1:-1].tolist())
+    cuts = bounds[1:-1].tolist()
+    parts = is_text[0].tensor_split(cuts)
     kept = [text[:, part] for text, part in zip(texts, parts)]
-    expected = torch.cat([hf(text).logits for text in kept], 1)
+    logits_alone = [hf(text).logits for text in kept]
+    expected = torch.cat(logits_alone, 1)
     for way in (dict(cu_seqlens=bounds), dict(seq_idx=number)):
         logits = hf(row, attention_mask=mask, **way).logits
-        torch.testing.assert_close(logits[is_text], expected[0])
+        assert_close(logits[is_text], expected[0])
 
 
 def test_collators_that_pack_train_as_padded_rows_do():
@@ -349,36 +410,49 @@ def test_collators_that_pack_train_as_padded_rows_do():
         dict(return_flash_attn_kwargs=True),
         dict(return_flash_attn_kwargs=True, return_position_ids=False),
     ]
-    expected = sum(hf(text, labels=text).loss * (text.shape[1] - 1) for text in texts) / 16
+    sums = [hf(text, labels=text).loss * (text.shape[1] - 1) for text in texts]
+    expected = sum(sums) / 16
     for option in options:
-        torch.testing.assert_close(hf(**collated(texts, **option)).loss, expected)
+        loss = hf(**collated(texts, **option)).loss
+        assert_close(loss, expected)
     hf.eval()  # evaluation keeps no cache of packed rows
-    torch.testing.assert_close(hf(**collated(texts)).loss, expected)
+    loss = hf(**collated(texts)).loss
+    assert_close(loss, expected)
 
 
 def test_trainer_passes_on_packed_rows_of_a_data_set(tmp_path):
     hf = to_transformers(make()).train()
     _, _, texts = padded(4, 7, 8)
-    row = {name: value[0] for name, value in collated(texts).items()}
+    batch = collated(texts)
+    row = {name: value[0] for name, value in batch.items()}
     assert "position_ids" in row
     trainer = Trainer(
         hf, TrainingArguments(tmp_path, report_to=[], use_cpu=True), train_dataset=[row]
     )
-    dataset = pytest.importorskip("datasets").Dataset.from_list(
-        [{name: value.tolist() for name, value in row.items()}]
-    )
-    assert set(trainer._remove_unused_columns(dataset, "train").column_names) == set(row)
-    losses = [trainer.compute_loss(hf, batch) for batch in trainer.get_train_dataloader()]
-    torch.testing.assert_close(losses, [hf(**collated(texts)).loss])
-    assert abs(losses[0] - hf(row["input_ids"][None], labels=row["labels"][None]).loss) > 1e-5
+    columns = {name: value.tolist() for name, value in row.items()}
+    dataset_class = pytest.importorskip("datasets").Dataset
+    dataset = dataset_class.from_list([columns])
+    kept = trainer._remove_unused_columns(dataset, "train")
+    assert set(kept.column_names) == set(row)
+    batches = trainer.get_train_dataloader()
+    losses = [trainer.compute_loss(hf, batch) for batch in batches]
+    expected = [hf(**collated(texts)).loss]
+    assert_close(losses, expected)
+    tokens = row["input_ids"][None]
+    labels = row["labels"][None]
+    row_as_one_text = hf(tokens, labels=labels).loss
+    assert abs(losses[0] - row_as_one_text) > 1e-5
 
 
 def test_position_ids_beside_padding_pack_nothing():
     hf = to_transformers(make())
     tokens, mask, _ = padded(3, 8, 5)
-    places = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)  # as transformers counts them
+    counted = mask.cumsum(1) - 1
+    is_padding = mask == 0
+    places = counted.masked_fill(is_padding, 1)  # as transformers counts them
     out = hf(tokens, attention_mask=mask, position_ids=places, use_cache=True)
-    torch.testing.assert_close(out.logits, hf(tokens, attention_mask=mask).logits)
+    expected = hf(tokens, attention_mask=mask).logits
+    assert_close(out.logits, expected)
     more = torch.cat([mask, mask[:, :1] | 1], 1)
     step = hf(
         tokens[:, :1],
@@ -397,19 +471,25 @@ def test_a_gap_in_the_mask_starts_no_text(count):
     mask = scattered()
     places = torch.arange(14).expand(5, -1) if count == "columns" else mask.cumsum(1) - 1
     whole = hf(tokens, attention_mask=mask, position_ids=places, use_cache=False).logits
-    torch.testing.assert_close(whole, hf(tokens, attention_mask=mask).logits)
+    expected = hf(tokens, attention_mask=mask).logits
+    assert_close(whole, expected)
 
     tokens = tokens[:1]
     mask = torch.ones_like(tokens)
     mask[0, [2, 3, 9]] = 0
     places = torch.arange(14)[None] if count == "columns" else mask.cumsum(1) - 1
-    places[:, 7:] -= places[0, 7].item()  # a second text
-    packed = hf(tokens, attention_mask=mask, position_ids=places).logits[mask.bool()]
+    start = places[0, 7].item()
+    places[:, 7:] -= start  # a second text
+    logits = hf(tokens, attention_mask=mask, position_ids=places).logits
+    packed = logits[mask.bool()]
     is_text = mask[0].bool()
-    one = tokens[:, :7][:, is_text[:7]]
-    two = tokens[:, 7:][:, is_text[7:]]
-    expected = torch.cat([hf(one).logits[0], hf(two).logits[0]])
-    torch.testing.assert_close(packed, expected)
+    first = tokens[:, :7]
+    one = first[:, is_text[:7]]
+    second = tokens[:, 7:]
+    two = second[:, is_text[7:]]
+    logits_alone = [hf(one).logits[0], hf(two).logits[0]]
+    expected = torch.cat(logits_alone)
+    assert_close(packed, expected)
 
 
 @pytest.mark.parametrize("way", ("plain", "beams", "padded", "inputs_embeds"))
@@ -425,13 +505,15 @@ def test_checkpointing_in_training_mode_generates_what_evaluation_generates(mixe
     if way == "padded":
         inputs = dict(inputs=tokens, attention_mask=mask)
     if way == "inputs_embeds":
-        inputs = dict(inputs_embeds=hf.model.embedding(tokens[1:2]).detach())
+        embedded = hf.model.embedding(tokens[1:2])
+        inputs = dict(inputs_embeds=embedded.detach())
     expected = hf.generate(**inputs, **options)
     hf.gradient_checkpointing_enable()
     hf.train()
     assert torch.equal(hf.generate(**inputs, **options), expected)
     # also with gradients
-    assert hf(tokens, use_cache=True).past_key_values.get_seq_length() == 7
+    cache = hf(tokens, use_cache=True).past_key_values
+    assert cache.get_seq_length() == 7
     assert hf(tokens).past_key_values is None
 
 
@@ -447,9 +529,11 @@ def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_toke
             assert model.training
             assert model.is_gradient_checkpointing
             options = dict(max_new_tokens=6, **GREEDY_WITH_LOGITS)
-            training = torch.cat(model.generate(prompt, **options).logits)
+            steps = model.generate(prompt, **options).logits
+            training = torch.cat(steps)
             other = copy.deepcopy(model).eval()
-            evaluation = torch.cat(other.generate(prompt, **options).logits)
+            steps = other.generate(prompt, **options).logits
+            evaluation = torch.cat(steps)
             sampled.append((training, evaluation))
 
     data = [
@@ -469,7 +553,7 @@ def test_a_callback_that_samples_while_a_checkpointed_model_trains_sees_the_toke
     Trainer(hf, arguments, train_dataset=data, callbacks=[Sample()]).train()
     assert len(sampled) == 2
     for training, evaluation in sampled:
-        torch.testing.assert_close(training, evaluation)
+        assert_close(training, evaluation)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -478,12 +562,17 @@ def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
     tokens = torch.randint(50, (2, 6))
 
     def loss():
-        cache = hf(tokens[:, :3], use_cache=True).past_key_values
-        return hf(tokens[:, 3:], past_key_values=cache, labels=tokens[:, 3:]).loss
+        prompt = tokens[:, :3]
+        cache = hf(prompt, use_cache=True).past_key_values
+        rest = tokens[:, 3:]
+        return hf(rest, past_key_values=cache, labels=rest).loss
 
-    expected = torch.autograd.grad(loss(), hf.parameters())
+    parameters = hf.parameters()
+    expected = torch.autograd.grad(loss(), parameters)
     hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
-    torch.testing.assert_close(torch.autograd.grad(loss(), hf.parameters()), expected)
+    value = loss()
+    result = torch.autograd.grad(value, hf.parameters())
+    assert_close(result, expected)
 
 
 @every_mixer
@@ -494,8 +583,10 @@ def test_the_cache_holds_plain_tuples(name):
     cache = hf(tokens, use_cache=True).past_key_values
     for layer, block in zip(cache.layers, hf.model.blocks, strict=True):
         assert type(layer.state) is tuple
-        assert all(type(part) is torch.Tensor for part in layer.state)
-        assert type(layer.get()) is type(block.mixer.empty_cache(2))
+        for part in layer.state:
+            assert type(part) is torch.Tensor
+        expected = type(block.mixer.empty_cache(2))
+        assert type(layer.get()) is expected
 
 
 def test_crop_keeps_all_tokens_or_none():
@@ -504,12 +595,16 @@ def test_crop_keeps_all_tokens_or_none():
     expected = hf(tokens).logits
     # transformers counts removed tokens; the length itself is its older spelling
     for keep in (0, 4):
-        cache = hf(tokens[:, :4], use_cache=True).past_key_values
+        start = tokens[:, :4]
+        cache = hf(start, use_cache=True).past_key_values
         cache.crop(keep)
-        torch.testing.assert_close(hf(tokens[:, 4:], past_key_values=cache).logits, expected[:, 4:])
+        rest = tokens[:, 4:]
+        result = hf(rest, past_key_values=cache).logits
+        assert_close(result, expected[:, 4:])
     cache.crop(-6)
     assert cache.get_seq_length() == 0
-    torch.testing.assert_close(hf(tokens, past_key_values=cache).logits, expected)
+    result = hf(tokens, past_key_values=cache).logits
+    assert_close(result, expected)
     for part in (3, -1, 7, -7):
         with pytest.raises(ValueError, match=rf"crop\({part}\) would leave a part of 6 tokens"):
             cache.crop(part)
@@ -520,9 +615,9 @@ def test_a_row_without_a_text_disturbs_no_other(mixer):
     hf = to_transformers(make(mixer))
     tokens, mask, alone = padded(4, 6)
     mask[0] = 0
-    torch.testing.assert_close(
-        hf(tokens, attention_mask=mask, use_cache=True).logits[1], hf(alone[1]).logits[0]
-    )
+    result = hf(tokens, attention_mask=mask, use_cache=True).logits
+    logits_alone = hf(alone[1]).logits
+    assert_close(result[1], logits_alone[0])
 
 
 def test_an_export_knows_where_a_text_ends_and_what_is_padding(tmp_path):
@@ -556,8 +651,12 @@ def test_attention_leaves_padding_out_when_it_reads_and_when_it_goes_on():
     longer = torch.cat([mask, torch.ones_like(more)], 1)
     after = hf(more, attention_mask=longer, past_key_values=out.past_key_values).logits
     for row, prompt in enumerate(alone):
-        own = hf(torch.cat([prompt, more[row : row + 1]], 1)).logits[0]
-        torch.testing.assert_close(torch.cat([out.logits[row][mask[row].bool()], after[row]]), own)
+        last = more[row : row + 1]
+        continued = torch.cat([prompt, last], 1)
+        own = hf(continued).logits[0]
+        is_text = mask[row].bool()
+        logits = out.logits[row][is_text]
+        assert_close(torch.cat([logits, after[row]]), own)
 
 
 @pytest.mark.parametrize(
@@ -586,7 +685,8 @@ def test_a_cache_goes_on_over_several_calls():
         out = hf(part, past_key_values=cache, use_cache=True)
         cache = out.past_key_values
         pieces = pieces + [out.logits]
-    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    result = torch.cat(pieces, 1)
+    assert_close(result, whole)
     assert cache.get_seq_length() == 12
 
 
@@ -597,8 +697,12 @@ def test_a_repeated_state_goes_on_as_the_prompt_would(mixer):
     more = torch.randint(50, (6, 2))
     cache = hf(prompts, use_cache=True).past_key_values
     cache.batch_repeat_interleave(3)
-    whole = hf(torch.cat([prompts.repeat_interleave(3, 0), more], 1)).logits[:, 5:]
-    torch.testing.assert_close(hf(more, past_key_values=cache).logits, whole)
+    repeated = prompts.repeat_interleave(3, 0)
+    texts = torch.cat([repeated, more], 1)
+    logits = hf(texts).logits
+    whole = logits[:, 5:]
+    result = hf(more, past_key_values=cache).logits
+    assert_close(result, whole)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -617,7 +721,7 @@ def test_gradient_checkpointing_changes_no_gradient(way, reentrant):
     hf.gradient_checkpointing_enable(dict(use_reentrant=reentrant))
     hf(tokens, labels=tokens, **more).loss.backward()
     for a, p in zip(expected, hf.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, a)
+        assert_close(p.grad, a)
 
 
 def test_trainer_trains_it(tmp_path):
@@ -640,17 +744,17 @@ def test_trainer_trains_it(tmp_path):
     trainer = Trainer(hf, arguments, train_dataset=data)
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    assert losses[-1] < 0.8 * losses[0]
+    limit = 0.8 * losses[0]
+    assert losses[-1] < limit
 
 
 def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
     start = to_transformers(make("longhorn")).train()
 
     def row(i):
-        return dict(
-            input_ids=torch.arange(i, i + 16) % 50,
-            labels=torch.where(torch.arange(16) < 3 * i, -100, torch.arange(i, i + 16) % 50),
-        )
+        tokens = torch.arange(i, i + 16) % 50
+        is_prompt = torch.arange(16) < 3 * i
+        return dict(input_ids=tokens, labels=torch.where(is_prompt, -100, tokens))
 
     def trained(parts):
         hf = copy.deepcopy(start)
@@ -668,13 +772,18 @@ def test_trainer_counts_every_label_once_over_parts_of_a_step(tmp_path):
             disable_tqdm=True,
             lr_scheduler_type="constant",
         )
-        Trainer(hf, arguments, train_dataset=[row(i) for i in range(4)]).train()
+        data = [row(i) for i in range(4)]
+        Trainer(hf, arguments, train_dataset=data).train()
         return hf
 
     whole = trained(1)
     parts = trained(4)
-    torch.testing.assert_close(parts.state_dict(), whole.state_dict(), atol=1e-5, rtol=1e-4)
-    assert not torch.equal(whole.model.norm.weight, start.model.norm.weight)
+    state = parts.state_dict()
+    expected = whole.state_dict()
+    assert_close(state, expected, atol=1e-5, rtol=1e-4)
+    trained_weight = whole.model.norm.weight
+    initial_weight = start.model.norm.weight
+    assert not torch.equal(trained_weight, initial_weight)
 
 
 def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
@@ -690,7 +799,8 @@ def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
         if "blocks.1" not in name:
             assert torch.equal(parameter, hf.get_parameter(name))
     fresh = loaded.model.blocks[1].mixer
-    assert torch.equal(fresh.D_skip, torch.ones_like(fresh.D_skip))
+    ones = torch.ones_like(fresh.D_skip)
+    assert torch.equal(fresh.D_skip, ones)
     assert fresh.in_proj.weight.std() > 0.05
 
 
@@ -699,7 +809,7 @@ def test_a_sharded_model_without_memory_draws_the_kits_weights():
     "The flow of FSDP2: build on meta, shard, `to_empty`, `init_weights`."
     from torch.distributed.fsdp import fully_shard
 
-    from test_lm import one_process
+    from pool import one_process
 
     torch.manual_seed(0)
     config = LonghornConfig(vocab_size=50, d_model=32, n_layer=2)
@@ -716,7 +826,8 @@ def test_a_sharded_model_without_memory_draws_the_kits_weights():
         drawn = {name: parameter.full_tensor() for name, parameter in hf.named_parameters()}
     for name, expected in fresh.named_parameters():
         size = expected.std(unbiased=False).item()
-        assert drawn[name].std(unbiased=False).item() == pytest.approx(size, rel=0.3), name
+        std = drawn[name].std(unbiased=False).item()
+        assert std == pytest.approx(size, rel=0.3), name
 
 
 def test_auto_classes_know_the_model(tmp_path):
@@ -725,34 +836,41 @@ def test_auto_classes_know_the_model(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert model.dtype == torch.bfloat16
     assert model.config.mixer == "mamba"
-    assert torch.isfinite(model(torch.arange(9)[None]).logits).all()
+    tokens = torch.arange(9)[None]
+    logits = model(tokens).logits
+    assert torch.isfinite(logits).all()
 
 
 @pytest.mark.parametrize("mixer", ("mamba", "longhorn", "gated_deltanet"))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_loading_in_16_bits_keeps_the_parameters_that_stay_in_float32(mixer, dtype, tmp_path):
-    lm = make(mixer, mixer_options=dict(key_norm=True) if mixer == "longhorn" else {})
+    options = dict(key_norm=True) if mixer == "longhorn" else {}
+    lm = make(mixer, mixer_options=options)
     hf = to_transformers(lm)
     hf.save_pretrained(tmp_path / "hf")
     lm.save_pretrained(tmp_path / "lm")
     built = SequenceLM(lm.config, dtype=dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=dtype)
     drawn = AutoModelForCausalLM.from_config(hf.config, dtype=dtype)
-    wide = [name for name, p in built.named_parameters() if p.dtype == torch.float32]
+    parameters = built.named_parameters()
+    wide = [name for name, p in parameters if p.dtype == torch.float32]
     expected = {"mamba": {"A_log", "D_skip"}, "longhorn": {"D_skip", "key_scale"}}
-    assert {name.rpartition(".")[2] for name in wide} >= expected.get(mixer, {"A_log"})
+    kinds = {name.rpartition(".")[2] for name in wide}
+    assert kinds >= expected.get(mixer, {"A_log"})
     for model in (
         SequenceLM.from_pretrained(tmp_path / "lm", dtype=dtype),
         from_transformers(loaded),
         from_transformers(drawn),
     ):
         for name, parameter in model.named_parameters():
-            assert parameter.dtype == (torch.float32 if name in wide else dtype), name
+            kept = torch.float32 if name in wide else dtype
+            assert parameter.dtype == (kept), name
             is_random = "A_log" in name and mixer != "mamba"
             if name in wide and not is_random:
                 assert torch.equal(parameter, lm.get_parameter(name)), name
     tokens = torch.randint(50, (1, 5))
-    assert torch.isfinite(loaded(tokens).logits).all()
+    logits = loaded(tokens).logits
+    assert torch.isfinite(logits).all()
     assert loaded.dtype == dtype
 
 
@@ -761,12 +879,15 @@ def test_sequence_classification_reads_the_last_text_token(tmp_path):
     config = LonghornConfig(vocab_size=50, d_model=16, n_layer=1, num_labels=3, pad_token_id=7)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     tokens, mask, alone = padded(3, 8, 5, side="right")
-    scores = model(tokens, attention_mask=mask, labels=torch.tensor([0, 1, 2])).logits
-    torch.testing.assert_close(scores, torch.cat([model(text).logits for text in alone]))
+    labels = torch.tensor([0, 1, 2])
+    scores = model(tokens, attention_mask=mask, labels=labels).logits
+    expected = torch.cat([model(text).logits for text in alone])
+    assert_close(scores, expected)
     model.save_pretrained(tmp_path)
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(loaded) is LonghornForSequenceClassification
-    torch.testing.assert_close(loaded(tokens, attention_mask=mask).logits, scores)
+    result = loaded(tokens, attention_mask=mask).logits
+    assert_close(result, scores)
     to_transformers(make()).save_pretrained(tmp_path / "lm")
     classifier = AutoModelForSequenceClassification.from_pretrained(tmp_path / "lm")
     assert classifier.score.weight.std() > 0.005
@@ -834,7 +955,8 @@ def left_padded(vocab_size=31):
     tokens = torch.randint(1, vocab_size, (2, 7))
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :3] = 0
-    return dict(input_ids=tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
+    labels = tokens.masked_fill(mask == 0, -100)
+    return dict(input_ids=tokens, attention_mask=mask, labels=labels)
 
 
 @pytest.mark.parametrize("mixer", ["longhorn", "mamba2", "attention"])
@@ -845,12 +967,16 @@ def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
     batch = left_padded()
     short = batch["input_ids"][:1, 3:]
     long = batch["input_ids"][1:]
-    total = 3 * model(short, labels=short).loss + 6 * model(long, labels=long).loss
+    short_loss = model(short, labels=short).loss
+    long_loss = model(long, labels=long).loss
+    total = 3 * short_loss + 6 * long_loss
     for keep in (True, False):
         loss = model(**batch, use_cache=keep).loss
-        torch.testing.assert_close(loss, (total + math.log(31)) / 10)
+        expected = (total + math.log(31)) / 10
+        assert_close(loss, expected)
     batch["labels"][0, 3] = -100  # leaves the label behind the padding out
-    torch.testing.assert_close(model(**batch).loss, total / 9)
+    result = model(**batch).loss
+    assert_close(result, total / 9)
     message = r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"
     with pytest.raises(ValueError, match=message):
         model(batch["input_ids"], attention_mask=torch.ones(2, 2))
@@ -869,7 +995,8 @@ def test_trainer_counts_the_labels_of_a_padded_batch_that_the_loss_counts(mixer,
     batch = left_padded()
     trainer = Trainer(model, TrainingArguments(tmp_path, report_to=[], use_cpu=True))
     counted = trainer._get_num_items_in_batch([batch], torch.device("cpu"))
-    torch.testing.assert_close(model(**batch, num_items_in_batch=counted).loss, model(**batch).loss)
+    result = model(**batch, num_items_in_batch=counted).loss
+    assert_close(result, model(**batch).loss)
 
 
 @pytest.mark.parametrize("learning", (False, True))
@@ -897,12 +1024,19 @@ def test_an_exported_model_takes_any_mask(mixer):
         return dict(input_ids=torch.randint(50, (B, T)), attention_mask=scattered(B, T, seed=B))
 
     shapes = {name: {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in ("input_ids", "attention_mask")}
-    program = torch.export.export(hf, (), batch(5, 9), dynamic_shapes=shapes).module()
+    example = batch(5, 9)
+    exported = torch.export.export(hf, (), example, dynamic_shapes=shapes)
+    program = exported.module()
     for B, T in ((5, 9), (6, 20)):
         given = batch(B, T)
-        torch.testing.assert_close(program(**given).logits, hf(**given).logits)
-        whole = given | dict(attention_mask=torch.ones(B, T, dtype=torch.long))
-        torch.testing.assert_close(program(**whole).logits, hf(whole["input_ids"]).logits)
+        result = program(**given).logits
+        expected = hf(**given).logits
+        assert_close(result, expected)
+        ones = torch.ones(B, T, dtype=torch.long)
+        whole = given | dict(attention_mask=ones)
+        result = program(**whole).logits
+        expected = hf(whole["input_ids"]).logits
+        assert_close(result, expected)
 
 
 @pytest.mark.slow
@@ -913,11 +1047,10 @@ def test_a_compiled_graph_takes_any_mask_and_refuses_what_it_cannot_see(mixer):
     compiled = torch.compile(hf, fullgraph=True, dynamic=False)
     for keep in (False, True):
         out = compiled(tokens, attention_mask=scattered(), use_cache=keep)
-        torch.testing.assert_close(out.logits, hf(tokens, attention_mask=scattered()).logits)
+        expected = hf(tokens, attention_mask=scattered()).logits
+        assert_close(out.logits, expected)
     places = torch.arange(14)[None]
-    torch.testing.assert_close(
-        compiled(tokens, position_ids=places, use_cache=False).logits, hf(tokens).logits
-    )
+    assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, hf(tokens).logits)
     with pytest.raises(RuntimeError, match="position_ids packs texts; give cu_seqlens"):
         compiled(tokens, position_ids=places % 7, use_cache=False)
 
@@ -928,14 +1061,16 @@ def test_the_exporters_of_transformers_take_a_model_with_its_cache():
     hf = to_transformers(make("longhorn"))
     tokens = torch.randint(50, (2, 6))
     with torch.no_grad():
-        cache = hf(tokens[:, :5], use_cache=True).past_key_values
-    expected = hf(tokens).logits[:, 5:]
+        start = tokens[:, :5]
+        cache = hf(start, use_cache=True).past_key_values
+    logits = hf(tokens).logits
+    expected = logits[:, 5:]
     inputs = dict(
         input_ids=tokens[:, 5:],
         past_key_values=copy.deepcopy(cache),
         attention_mask=torch.ones_like(tokens),
     )
-    program, _ = exporters.DynamoExporter().export_program(hf, inputs, exporters.DynamoConfig())
-    torch.testing.assert_close(
-        program.module()(**inputs | dict(past_key_values=cache)).logits, expected
-    )
+    exporter = exporters.DynamoExporter()
+    config = exporters.DynamoConfig()
+    program, _ = exporter.export_program(hf, inputs, config)
+    assert_close(program.module()(**inputs | dict(past_key_values=cache)).logits, expected)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from sweep import slow_case
 
@@ -61,7 +62,9 @@ def outputs(folder):
     "Logits and greedy tokens of a saved model."
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     prompt = torch.arange(30, 50)[None]
-    return model(prompt).logits.detach(), model.generate(prompt, max_new_tokens=8, do_sample=False)
+    logits = model(prompt).logits.detach()
+    tokens = model.generate(prompt, max_new_tokens=8, do_sample=False)
+    return logits, tokens
 
 
 def finetune(folder, out):
@@ -78,7 +81,8 @@ def finetune(folder, out):
         use_cpu=True,
         disable_tqdm=True,
     )
-    for name, start in (("whole", None), ("resumed", f"{out}/whole/checkpoint-2")):
+    starts = (("whole", None), ("resumed", f"{out}/whole/checkpoint-2"))
+    for name, start in starts:
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
         arguments = TrainingArguments(f"{out}/{name}", max_steps=4, save_steps=2, **options)
         Trainer(model, arguments, train_dataset=data).train(resume_from_checkpoint=start)
@@ -88,7 +92,8 @@ def finetune(folder, out):
 
 def in_python_without_the_kit(code, tmp_path):
     "Run code; return what it assigns to `result`."
-    functions = "\n".join(map(inspect.getsource, (outputs, finetune)))
+    sources = map(inspect.getsource, (outputs, finetune))
+    functions = "\n".join(sources)
     path = tmp_path / "result.pt"
     script = f"{WITHOUT_KIT}\n{functions}\n{code}\ntorch.save(result, {str(path)!r})\n"
     done = subprocess.run(
@@ -117,11 +122,13 @@ result = [outputs(folder), outputs("copy"), sys.modules[type(model).__module__].
     assert re.fullmatch(module, path)
     expected_logits, expected_tokens = outputs(folder)
     for logits, tokens in (original, copied, outputs(tmp_path / "copy")):
-        torch.testing.assert_close(logits, expected_logits)
+        assert_close(logits, expected_logits)
         assert torch.equal(tokens, expected_tokens)
     names = ("modeling_longhorn.py", "longhorn_source.py", "config.json", "generation_config.json")
     for name in names:
-        assert (folder / name).read_text() == (tmp_path / "copy" / name).read_text(), name
+        text = (folder / name).read_text()
+        expected_text = (tmp_path / "copy" / name).read_text()
+        assert text == expected_text, name
 
 
 def other_version(folder, out):
@@ -156,9 +163,10 @@ result = [versions, shared, logits, outputs("copy")[0], "longhorn_kit" in sys.mo
     assert versions == [__version__, "9.9.9", __version__]
     assert shared
     assert not public
-    torch.testing.assert_close(logits, [*alone, alone[0]])
-    torch.testing.assert_close(copied, alone[1])
-    assert (alone[0] - alone[1]).abs().max() > 1e-2
+    assert_close(logits, [*alone, alone[0]])
+    assert_close(copied, alone[1])
+    difference = (alone[0] - alone[1]).abs().max()
+    assert difference > 1e-2
     source = (tmp_path / "copy" / "longhorn_source.py").read_text()
     assert source == (two / "longhorn_source.py").read_text()
 
@@ -171,7 +179,8 @@ def logits_without_the_kit(folder, tmp_path):
 def test_operations_of_two_exports_stay_apart_where_a_graph_calls_them(tmp_path):
     "A graph calls operations by name: the second export must not replace those of the first."
     one = export(tmp_path / "one")
-    names = [str(one), str(other_version(one, tmp_path / "two"))]
+    other = other_version(one, tmp_path / "two")
+    names = [str(one), str(other)]
     code = f"""
 batch = dict(input_ids=torch.arange(30, 50)[None], use_cache=False)
 programs = []
@@ -187,7 +196,7 @@ result = [logits, namespaces]
 """
     logits, namespaces = in_python_without_the_kit(code, tmp_path)
     alone = [logits_without_the_kit(name, tmp_path) for name in names]
-    torch.testing.assert_close(logits, alone)
+    assert_close(logits, alone)
     (first,) = namespaces[0]
     (second,) = namespaces[1]
     assert first != second
@@ -225,10 +234,11 @@ result = [(name, outputs(name)) for name in {with_kit} + without_kit]
     first, _ = results[with_kit[0]]
     for name, (logits, tokens) in results.items():
         expected_logits, expected_tokens = outputs(name)
-        torch.testing.assert_close(logits, expected_logits, msg=name)
+        assert_close(logits, expected_logits, msg=name)
         assert torch.equal(tokens, expected_tokens), name
-        torch.testing.assert_close(logits, first, msg=f"{name} is trained otherwise")
-        assert (logits - before).abs().max() > 0.1
+        assert_close(logits, first, msg=f"{name} is trained otherwise")
+        change = (logits - before).abs().max()
+        assert change > 0.1
 
 
 @pytest.mark.parametrize(
@@ -245,25 +255,32 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
     rows = [1, 2] if targets == "all-linear" else None
     options = dict(target_modules=targets, trainable_token_indices=rows)
     adapted = peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", r=4, **options))
-    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], 1e-2)
+    learned = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, 1e-2)
     start = adapted(tokens).logits.detach()
-    changed = [p for name, p in adapted.named_parameters() if "lora_B" in name]
+    named = adapted.named_parameters()
+    changed = [p for name, p in named if "lora_B" in name]
     for _ in range(3):
         optimizer.zero_grad()
         adapted(tokens, labels=tokens).loss.backward()
         optimizer.step()
-    assert len(changed) == 2 * (2 if "dt_proj" in targets else 4)
-    assert all(p.abs().max() > 0 for p in changed)
+    expected = 2 * (2 if "dt_proj" in targets else 4)
+    assert len(changed) == expected
+    for p in changed:
+        assert p.abs().max() > 0
     trained = adapted.eval()(tokens).logits
-    assert (trained - start).abs().max() > 1e-2
+    change = (trained - start).abs().max()
+    assert change > 1e-2
     adapted.save_pretrained(tmp_path / "adapter")
     base = AutoModelForCausalLM.from_pretrained(folder)
-    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    torch.testing.assert_close(loaded(tokens).logits, trained)
-    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    model = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    loaded = model.eval()
+    assert_close(loaded(tokens).logits, trained)
+    merged = loaded.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
     logits, sequence = outputs(tmp_path / "merged")
     prompt = torch.arange(30, 50)[None]
-    torch.testing.assert_close(logits, adapted(prompt).logits, rtol=1e-4, atol=1e-5)
+    assert_close(logits, adapted(prompt).logits, rtol=1e-4, atol=1e-5)
     expected = adapted.generate(input_ids=prompt, max_new_tokens=8, do_sample=False)
     assert torch.equal(sequence, expected)
 
@@ -272,7 +289,8 @@ def adapted_model(mixer="longhorn", **options):
     "A model with two LoRA adapters that change its outputs, `default` and `other`."
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
-    model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
+    config = LMConfig(64, 32, 2, mixer=mixer)
+    model = to_transformers(SequenceLM(config)).eval()
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         target_modules=["in_proj", "out_proj"],
@@ -303,10 +321,12 @@ def test_each_row_of_a_padded_batch_has_its_own_adapter(mixer, keep, mask):
     logits = adapted(**batch, adapter_names=names, use_cache=keep).logits
     for row, name in enumerate(names):
         text = mask[row].bool()
-        alone = adapted(input_ids=tokens[row][text][None], adapter_names=[name]).logits[0]
-        torch.testing.assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
+        prompt = tokens[row][text][None]
+        alone = adapted(input_ids=prompt, adapter_names=[name]).logits[0]
+        assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
     of_default = adapted(**batch).logits
-    assert (of_default[1] - logits[1]).abs().max() > 1e-2
+    change = (of_default[1] - logits[1]).abs().max()
+    assert change > 1e-2
 
 
 @pytest.mark.parametrize("side", ("left", "right"))
@@ -316,26 +336,32 @@ def test_an_adapter_that_starts_at_an_invocation_starts_there_in_padded_rows(mix
     mask = torch.tensor(MASKS[side])
     tokens = torch.randint(10, 64, (3, 6))
     for row in range(3):  # the adapter acts from the second token on
-        second_and_third = mask[row].nonzero()[1:3, 0]
+        positions = mask[row].nonzero()
+        second_and_third = positions[1:3, 0]
         tokens[row, second_and_third] = torch.tensor([5, 9])
     with torch.no_grad():  # aLoRA writes into its inputs
         logits = adapted(input_ids=tokens, attention_mask=mask).logits
         for row in range(3):
             text = mask[row].bool()
-            alone = adapted(input_ids=tokens[row][text][None]).logits[0]
-            torch.testing.assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
+            prompt = tokens[row][text][None]
+            alone = adapted(input_ids=prompt).logits[0]
+            assert_close(logits[row][text], alone, atol=1e-5, rtol=1e-4)
         with adapted.disable_adapter():
             base = adapted(input_ids=tokens, attention_mask=mask).logits
-    first = mask.bool() & (mask.cumsum(1) == 1)
-    torch.testing.assert_close(logits[first], base[first])
-    assert (logits - base)[mask.bool() & ~first].abs().amax(-1).min() > 1e-3
+    is_first = mask.cumsum(1) == 1
+    first = mask.bool() & is_first
+    assert_close(logits[first], base[first])
+    later = mask.bool() & ~first
+    changes = (logits - base)[later].abs()
+    assert changes.amax(-1).min() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ("PromptTuningConfig", "PromptEncoderConfig"))
 @pytest.mark.parametrize("mixer", ("longhorn", "attention"))
 def test_soft_prompts_stand_before_padding(mixer, kind):
     peft = pytest.importorskip("peft")
-    model = to_transformers(SequenceLM(LMConfig(64, 32, 2, mixer=mixer))).eval()
+    config = LMConfig(64, 32, 2, mixer=mixer)
+    model = to_transformers(SequenceLM(config)).eval()
     config = getattr(peft, kind)(task_type="CAUSAL_LM", num_virtual_tokens=4)
     tuned = peft.get_peft_model(model, config).eval()
     tokens = torch.randint(64, (3, 6))
@@ -348,16 +374,22 @@ def test_soft_prompts_stand_before_padding(mixer, kind):
     for row in range(3):
         text = mask[row].bool()
         alone = tokens[row][text][None]
-        by_hand = torch.cat([tuned.get_prompt(1), model.model.embedding(alone)], 1)
-        expected = model(inputs_embeds=by_hand).logits[0, 4:]
-        torch.testing.assert_close(logits[row, 4:][text], expected, atol=1e-5, rtol=1e-4)
+        parts = [tuned.get_prompt(1), model.model.embedding(alone)]
+        by_hand = torch.cat(parts, 1)
+        logits_by_hand = model(inputs_embeds=by_hand).logits
+        expected = logits_by_hand[0, 4:]
+        result = logits[row, 4:][text]
+        assert_close(result, expected, atol=1e-5, rtol=1e-4)
         steps = torch.stack(together.logits, 1)[row]
         (expected,) = torch.stack(tuned.generate(input_ids=alone, **options).logits, 1)
-        torch.testing.assert_close(steps, expected, atol=1e-5, rtol=1e-4)
+        assert_close(steps, expected, atol=1e-5, rtol=1e-4)
     tuned.train()
     labels = tokens.masked_fill(mask == 0, -100)
     tuned(input_ids=tokens, attention_mask=mask, labels=labels).loss.backward()
-    assert all(p.grad.abs().max() > 0 for p in tuned.parameters() if p.requires_grad)
+    for p in tuned.parameters():
+        if p.requires_grad:
+            largest = p.grad.abs().max()
+            assert largest > 0
 
 
 def test_prefix_tuning_is_refused_with_its_cause():
@@ -392,18 +424,21 @@ def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
     for p in adapters.values():
         torch.nn.init.normal_(p, std=0.1)
     adapted(tokens, labels=tokens).loss.backward()
-    layers = SequenceLM(model.config.lm_config()).modules()
+    plain = SequenceLM(model.config.lm_config())
+    layers = plain.modules()
     linear = [layer for layer in layers if isinstance(layer, torch.nn.Linear)]
     assert len(adapters) == 2 * len(linear)
     for name, p in adapters.items():
-        assert p.grad.abs().max() > 0, name
+        largest = p.grad.abs().max()
+        assert largest > 0, name
 
 
 @every_family
 def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
     "A block whose weights stay on disk until its modules are called gives the same logits."
     pytest.importorskip("accelerate")
-    model = to_transformers(SequenceLM(LMConfig(64, 16, 2, mixer=name))).eval()
+    config = LMConfig(64, 16, 2, mixer=name)
+    model = to_transformers(SequenceLM(config)).eval()
     tokens = torch.arange(20)[None]
     model.save_pretrained(tmp_path / "model")
     devices = {
@@ -419,7 +454,7 @@ def test_blocks_can_be_offloaded_to_disk(name, tmp_path):
         expected = model(tokens).logits
         for use_cache in (False, True):
             logits = offloaded(tokens, use_cache=use_cache).logits
-            torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+            assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["offloaded", "adapted"])
@@ -432,7 +467,8 @@ def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
         model = peft.get_peft_model(model, config)
 
     def results(model):
-        step, _ = model.step(tokens[:, 0], model.empty_cache(2, "cpu"))
+        empty = model.empty_cache(2, "cpu")
+        step, _ = model.step(tokens[:, 0], empty)
         losses = [model.loss(tokens, tokens, chunk=chunk) for chunk in (0, 3)]
         return [model(tokens), step, *losses]
 
@@ -441,7 +477,7 @@ def test_a_tied_embedding_that_is_not_plain_is_called_to_read_out(how):
         model = model.merge_and_unload()
     else:
         model = pytest.importorskip("accelerate").cpu_offload(model, "cpu")
-    torch.testing.assert_close(results(model), expected)
+    assert_close(results(model), expected)
 
 
 def test_a_linear_layer_returns_a_tensor():
@@ -457,7 +493,8 @@ def test_a_linear_layer_returns_a_tensor():
             layer.register_forward_hook(note)
     model(torch.arange(9)[None])
     projections = ("in_proj", "x_proj", "b_proj", "out_proj")
-    assert returned.keys() == {f"blocks.0.mixer.{name}" for name in projections}
+    expected = {f"blocks.0.mixer.{name}" for name in projections}
+    assert returned.keys() == expected
     assert all(isinstance(output, torch.Tensor) for output in returned.values())
 
 
@@ -470,16 +507,21 @@ def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     texts = []
     for text in ("ab", "abcd"):
-        texts.append({"input_ids": words(text)["input_ids"] + [words.eos_token_id]})
+        ids = words(text)["input_ids"]
+        texts.append({"input_ids": ids + [words.eos_token_id]})
     batch = DataCollatorForLanguageModeling(words, mlm=False)(texts)
-    assert batch["labels"].tolist() == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
-    assert (words.pad_token_id, words.eos_token_id) == (255, 0)
+    labels = batch["labels"].tolist()
+    assert labels == [[-100, -100, 97, 98, 0], [97, 98, 99, 100, 0]]
+    assert words.pad_token_id == 255
+    assert words.eos_token_id == 0
     assert len(words) == 256
     for config in (model.config, model.generation_config):
-        assert (config.pad_token_id, config.eos_token_id) == (255, 0)
+        assert config.pad_token_id == 255
+        assert config.eos_token_id == 0
     note = "Padding is token 255, which no text contains, and not the end mark (token 0)"
     assert note in (folder / "README.md").read_text()
-    assert words("ÿ")["input_ids"] == [*"ÿ".encode()]
+    expected = [*"ÿ".encode()]
+    assert words("ÿ")["input_ids"] == expected
     assert words.decode([97, 255], skip_special_tokens=True) == "a"
 
 
@@ -498,9 +540,12 @@ def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):
     run = tmp_path / "run"
     data = str(tmp_path / "text.txt")
     train_lm("laptop", "longhorn", data, run, steps=2, n_layer=1, d_model=32)
-    card = (export_checkpoint(run / "model", tmp_path / "hf") / "README.md").read_text()
-    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
-    record = json.loads((run / "config.json").read_text())["attempts"][-1]
+    folder = export_checkpoint(run / "model", tmp_path / "hf")
+    card = (folder / "README.md").read_text()
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    config = json.loads((run / "config.json").read_text())
+    record = config["attempts"][-1]
     for fact in (
         f"{last['tokens']:,} seen",
         f"{last['val_loss']:.4f} nats",
@@ -510,11 +555,15 @@ def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):
         record["command"],
     ):
         assert fact in card, fact
-    assert json.loads((tmp_path / "hf/generation_config.json").read_text())["eos_token_id"] == 0
+    settings = json.loads((tmp_path / "hf/generation_config.json").read_text())
+    result = settings["eos_token_id"]
+    assert result == 0
     config = run / "model/config.json"
-    config.write_text(config.read_text().replace('"dropout": 0.0', '"dropout": 0.5'))
+    text = config.read_text()
+    config.write_text(text.replace('"dropout": 0.0', '"dropout": 0.5'))
     assert run_facts(run / "model") == {}  # a record of another model
-    card = (export(tmp_path / "bare") / "README.md").read_text()
+    folder = export(tmp_path / "bare")
+    card = (folder / "README.md").read_text()
     for row in ("Tokens", "Loss", "Commit", "Data"):
         assert row not in card
 
@@ -526,7 +575,8 @@ def test_saving_in_a_process_with_the_kit_needs_no_file_of_the_kit_beside_it(tmp
     # as transformers does after running a folder's code
     model.register_for_auto_class("AutoModelForCausalLM")
     model.save_pretrained(tmp_path / "copy")
-    written = {path.name for path in Path(tmp_path / "copy").iterdir()}
+    paths = Path(tmp_path / "copy").iterdir()
+    written = {path.name for path in paths}
     assert written == {
         "config.json",
         "generation_config.json",
@@ -534,4 +584,5 @@ def test_saving_in_a_process_with_the_kit_needs_no_file_of_the_kit_beside_it(tmp
         "modeling_longhorn.py",
         "longhorn_source.py",
     }
-    assert AutoTokenizer.from_pretrained(folder)("abc").input_ids == [97, 98, 99]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("abc").input_ids == [97, 98, 99]

@@ -54,7 +54,8 @@ def fast_runs(request):
     if DEVICE == "cuda":
         for width in (8, 7):
             x = torch.zeros(1, 1, width, device="cuda", dtype=BF16)
-            assert all(triton_op.scan_path(form, x, x, x) == form for form in FORMS)
+            for form in FORMS:
+                assert triton_op.scan_path(form, x, x, x) == form
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -80,7 +81,8 @@ def test_parity_in_other_dtypes(form, shape, dtype):
 @pytest.mark.parametrize("D", (72, 69))
 @pytest.mark.parametrize("N", (3, 17, 32, 40, 64, 100, 128))
 def test_parity_of_exact_with_more_states(N, D):
-    assert_close(errors(2, 100, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
+    results = errors(2, 100, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
+    assert_close(results, BF16)
 
 
 @pytest.mark.parametrize("N", (16, 64, 128))
@@ -99,7 +101,8 @@ def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     """So many channels that a block has 32; the last starts early. Lengths of whole chunks and
     not, and run to run."""
     for T in (64, 67):
-        assert_close(errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5), BF16)
+        results = errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
+        assert_close(results, BF16)
     a, dout, dfinal = inputs(5, 67, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
     assert_same_bits(*(kernels(a, dout, dfinal, "exact") for _ in range(2)))
 
@@ -131,9 +134,14 @@ def test_packed_in_wide_blocks_or_with_more_states_is_bit_identical_to_alone(
 )
 def test_parity_with_more_states(form, N):
     "One segment and several, ragged in time and channels."
-    for shape in ((2, 100, 72, N), (1, 1100, 40, N), *[(2, 100, 69, N)] * (form == "diagonal")):
-        assert_close(errors(*shape, form, dtype=BF16, key_scale=2 * N**-0.5), BF16)
-    assert_close(errors(2, 43, 40, N, form, dtype=FP32, key_scale=2 * N**-0.5), FP32, factor=2)
+    shapes = [(2, 100, 72, N), (1, 1100, 40, N)]
+    if form == "diagonal":
+        shapes.append((2, 100, 69, N))
+    for shape in shapes:
+        results = errors(*shape, form, dtype=BF16, key_scale=2 * N**-0.5)
+        assert_close(results, BF16)
+    results = errors(2, 43, 40, N, form, dtype=FP32, key_scale=2 * N**-0.5)
+    assert_close(results, FP32, factor=2)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -141,9 +149,11 @@ def test_accuracy_within_is_that_of_float32(form):
     """bfloat16 keys and queries, everything else float32: what the products of split halves lose
     is below 1e-4."""
     a, dout, dfinal = inputs(2, 200, 64, 16, form)
-    a["q"], a["k"] = a["q"].bfloat16(), a["k"].bfloat16()
+    a["q"] = a["q"].bfloat16()
+    a["k"] = a["k"].bfloat16()
     results = off(kernels(a, dout, dfinal, form), oracle(a, dout, dfinal, form))
-    assert_close({n: e for n, e in results.items() if n not in "qk"}, FP32, factor=5)
+    others = {n: e for n, e in results.items() if n not in "qk"}
+    assert_close(others, FP32, factor=5)
 
 
 @pytest.mark.parametrize("D", (2048, 2044))
@@ -152,16 +162,18 @@ def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
     wide, usual = (
         triton_diagonal.diagonal_plan(33, 37, D, 16, wide=wide) for wide in (True, False)
     )
-    assert (wide.BD, usual.BD) == (128, 32)
+    assert wide.BD == 128
+    assert usual.BD == 32
     rest = [a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "initial_state")]
-    strided = torch.cat((a["z"], a["z"]), -1)[
-        ..., D:
-    ]  # rows further apart than those of x: no wide programs
+    twice = torch.cat((a["z"], a["z"]), -1)
+    strided = twice[..., D:]  # rows further apart than those of x: no wide programs
+    gates = ((wide, a["z"]), (usual, a["z"]), (wide, strided))
     runs = [
-        triton_diagonal.diagonal_forward(plan, *rest[:6], z, rest[7], None)
-        for plan, z in ((wide, a["z"]), (usual, a["z"]), (wide, strided))
+        triton_diagonal.diagonal_forward(plan, *rest[:6], z, rest[7], None) for plan, z in gates
     ]
-    assert all(torch.equal(first, other) for run in runs[1:] for first, other in zip(runs[0], run))
+    for run in runs[1:]:
+        for first, other in zip(runs[0], run):
+            assert torch.equal(first, other)
 
 
 @pytest.mark.parametrize("D", (64, 63))
@@ -169,12 +181,11 @@ def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
 def test_scalar_rate_and_strided_inputs(form, D):
     assert_close(errors(2, 50, D, 16, form, dtype=BF16, scalar=True), BF16)
     a, dout, dfinal = inputs(2, 50, D, 16, form, dtype=BF16)
+    x_and_z = torch.cat([a["x"], a["z"]], -1)
+    time_last = a["b"].transpose(1, 2).contiguous()
+    k_and_q = torch.cat([a["k"], a["q"]], -1)
     wide = dict(
-        a,
-        x=torch.cat([a["x"], a["z"]], -1)[..., :D],
-        z=torch.cat([a["x"], a["z"]], -1)[..., D:],
-        b=a["b"].transpose(1, 2).contiguous().transpose(1, 2),
-        k=torch.cat([a["k"], a["q"]], -1)[..., :16],
+        a, x=x_and_z[..., :D], z=x_and_z[..., D:], b=time_last.transpose(1, 2), k=k_and_q[..., :16]
     )
     assert_same_bits(*(kernels(v, dout, dfinal, form) for v in (a, wide)))
 
@@ -223,7 +234,8 @@ def test_key_scales_and_extreme_logits(form, scale):
     a["z"][:, 1::5] = -100.0
     got = kernels(a, dout, dfinal, form)
     want = oracle(a, dout, dfinal, form)
-    assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 6e-3
+    assert error(got[0], want[0]) < 6e-3
+    assert error(got[1], want[1]) < 6e-3
     assert not beyond(got[2], want[2], 2e-2)
 
 
@@ -238,19 +250,23 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     logits[0, t, d] = bias[d] = float("nan")
     for wrong in (dict(b=logits), dict(b_bias=bias)):
         out, final, grads = kernels({**a, **wrong}, dout, dfinal, form)
-        assert (
-            out[0, t:, d].isnan().all()
-            and final[0, d].isnan().all()
-            and grads["initial_state"][0, d].isnan().all()
-        )
-        assert all(grads[n][0, t, d].isnan() for n in "xb") and grads["b_bias"][d].isnan()
-        assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(
-            final[:, others], right[1][:, others]
-        )
-        assert all(
-            torch.equal(grads[n][..., others], right[2][n][..., others])
-            for n in ("x", "b", "z", "b_bias", "D_skip")
-        )
+        later = out[0, t:, d]
+        assert later.isnan().all()
+        state = final[0, d]
+        assert state.isnan().all()
+        gradient = grads["initial_state"][0, d]
+        assert gradient.isnan().all()
+        assert all(grads[n][0, t, d].isnan() for n in "xb")
+        assert grads["b_bias"][d].isnan()
+        expected = right[0][..., others]
+        assert torch.equal(out[..., others], expected)
+        result = final[:, others]
+        expected = right[1][:, others]
+        assert torch.equal(result, expected)
+        for n in ("x", "b", "z", "b_bias", "D_skip"):
+            result = grads[n][..., others]
+            expected = right[2][n][..., others]
+            assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -258,25 +274,25 @@ def test_a_gate_that_is_no_number_stays_out_of_the_state(form):
     a, dout, dfinal = inputs(2, 83, 72, 16, form, dtype=BF16)
     a["z"][0, 37, 5] = float("nan")
     out, final, grads = kernels(a, dout, dfinal, form)
-    assert (
-        out[0, 37, 5].isnan()
-        and out.isnan().sum() == 1
-        and final.isfinite().all()
-        and grads["z"][0, 37, 5].isnan()
-    )
+    assert out[0, 37, 5].isnan()
+    assert out.isnan().sum() == 1
+    assert final.isfinite().all()
+    assert grads["z"][0, 37, 5].isnan()
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_one_key_repeated(form):
     a, dout, dfinal = inputs(1, 512, 64, 16, form, dtype=BF16)
     for scale in (0.25, 1.0, 4.0):
-        a["k"] = (
-            torch.ones_like(a["k"]) * scale + torch.randn_like(a["k"]) * 0.05 * scale
-        ).bfloat16()
+        keys = torch.ones_like(a["k"]) * scale
+        noise = torch.randn_like(a["k"]) * 0.05 * scale
+        a["k"] = (keys + noise).bfloat16()
         got = kernels(a, dout, dfinal, form)
         want = oracle(a, dout, dfinal, form)
-        assert error(got[0], want[0]) < 6e-3 and error(got[1], want[1]) < 1e-3
-        assert all(error(got[2][n], want[2][n]) < 2e-2 for n in want[2]), scale
+        assert error(got[0], want[0]) < 6e-3
+        assert error(got[1], want[1]) < 1e-3
+        for n in want[2]:
+            assert error(got[2][n], want[2][n]) < 2e-2, scale
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
@@ -289,15 +305,20 @@ def test_offsets_beyond_two_to_the_31(form):
 
     q = new(B, T, N)
     k = new(B, T, N) / 2
-    b = new(B, 1, D).expand(B, T, D).contiguous()
-    x = new(B, 1, D).expand(B, T, D).contiguous()
+    b_of_step = new(B, 1, D)
+    b = b_of_step.expand(B, T, D).contiguous()
+    x_of_step = new(B, 1, D)
+    x = x_of_step.expand(B, T, D).contiguous()
     with torch.no_grad():
         out, final = triton_op.triton_scan(q, k, x, b, form=form)
         tail = 2048  # the state forgets: a scan of the last steps agrees with the whole
         short, last = triton_op.triton_scan(
             q[:, -tail:], k[:, -tail:], x[:, -tail:], b[:, -tail:], form=form
         )
-    assert error(out[:, -64:], short[:, -64:]) < 6e-3 and error(final, last) < 1e-3
+    result = out[:, -64:]
+    expected = short[:, -64:]
+    assert error(result, expected) < 6e-3
+    assert error(final, last) < 1e-3
 
 
 @pytest.mark.parametrize("form", FORMS[:2])
@@ -317,12 +338,14 @@ def test_batch_strides_beyond_two_to_the_31(form):
     far = 2**31
     a, dout, dfinal = inputs(B, T, D, 16, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
-    wide = torch.empty(far + T * 4 * D, device=DEVICE, dtype=BF16).as_strided(
-        (B, T, 4 * D), (far, 4 * D, 1)
-    )
-    parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), (a["x"], a["b"], a["z"], dout))]
-    assert all(part.stride() == (far, 4 * D, 1) for part in parts)
-    got = kernels({**a, **dict(zip("xbz", parts))}, parts[3], dfinal, form)
+    memory = torch.empty(far + T * 4 * D, device=DEVICE, dtype=BF16)
+    wide = memory.as_strided((B, T, 4 * D), (far, 4 * D, 1))
+    values = (a["x"], a["b"], a["z"], dout)
+    parts = [part.copy_(t) for part, t in zip(wide.split(D, -1), values)]
+    for part in parts:
+        assert part.stride() == (far, 4 * D, 1)
+    moved = {**a, **dict(zip("xbz", parts))}
+    got = kernels(moved, parts[3], dfinal, form)
     results = off(got, want)
     assert max(results.values()) < 1e-3, results
 
@@ -337,7 +360,8 @@ def test_tensors_that_begin_anywhere(form, D):
 
     def moved(t):
         flat = torch.empty(t.numel() + 1, device=DEVICE, dtype=t.dtype)
-        return flat[1:].view(t.shape).copy_(t)
+        moved_view = flat[1:].view(t.shape)
+        return moved_view.copy_(t)
 
     shifted = {n: moved(a[n]) for n in ("q", "k", "x", "b", "z", "initial_state")}
     assert all(t.is_contiguous() and t.data_ptr() % 16 for t in shifted.values())
@@ -362,25 +386,32 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             if record:
-                with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
                     ask(), x.add_(1)
-            return ask(), " ".join(str(w.message) for w in said), len(said)
+            messages = " ".join(str(w.message) for w in said)
+            return ask(), messages, len(said)
 
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
-    assert works() == ([True] * 4, "", 0)
+    expected = ([True] * 4, "", 0)
+    assert works() == expected
     trusted, why, count = works(record=True)  # and the verdict holds after it
-    assert trusted == [False] * 4 and count == 2 and "call one scan of form 'exact' before" in why
+    assert trusted == [False] * 4
+    assert count == 2
+    assert "call one scan of form 'exact' before" in why
     with monkeypatch.context() as broken:
         broken.setattr(triton_op, "exact_forward", lambda *a: 1 / 0)
         trusted, why, count = works()
-        assert trusted == [True, True, False, False] and count == 1 and "ZeroDivisionError" in why
+        assert trusted == [True, True, False, False]
+        assert count == 1
+        assert "ZeroDivisionError" in why
     right = triton_diagonal._own_and_carry
     with monkeypatch.context() as broken:  # as if nothing entered a segment of time
         broken.setattr(triton_diagonal, "_own_and_carry", lambda *a: torch.zeros_like(right(*a)))
         trusted, why, count = works()
-        assert (
-            trusted == [False, False, True, True] and count == 1 and "'diagonal' are wrong" in why
-        )
+        assert trusted == [False, False, True, True]
+        assert count == 1
+        assert "'diagonal' are wrong" in why
     monkeypatch.undo()
     assert all(works()[0])
 
@@ -399,9 +430,11 @@ def test_what_goes_to_the_portable_kernels_is_warned_of_once_a_reason():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            assert all(triton_op.scan_path(form, k, k, x) == "portable" for form, k, x in cases)
-            assert triton_op.scan_path("exact", new(16), new(16), new(8)) == "exact"
+            for form, k, x in cases:
+                assert triton_op.scan_path(form, k, k, x) == "portable"
+            path = triton_op.scan_path("exact", new(16), new(16), new(8))
+            assert path == "exact"
     said = [str(w.message) for w in caught]
-    assert len(said) == len(set(said)) == len(cases) and all(
-        "the portable scan kernels run" in line for line in said
-    )
+    assert len(said) == len(set(said)) == len(cases)
+    for line in said:
+        assert "the portable scan kernels run" in line

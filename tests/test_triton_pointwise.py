@@ -256,9 +256,7 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
     wide = whole.detach().double()
     exact = wide.requires_grad_()  # its gradients are not rounded on the way
     used = exact[..., room - N :]
-    zero = (used == 0).all(-1, keepdim=True)
-    squares = used.square().sum(-1, keepdim=True)
-    length = squares.masked_fill(zero, 1).sqrt()  # no root of zero
+    zero, length = lengths_of(used)
     expected = s.double() * used / length
     result = run(whole[..., room - N :], s)
     assert result.dtype is dtype
@@ -314,6 +312,13 @@ def noted(nodes, graph, _):
     "Compile nothing; add the names of a graph's operations to a set."
     nodes.update(str(node.target) for node in graph.graph.nodes)
     return make_boxed_func(graph)
+
+
+def lengths_of(rows):
+    "Which rows are zero, and the lengths of the others; 1 for zero, whose root has no slope."
+    zero = (rows == 0).all(-1, keepdim=True)
+    squares = rows.square().sum(-1, keepdim=True)
+    return zero, squares.masked_fill(zero, 1).sqrt()
 
 
 @pytest.fixture
@@ -469,8 +474,6 @@ def test_gpu_training_with_the_kernels_is_training_without_them(
         for module in (lm, memory, mixer):
             monkeypatch.setattr(module, "kernels_run", always(kernels))
         with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-            inputs = tokens[:, :-1]
-            targets = tokens[:, 1:]
             loss = model.loss(inputs, targets, chunk=40)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         errors.append([error(a, b) for a, b in zip(gradients, expected)])

@@ -69,10 +69,12 @@ def test_packed_is_bit_identical_to_alone(segments):
 
 def test_scalar_rate_strided_inputs_and_many_states():
     a, dout, dfinal = inputs(2, 5, 33, 20, "exact", scalar=True, z=False)
-    wide = {n: t for n, t in a.items()}
+    wide = dict(a)
     for name in ("q", "k", "x"):
-        wide[name] = torch.stack([a[name], a[name]], -1)[..., 0]
-    wide["b"] = a["b"].transpose(0, 1).contiguous().transpose(0, 1)
+        twice = torch.stack([a[name], a[name]], -1)
+        wide[name] = twice[..., 0]
+    time_first = a["b"].transpose(0, 1).contiguous()
+    wide["b"] = time_first.transpose(0, 1)
     assert_same_bits(*(kernels(v, dout, dfinal, "exact", checkpoint=4) for v in (a, wide)))
     assert_close(errors(1, 5, 33, 20, "exact", scalar=True, z=False, options=dict(checkpoint=4)))
 
@@ -126,20 +128,21 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
     right = kernels(a, dout, dfinal, form)
     a["b"][0, 4, 1] = float("nan")
     out, final, grads = kernels(a, dout, dfinal, form)
-    assert out[0, 4:, 1].isnan().all() and final[0, 1].isnan().all()
-    assert (
-        all(grads[n][0, 4, 1].isnan() for n in "xb")
-        and grads["b_bias"][1].isnan()
-        and grads["initial_state"][0, 1].isnan().all()
-    )
+    assert out[0, 4:, 1].isnan().all()
+    assert final[0, 1].isnan().all()
+    assert all(grads[n][0, 4, 1].isnan() for n in "xb")
+    assert grads["b_bias"][1].isnan()
+    assert grads["initial_state"][0, 1].isnan().all()
     others = torch.tensor([0, 2], device=DEVICE)
-    assert torch.equal(out[..., others], right[0][..., others]) and torch.equal(
-        final[:, others], right[1][:, others]
-    )
-    assert all(
-        torch.equal(grads[n][..., others], right[2][n][..., others])
-        for n in ("x", "b", "z", "b_bias", "D_skip")
-    )
+    expected = right[0][..., others]
+    assert torch.equal(out[..., others], expected)
+    result = final[:, others]
+    expected = right[1][:, others]
+    assert torch.equal(result, expected)
+    for n in ("x", "b", "z", "b_bias", "D_skip"):
+        result = grads[n][..., others]
+        expected = right[2][n][..., others]
+        assert torch.equal(result, expected)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +160,11 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
 def test_wrong_arguments_are_named(change, message):
     a = {n: t for n, t in inputs(1, 3, 2, 2, state=False)[0].items() if n in "qkxb"}
     for name, value in change.items():
-        a[name] = (
-            torch.zeros(value, device=DEVICE)
-            if isinstance(value, tuple)
-            else a[name].to(value)
-            if name == "x"
-            else value
-        )
+        if isinstance(value, tuple):
+            value = torch.zeros(value, device=DEVICE)
+        if isinstance(value, torch.dtype):
+            value = a[name].to(value)
+        a[name] = value
     if "A" in a:
         a["dt"] = a.pop("b")
     with pytest.raises(ValueError, match=message):
@@ -187,7 +188,8 @@ SHAPES = [
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_parity_in_float16(form):
-    assert_close(errors(*FULL, form, dtype=torch.float16), torch.float16)
+    result = errors(*FULL, form, dtype=torch.float16)
+    assert_close(result, torch.float16)
 
 
 @pytest.mark.cuda
@@ -199,7 +201,8 @@ def test_gpu_parity_in_float16(form):
     ],
 )
 def test_gpu_parity_at_every_shape(form, shape):
-    assert_close(errors(*shape, form, dtype=torch.bfloat16), torch.bfloat16)
+    result = errors(*shape, form, dtype=torch.bfloat16)
+    assert_close(result, torch.bfloat16)
 
 
 @pytest.mark.cuda
@@ -249,8 +252,10 @@ def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
     got = kernels({**a, **inside}, dout, dfinal, form)
     monkeypatch.undo()
     want = kernels(a, dout, dfinal, form)  # other strides are other kernels: equal but for rounding
-    assert error(got[0], want[0]) < 1e-6 and error(got[1], want[1]) < 1e-6
-    assert all(error(got[2][n], want[2][n]) < 1e-5 for n in want[2])
+    assert error(got[0], want[0]) < 1e-6
+    assert error(got[1], want[1]) < 1e-6
+    for n in want[2]:
+        assert error(got[2][n], want[2][n]) < 1e-5
 
 
 @pytest.mark.cuda

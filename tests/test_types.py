@@ -95,7 +95,8 @@ def test_mypy_checks_a_users_script_against_the_installed_package(tmp_path):
     errors = re.findall(r"script\.py:(\d+): error: (.*)", done.stdout)
     first = script.count("\n") - len(WRONG) + 1
     lines = {int(line) for line, _ in errors}
-    assert lines == set(range(first, first + len(WRONG))), done.stdout + done.stderr
+    expected = set(range(first, first + len(WRONG)))
+    assert lines == expected, done.stdout + done.stderr
     messages = [message for _, message in errors]
     for expected in WRONG.values():
         assert any(expected in message for message in messages), done.stdout

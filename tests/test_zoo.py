@@ -25,16 +25,13 @@ from longhorn_kit.theory.zoo import (
     zoo_markdown,
 )
 from longhorn_kit.theory.zoo_steps import gated_step
+from theory_cases import draw
 
 pytestmark = pytest.mark.numeric
 
 D = 5
 N = 7
 eye = torch.eye(N, dtype=torch.float64)
-
-
-def draw(seed, *size):
-    return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def rate(seed, *size):

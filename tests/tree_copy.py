@@ -1,4 +1,7 @@
-"""A copy of the tree, for tests that add to it what a guide says, and the checks that `make test` makes of its form."""
+"""A copy of the tree, for tests that add to it what a guide says.
+
+Also the checks of form that `make test` makes.
+"""
 
 import os
 import shutil

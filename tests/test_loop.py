@@ -35,62 +35,20 @@ from longhorn_kit.lab.train.recipe import (
 )
 from longhorn_kit.models.recompute import chunked_cross_entropy
 from longhorn_kit.records import read_json, read_jsonl, read_record, write_record
-
-CONFIG = TrainConfig(
-    steps=60, batch_size=4, context=8, lr=1e-2, warmup=6, eval_every=15, log_every=4, save_every=10
+from tiny_training import (
+    CONFIG,
+    TOKENS,
+    VAL,
+    Interrupting,
+    Masked,
+    Tiny,
+    alone,
+    curve,
+    failing,
+    language_model,
+    run,
+    same_curves,
 )
-TOKENS = np.random.default_rng(0).integers(0, 32, 2000).astype(np.uint8)
-VAL = (
-    np.random.default_rng(1).integers(0, 32, 204).astype(np.uint8)
-)  # 203 predictions: the last window is short
-
-
-class Tiny(nn.Module):
-    "Small model with dropout, which reveals a random state that was not restored."
-
-    def __init__(self, seed=0, d=16, dropout=0.2):
-        super().__init__()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(32, d)
-        self.dropout = nn.Dropout(dropout)
-        self.hidden = nn.Linear(d, d)
-        self.head = nn.Linear(d, 32)
-
-    def forward(self, tokens, targets):
-        logits = self.head(torch.tanh(self.hidden(self.dropout(self.embed(tokens)))))
-        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-class Interrupting(Sampler):
-    "Sampler that calls `what` before its n-th batch."
-
-    def __init__(self, at, what, **options):
-        super().__init__(TOKENS, CONFIG.context, CONFIG.batch_size, **options)
-        self.at = at
-        self.what = what
-
-    def next_batch(self):
-        if self.drawn // self.batch_size + 1 == self.at:
-            self.what()
-        return super().next_batch()
-
-
-def run(folder=None, tokens=TOKENS, config=CONFIG, seed=0, **options):
-    return train(Tiny(seed), tokens, VAL, config, folder, quiet=True, **options)
-
-
-def curve(lines):
-    return [
-        {name: value for name, value in line.items() if name != "tokens_per_second"}
-        for line in lines
-    ]
-
-
-def failing(error):
-    def what(*_, **options):
-        raise error
-
-    return what
 
 
 def losses(model, tokens=TOKENS, val=None, folder=None, end=None, **changes):
@@ -118,7 +76,12 @@ def whole(one_thread):
 def train_slowly(folder):
     "Train slowly enough to be killed."
     slow = Interrupting(0, None)
-    slow.next_batch = lambda: time.sleep(0.02) or Sampler.next_batch(slow)
+
+    def next_batch():
+        time.sleep(0.02)
+        return Sampler.next_batch(slow)
+
+    slow.next_batch = next_batch
     train(Tiny(), slow, VAL, CONFIG, folder, quiet=True)
 
 
@@ -140,7 +103,8 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
         process.kill()
         process.join()
     assert process.exitcode == -signal.SIGKILL
-    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) < CONFIG.steps
+    lines = read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    assert len(lines) < CONFIG.steps
     torch.manual_seed(
         99
     )  # a resumed run starts with another random state and other initial weights
@@ -150,7 +114,8 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
         curve(result["history"]) == whole == curve(read_jsonl(tmp_path / "run" / "metrics.jsonl"))
     )
     attempts = read_json(tmp_path / "run" / "config.json")["attempts"]
-    assert [attempt["from_step"] for attempt in attempts] == [0, result["resumed_from"]]
+    starts = [attempt["from_step"] for attempt in attempts]
+    assert starts == [0, result["resumed_from"]]
 
 
 @pytest.mark.parametrize(
@@ -169,10 +134,12 @@ def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, change
     config = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(at, failing(MemoryError("killed"))), config)
-    assert [path.name for path in checkpoints(tmp_path)][-1:] == [f"step-{saved:08d}"] * bool(saved)
-    result = run(
-        tmp_path, config=config, seed=3 if saved else 0
-    )  # the initial weights matter before a checkpoint
+    names = [path.name for path in checkpoints(tmp_path)]
+    result = names[-1:]
+    expected = [f"step-{saved:08d}"] if saved else []
+    assert result == expected
+    # the initial weights matter before a checkpoint
+    result = run(tmp_path, config=config, seed=3 if saved else 0)
     assert result["resumed_from"] == (saved or None)
     assert curve(result["history"]) == whole
 
@@ -186,7 +153,8 @@ def test_a_copy_of_a_model_that_recomputes_its_blocks_runs_its_own():
     copy = pickle.loads(pickle.dumps(model))
     for p in copy.parameters():
         p.data.zero_()
-    copy(tokens).sum().backward()
+    y = copy(tokens)
+    y.sum().backward()
     assert not copy(tokens).any()
     assert model(tokens).any()
     assert all(p.grad is None for p in model.parameters())
@@ -205,11 +173,13 @@ def test_signals_leave_a_checkpoint_and_say_how_to_resume(
 ):
     def send():
         for name in signals:
-            os.kill(os.getpid(), getattr(signal, name))
+            number = getattr(signal, name)
+            os.kill(os.getpid(), number)
 
     with pytest.raises(KeyboardInterrupt, match=says):
         run(tmp_path, Interrupting(at, send))
-    assert checkpoints(tmp_path)[-1].name == f"step-{saved:08d}"
+    last = checkpoints(tmp_path)[-1]
+    assert last.name == f"step-{saved:08d}"
     if says:
         assert [line["step"] for line in read_jsonl(tmp_path / "metrics.jsonl")] == list(
             range(1, saved + 1)
@@ -217,19 +187,25 @@ def test_signals_leave_a_checkpoint_and_say_how_to_resume(
     result = run(tmp_path)
     assert result["resumed_from"] == saved
     assert curve(result["history"]) == whole
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    handler = signal.getsignal(signal.SIGINT)
+    assert handler is signal.default_int_handler
 
 
 def test_a_finished_run_is_not_run_again_and_has_its_last_checkpoints(tmp_path, whole):
     run(tmp_path)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000050", "step-00000060"]
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000050", "step-00000060"]
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["step-00000050", "step-00000060"]
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert names == ["step-00000050", "step-00000060"]
     repeated = run(tmp_path, Interrupting(1, failing(AssertionError("trained again"))), seed=5)
     assert curve(repeated["history"]) == whole
-    assert repeated["val_loss"] == whole[-1]["val_loss"]
+    expected = whole[-1]["val_loss"]
+    assert repeated["val_loss"] == expected
     model = Tiny(5)
     train(model, TOKENS, VAL, CONFIG, tmp_path, quiet=True)  # and the weights are those of the end
-    assert math.isclose(evaluate(model, VAL, CONFIG.context), whole[-1]["val_loss"], rel_tol=1e-6)
+    loss = evaluate(model, VAL, CONFIG.context)
+    expected = whole[-1]["val_loss"]
+    assert math.isclose(loss, expected, rel_tol=1e-6)
 
 
 # ---- damage
@@ -242,7 +218,8 @@ def damages(folder):
         return b[: len(b) // 2]
 
     def bit(b):
-        return b[:-9] + bytes([b[-9] ^ 1]) + b[-8:]
+        flipped = bytes([b[-9] ^ 1])
+        return b[:-9] + flipped + b[-8:]
 
     return [
         (path.name, damage)
@@ -300,7 +277,8 @@ def test_a_folder_belongs_to_one_run(tmp_path):
         train(Tiny(d=8), TOKENS, VAL, short, tmp_path, quiet=True)
     with pytest.raises(ValueError, match="the saved position belongs to text=2000 tokens"):
         run(tmp_path, TOKENS[:1000], short)
-    assert all("\n" not in str(error.value) for error in (caught, misfit))
+    for error in (caught, misfit):
+        assert "\n" not in str(error.value)
     assert (
         run(tmp_path, config=dataclasses.replace(short, log_every=1, save_total_limit=1))[
             "resumed_from"
@@ -319,7 +297,8 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, na
         if "step-00000030" in str(args) + str(
             [os.readlink(f"/proc/self/fd/{a}") for a in args if isinstance(a, int)]
         ):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            message = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, message)
         return real(*args, **options)
 
     message = "cannot write .*step-00000030.*what was there before is unchanged"
@@ -328,7 +307,8 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, na
         run(tmp_path, config=config)
     assert "\n" not in str(caught.value)
     assert "partial" not in str(caught.value)  # the final name
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-00000010", "step-00000020"]
+    names = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert names == ["step-00000010", "step-00000020"]
     result = run(tmp_path, seed=8, config=config)
     assert result["resumed_from"] == 20
     assert curve(result["history"]) == whole
@@ -349,17 +329,21 @@ def test_averaged_weights_are_those_of_a_plain_loop_and_resume(tmp_path):
             ),
         )
         result = train(model, TOKENS, VAL, config, quiet=True)
-    average = [p.detach().clone() for p in Tiny().parameters()]
+    parameters = Tiny().parameters()
+    average = [p.detach().clone() for p in parameters]
     for weights in observed:
-        average = [0.9 * a + 0.1 * w for a, w in zip(average, weights)]
-    assert all(torch.allclose(a, p, atol=1e-6) for a, p in zip(average, model.parameters()))
+        pairs = zip(average, weights)
+        average = [0.9 * a + 0.1 * w for a, w in pairs]
+    for a, p in zip(average, model.parameters()):
+        assert torch.allclose(a, p, atol=1e-6)
     assert (
         math.isclose(result["ema_val_loss"], evaluate(model, VAL, CONFIG.context), rel_tol=1e-6)
         != result["val_loss"]
     )
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(33, failing(MemoryError())), config)
-    assert curve(run(tmp_path, config=config)["history"]) == curve(result["history"])
+    repeated = curve(run(tmp_path, config=config)["history"])
+    assert repeated == curve(result["history"])
 
 
 @pytest.mark.parametrize("step", [10, 7])  # one is saved again, the other is not
@@ -399,18 +383,24 @@ def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradie
         train(Nan(18, gradient_only), TOKENS, VAL, CONFIG, tmp_path, quiet=True)
     assert "\n" not in str(caught.value)
     assert ("gradient" in str(caught.value)) == gradient_only
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000010"]
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["step-00000010"]
     lines = read_jsonl(tmp_path / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 18))
-    assert all(math.isfinite(line["loss"]) for line in lines)
-    assert curve(run(tmp_path)["history"])[-1]["step"] == 60  # the good checkpoint is good
+    steps = [line["step"] for line in lines]
+    assert steps == list(range(1, 18))
+    for line in lines:
+        assert math.isfinite(line["loss"])
+    history = run(tmp_path)["history"]
+    result = curve(history)[-1]["step"]
+    assert result == 60  # the good checkpoint is good
 
 
 def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
     config = dataclasses.replace(CONFIG, save_every=1, log_every=50, eval_every=1000)
     with pytest.raises(TrainingDiverged, match="at step 5 "):
         train(Nan(5), TOKENS, VAL, config, tmp_path, quiet=True)
-    assert checkpoints(tmp_path)[-1].name == "step-00000004"
+    last = checkpoints(tmp_path)[-1]
+    assert last.name == "step-00000004"
     with pytest.raises(TrainingDiverged, match="last checkpoint: none"):
         train(Nan(5), TOKENS, VAL, config, quiet=True)
 
@@ -420,7 +410,8 @@ class SquaredWeights(Tiny):
 
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
-        return logits, loss + self.hidden.weight.square().sum()
+        penalty = self.hidden.weight.square().sum()
+        return logits, loss + penalty
 
 
 @pytest.mark.numeric
@@ -487,10 +478,14 @@ class Table(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.logits = nn.Parameter(torch.randn(32, 32, generator=torch.Generator().manual_seed(0)))
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(32, 32, generator=generator)
+        self.logits = nn.Parameter(logits)
 
     def forward(self, tokens, targets):
-        return nn.functional.cross_entropy(self.logits[tokens].flatten(0, 1), targets.flatten())
+        logits = self.logits[tokens].flatten(0, 1)
+        flat_targets = targets.flatten()
+        return nn.functional.cross_entropy(logits, flat_targets)
 
 
 @settings(max_examples=40, deadline=None)
@@ -498,14 +493,20 @@ class Table(nn.Module):
 def test_evaluation_is_the_mean_over_every_token_except_the_first(length, context, batch):
     model = Table()
     text = VAL[:length]
-    logits = model.logits.detach().double().numpy()
-    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    by_hand = -np.mean([log_p[a, b] for a, b in zip(text[:-1], text[1:])])
+    logits_of_model = model.logits.detach()
+    logits = logits_of_model.double().numpy()
+    total = np.exp(logits).sum(-1, keepdims=True)
+    log_p = logits - np.log(total)
+    pairs = zip(text[:-1], text[1:])
+    log_probabilities = [log_p[a, b] for a, b in pairs]
+    by_hand = -np.mean(log_probabilities)
     assert math.isclose(evaluate(model, text, context, batch), by_hand, rel_tol=1e-5)
     windows = list(held_out_windows(np.arange(length), context, batch))
     observed = [(int(a), int(b)) for x, y in windows for a, b in zip(x.flatten(), y.flatten())]
-    assert observed == [(i, i + 1) for i in range(length - 1)]
-    assert max(len(x) for x, _ in windows) <= batch
+    expected = [(i, i + 1) for i in range(length - 1)]
+    assert observed == expected
+    largest = max(len(x) for x, _ in windows)
+    assert largest <= batch
 
 
 def test_evaluation_changes_nothing_and_training_no_random_state():
@@ -524,7 +525,8 @@ def test_evaluation_changes_nothing_and_training_no_random_state():
         assert torch.equal(torch.rand(3), expected)
     assert result[0] == result[1]
     assert model.training
-    assert all(p.grad is None for p in model.parameters())
+    for p in model.parameters():
+        assert p.grad is None
     with pytest.raises(ValueError, match="held-out part has 1 token; it needs at least 2"):
         evaluate(model, VAL[:1], 8)
 
@@ -537,19 +539,23 @@ def test_a_model_with_a_part_without_gradients_resumes(tmp_path):
 
     config = dataclasses.replace(CONFIG, steps=4, warmup=1, cpu=True)
     first = train(Part(), TOKENS, None, config, tmp_path, quiet=True)
-    assert train(Part(), TOKENS, None, config, tmp_path, quiet=True)["loss"] == first["loss"]
+    result = train(Part(), TOKENS, None, config, tmp_path, quiet=True)["loss"]
+    assert result == first["loss"]
 
 
 def test_the_number_of_evaluations_does_not_change_training(whole):
     def noisy(model):  # an evaluation that draws random numbers
-        return {"score": float(torch.rand(()))}
+        drawn = torch.rand(())
+        return {"score": float(drawn)}
 
     often = train(
         Tiny(), TOKENS, noisy, dataclasses.replace(CONFIG, eval_every=1, log_every=7), quiet=True
     )
-    assert [line["loss"] for line in often["history"]] == [line["loss"] for line in whole]
+    result = [line["loss"] for line in often["history"]]
+    assert result == [line["loss"] for line in whole]
     assert "score" in often
-    assert all("score" in line for line in often["history"])
+    for line in often["history"]:
+        assert "score" in line
 
 
 # ---- optimisation
@@ -563,12 +569,14 @@ def test_schedule_rises_then_falls_to_its_end(steps, data):
     config = TrainConfig(steps=steps, warmup=warmup, lr=0.5, min_lr_ratio=end)
     rates = [learning_rate(step, config) for step in range(1, steps + 1)]
     up = rates[: config.warmup]
-    down = rates[max(config.warmup - 1, 0) :]
+    start = max(config.warmup - 1, 0)
+    down = rates[start:]
     assert up == sorted(up)
     assert down == sorted(down, reverse=True)
     assert max(rates) <= 0.5
     assert math.isclose(rates[-1], 0.5 * end, abs_tol=1e-12)
-    assert all(rate > 0 for rate in rates[:-1])
+    for rate in rates[:-1]:
+        assert rate > 0
 
 
 def test_only_matrices_decay_and_every_parameter_is_in_one_group():
@@ -613,15 +621,17 @@ def test_language_models_decay_projections_alone(mixer, options):
     modules = dict(model.named_modules())
     if mixer.startswith("rwkv"):  # stacked vectors do not decay
         assert decay["names"]
-        assert not [name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))]
+        names = [name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))]
+        assert not names
         return
     assert decay["names"]
-    assert all(isinstance(modules[name.rpartition(".")[0]], nn.Linear) for name in decay["names"])
-    linear, embedded = (
-        {id(m.weight) for m in modules.values() if isinstance(m, kind)}
-        for kind in (nn.Linear, nn.Embedding)
-    )
-    assert {id(p) for p in decay["params"]} == linear - embedded
+    for name in decay["names"]:
+        module = modules[name.rpartition(".")[0]]
+        assert isinstance(module, nn.Linear)
+    linear = {id(m.weight) for m in modules.values() if isinstance(m, nn.Linear)}
+    embedded = {id(m.weight) for m in modules.values() if isinstance(m, nn.Embedding)}
+    result = {id(p) for p in decay["params"]}
+    assert result == linear - embedded
 
 
 @pytest.mark.parametrize(
@@ -643,10 +653,15 @@ def test_officially_everything_except_vectors_decays(mixer, options, special):
         < names
         >= {"embedding.weight", *(f"blocks.0.mixer.{name}" for name in special)}
     )
-    assert all(p.ndim >= 2 for p in decay["params"])
-    assert all(p.ndim < 2 for p in rest["params"])
-    assert not [name for name in names if "norm" in name or name.endswith(("bias", "D_skip"))]
-    assert len(names) + len(rest["names"]) == len(list(model.parameters()))
+    for p in decay["params"]:
+        assert p.ndim >= 2
+    for p in rest["params"]:
+        assert p.ndim < 2
+    undecayed = [name for name in names if "norm" in name or name.endswith(("bias", "D_skip"))]
+    assert not undecayed
+    result = len(names) + len(rest["names"])
+    expected = len(list(model.parameters()))
+    assert result == expected
 
 
 def test_the_decay_of_a_run_is_kept_and_decides_it(tmp_path):
@@ -655,9 +670,12 @@ def test_the_decay_of_a_run_is_kept_and_decides_it(tmp_path):
         result.append(
             losses(Tiny(dropout=0.0), folder=tmp_path / decay, weight_decay=5.0, decay=decay)
         )
-        assert read_json(tmp_path / decay / "config.json")["config"]["decay"] == decay
+        config = read_json(tmp_path / decay / "config.json")["config"]
+        assert config["decay"] == decay
     assert result[0][0] == result[1][0]
-    assert result[0][-1] != result[1][-1]
+    last = result[0][-1]
+    other_last = result[1][-1]
+    assert last != other_last
 
 
 def test_runs_of_earlier_versions(tmp_path):
@@ -681,7 +699,8 @@ def test_runs_of_earlier_versions(tmp_path):
             tmp_path,
             quiet=True,
         )
-    (tmp_path / "checkpoints" / "step-00000060" / "manifest.json").write_text("{}")
+    manifest = tmp_path / "checkpoints" / "step-00000060" / "manifest.json"
+    manifest.write_text("{}")
     with pytest.raises(
         ValueError, match="step-00000060 is from an earlier version of the kit.*use another folder"
     ):
@@ -699,33 +718,30 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
     expected = []
     for step in range(1, 6):  # AdamW written out
         model.zero_grad()
-        loss = model(*sampler.next_batch())[1]
+        inputs = sampler.next_batch()
+        loss = model(*inputs)[1]
         loss.backward()
         expected.append(loss.item())
-        norm = torch.sqrt(sum((p.grad**2).sum() for p in model.parameters()))
+        squares = sum((p.grad**2).sum() for p in model.parameters())
+        norm = torch.sqrt(squares)
         rate = learning_rate(step, config)
         for name, p in model.named_parameters():
-            g = p.grad * min(1.0, 0.05 / float(norm))
-            m, v = moments.get(name, (torch.zeros_like(p), torch.zeros_like(p)))
+            scale = min(1.0, 0.05 / float(norm))
+            g = p.grad * scale
+            zeros = (torch.zeros_like(p), torch.zeros_like(p))
+            m, v = moments.get(name, zeros)
             moments[name] = m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
             with torch.no_grad():
                 if name in ("hidden.weight", "head.weight"):
                     p *= 1 - rate * 0.3
-                p -= rate * (m / (1 - 0.9**step)) / (torch.sqrt(v / (1 - 0.95**step)) + 1e-8)
-    assert np.allclose([line["loss"] for line in result["history"]], expected, rtol=1e-5)
-    for a, b in zip(own.parameters(), model.parameters()):
+                mean = m / (1 - 0.9**step)
+                root = torch.sqrt(v / (1 - 0.95**step))
+                p -= rate * mean / (root + 1e-8)
+    result_losses = [line["loss"] for line in result["history"]]
+    assert np.allclose(result_losses, expected, rtol=1e-5)
+    pairs = zip(own.parameters(), model.parameters())
+    for a, b in pairs:
         assert torch.allclose(a, b, atol=2e-5)
-
-
-class Masked(Sampler):
-    "Sampler that leaves out a different number of targets in every row."
-
-    def next_batch(self):
-        inputs, targets = super().next_batch()
-        left_out = (
-            torch.arange(self.context) < inputs[:, :1] % self.context
-        )  # at least one target stays
-        return inputs, targets.masked_fill(left_out, -100)
 
 
 @pytest.mark.parametrize("votes", [(), (True, False), (False, True)])
@@ -742,9 +758,11 @@ class Sparse(Sampler):
     "Sampler with targets only in the first row of every other batch of 4 rows."
 
     def next_batch(self):
-        row = self.drawn + torch.arange(self.batch_size)[:, None]
+        rows = torch.arange(self.batch_size)[:, None]
+        row = self.drawn + rows
         inputs, targets = super().next_batch()
-        return inputs, targets.masked_fill(row % 8 > 0, -100)
+        hidden = row % 8 > 0
+        return inputs, targets.masked_fill(hidden, -100)
 
 
 @pytest.mark.numeric
@@ -770,21 +788,27 @@ def test_micro_batches_count_by_their_targets(sampler, steps, chunk):
     assert np.allclose(whole, parts, rtol=1e-4)
     assert min(whole[::2]) > 0
     assert whole[1::2] == parts[1::2] == [0, 0, 0] or sampler is not Sparse
-    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    for a, b in pairs:
         assert torch.allclose(a, b, atol=2e-5)
 
 
 @pytest.mark.numeric
 def test_bf16_trains_with_weights_in_float32():
     model = Tiny()
-    result = losses(model, np.tile(TOKENS[:32], 50), precision="bf16", steps=200)
-    assert np.mean(result[-10:]) < 2.0 < result[0]
-    assert all(p.dtype == torch.float32 for p in model.parameters())
+    repeated = np.tile(TOKENS[:32], 50)
+    result = losses(model, repeated, precision="bf16", steps=200)
+    last = np.mean(result[-10:])
+    assert last < 2.0 < result[0]
+    for p in model.parameters():
+        assert p.dtype == torch.float32
     assert run()["steps"] == 60  # and float32 afterwards, in the same process
 
 
 def test_the_seed_changes_the_order_of_the_data(whole):
-    assert losses(Tiny(), seed=1)[:5] != [line["loss"] for line in whole][:5]
+    result = losses(Tiny(), seed=1)[:5]
+    expected = [line["loss"] for line in whole][:5]
+    assert result != expected
 
 
 def test_records_hold_no_machine_path(tmp_path, monkeypatch):
@@ -797,9 +821,11 @@ def test_records_hold_no_machine_path(tmp_path, monkeypatch):
     record = read_json(tmp_path / "run" / "config.json")
     assert record["attempts"][0]["command"] == "longhorn train-lm --out ./x"
     assert record["config"]["lr"] == 0.01
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    paths = (tmp_path / "run").rglob("*")
+    files = [path for path in paths if path.is_file()]
     assert len(files) > 5
-    assert not [path for path in files if os.fsencode(tmp_path) in path.read_bytes()]
+    named = [path for path in files if os.fsencode(tmp_path) in path.read_bytes()]
+    assert not named
 
 
 def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
@@ -813,9 +839,11 @@ def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
         )  # killed before the first file is removed
         with pytest.raises(KeyboardInterrupt):
             tidy(tmp_path, 1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
+    names = [path.name for path in checkpoints(tmp_path)]
+    assert names == ["step-00000002", "step-00000003"]
     tidy(tmp_path, 1)
-    assert os.listdir(tmp_path / "checkpoints") == ["step-00000003"]
+    names = os.listdir(tmp_path / "checkpoints")
+    assert names == ["step-00000003"]
 
 
 # ---- on large machines
@@ -836,37 +864,12 @@ def test_a_sliced_loss_is_the_whole_one(chunk, bf16):
         own = chunked_cross_entropy(h, weight, targets, chunk)
     assert own.dtype == torch.float32
     assert torch.allclose(own, expected, rtol=1e-5)
-    for a, b in zip(
-        torch.autograd.grad(3 * own, (h, weight)), torch.autograd.grad(3 * expected, (h, weight))
-    ):
+    gradients = torch.autograd.grad(3 * own, (h, weight))
+    expected_gradients = torch.autograd.grad(3 * expected, (h, weight))
+    for a, b in zip(gradients, expected_gradients):
         assert torch.allclose(a, b, atol=2e-2 if bf16 else 1e-6)
     with torch.no_grad():
         assert torch.allclose(chunked_cross_entropy(h, weight, targets, chunk), own, rtol=1e-2)
-
-
-def language_model(**options):
-    from longhorn_kit.models import LMConfig, SequenceLM
-
-    torch.manual_seed(0)
-    return SequenceLM(
-        LMConfig(**dict(vocab_size=32, d_model=8, n_layer=2, mixer="attention") | options)
-    )
-
-
-def alone(model, tokens=TOKENS, **changes):
-    "Return the metrics of a run on one process."
-    return train(
-        model, tokens, VAL, dataclasses.replace(CONFIG, **{"steps": 20} | changes), quiet=True
-    )["history"]
-
-
-def same_curves(together, alone, close=1e-4):
-    assert [line["step"] for line in together] == [line["step"] for line in alone]
-    for name in ("loss", "grad_norm", "lr"):
-        assert np.allclose(
-            [line[name] for line in together], [line[name] for line in alone], rtol=close
-        )
-    assert math.isclose(together[-1]["val_loss"], alone[-1]["val_loss"], rel_tol=close / 10)
 
 
 @pytest.mark.numeric
@@ -885,7 +888,8 @@ def test_slices_change_nothing_in_training(options):
 def test_the_state_is_reset_at_documents(chunk):
     "The loss equals that of every document read alone; tokens before a document do not change it."
     model = language_model(mixer="longhorn")
-    tokens = torch.randint(1, 32, (2, 25), generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(1, 32, (2, 25), generator=generator)
     tokens[0, [4, 5, 17]] = tokens[1, 24] = 0
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
@@ -908,7 +912,8 @@ def test_the_state_is_reset_at_documents(chunk):
 def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch):
     import functools
 
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    eager = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", eager)
     short = dataclasses.replace(CONFIG, steps=12, save_every=6, loss_chunk=16)
     alone = train(language_model(n_layer=3), TOKENS, VAL, short, quiet=True)["history"]
     torch._dynamo.utils.counters.clear()
@@ -919,14 +924,18 @@ def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch
     assert stats["unique_graphs"] == 1
     assert not breaks  # one block for all three
     same_curves(result["history"], alone)
-    assert list(model.state_dict()) == list(language_model(n_layer=3).state_dict())
+    result = list(model.state_dict())
+    expected = list(language_model(n_layer=3).state_dict())
+    assert result == expected
     (tmp_path / "checkpoints" / "step-00000012" / "checkpoint.json").unlink()
     plain = train(language_model(n_layer=3), TOKENS, VAL, short, tmp_path, quiet=True)
     assert plain["resumed_from"] == 6
     same_curves(plain["history"], alone)
-    engines = [attempt["engine"] for attempt in read_json(tmp_path / "config.json")["attempts"]]
+    attempts = read_json(tmp_path / "config.json")["attempts"]
+    engines = [attempt["engine"] for attempt in attempts]
     assert [engine["compile"] for engine in engines] == [True, False]
-    assert all(engine["scan"] == "scaled_dot_product_attention" for engine in engines)
+    for engine in engines:
+        assert engine["scan"] == "scaled_dot_product_attention"
 
 
 def test_tokens_beyond_the_vocabulary_are_one_line():

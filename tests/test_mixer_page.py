@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 import mixer_page
 from longhorn_kit.models import MIXERS, LMConfig
@@ -73,7 +74,7 @@ def test_the_layer_of_the_page_decodes_what_it_trains(layer):
     for x_t in x.unbind(1):
         y_t, cache = layer.step(x_t, cache)
         parts.append(y_t)
-    torch.testing.assert_close(torch.stack(parts, 1), layer(x))
+    assert_close(torch.stack(parts, 1), layer(x))
 
 
 def test_the_independent_check_of_the_page_accepts_its_layer_and_no_other_rate(layer):

@@ -1,4 +1,7 @@
-"""`longhorn train-vision` and `eval-vision`: sources, order, broken images, resume, timm's script."""
+"""`longhorn train-vision` and `eval-vision`.
+
+Sources, order, broken images, resume, timm's script.
+"""
 
 import argparse
 import dataclasses
@@ -23,7 +26,6 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from layouts import Pool
 from longhorn_kit import cli
 from longhorn_kit.lab.data import images as images_module
 from longhorn_kit.lab.data.images import (
@@ -45,23 +47,9 @@ from longhorn_kit.lab.train.vision import (
 )
 from longhorn_kit.models.vision import default_cfgs, timm
 from longhorn_kit.records import as_recorded, read_json, read_jsonl
+from pictures import encoded, filled, parquet, picture
+from pool import Pool
 from sweep import slow_case
-
-
-def picture(number, label):
-    "Return a grey image whose brightness shows its class."
-    noise = np.random.default_rng(number).integers(0, 40, (8, 8))
-    return Image.fromarray((noise + 150 * label).astype(np.uint8))
-
-
-def filled(root, train, val, classes=("dark", "light")):
-    "Fill a folder with a number of images per class, and return it."
-    for part, count in (("train", train), ("val", val)):
-        for label, name in enumerate(classes):
-            (root / part / name).mkdir(parents=True)
-            for i in range(count):
-                picture(i + 100 * label, label % 2).save(root / part / name / f"{i}.png")
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -77,17 +65,16 @@ def small(out, data, **options):
 def results(out):
     "Return the metrics without measured times, and the weights."
 
-    def timed(name):
-        return name.endswith("per_second") or name == "waiting_percent"
+    def untimed(line):
+        return {
+            name: value
+            for name, value in line.items()
+            if not name.endswith("per_second") and name != "waiting_percent"
+        }
 
-    lines = [
-        {name: value for name, value in line.items() if not timed(name)}
-        for line in read_jsonl(out / "metrics.jsonl")
-    ]
-    return lines, {
-        name: value.tolist()
-        for name, value in load_file(out / "model" / "model.safetensors").items()
-    }
+    lines = [untimed(line) for line in read_jsonl(out / "metrics.jsonl")]
+    weights = load_file(out / "model" / "model.safetensors")
+    return lines, {name: value.tolist() for name, value in weights.items()}
 
 
 def test_presets_are_the_published_recipe():
@@ -96,31 +83,27 @@ def test_presets_are_the_published_recipe():
         ("small", (512, 1e-3, 0.05, 0.05)),
     ):
         config = VISION_PRESETS[f"imagenet-vim-{size}"].config
-        assert (config.batch_size, config.lr, config.weight_decay, config.drop_path) == own
-        assert (config.epochs, config.warmup_epochs, config.beta1, config.beta2, config.clip) == (
-            300,
-            5,
-            0.9,
-            0.999,
-            0,
-        )
-        assert config.lr * config.min_lr_ratio == pytest.approx(1e-5)
-        assert (config.mixup, config.cutmix, config.smoothing, config.erase, config.repeats) == (
-            0.8,
-            1.0,
-            0.1,
-            0.25,
-            3,
-        )
+        settings = (config.batch_size, config.lr, config.weight_decay, config.drop_path)
+        assert settings == own
+        assert config.epochs == 300
+        assert config.warmup_epochs == 5
+        assert config.beta1 == 0.9
+        assert config.beta2 == 0.999
+        assert config.clip == 0
+        lowest = config.lr * config.min_lr_ratio
+        assert lowest == pytest.approx(1e-5)
+        assert config.mixup == 0.8
+        assert config.cutmix == 1.0
+        assert config.smoothing == 0.1
+        assert config.erase == 0.25
+        assert config.repeats == 3
         assert config.auto_augment == "rand-m9-mstd0.5-inc1"
         assert config.ema == 0.99996
         assert config.precision == "no"
     stored = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
-    assert (stored.eval_every, stored.steps, stored.warmup) == (
-        9,
-        18,
-        17,
-    )  # all steps but one, as five epochs of warm-up exceed two epochs
+    assert stored.eval_every == 9
+    assert stored.steps == 18
+    assert stored.warmup == 17  # all steps but one, as five epochs of warm-up exceed two epochs
 
 
 @pytest.mark.parametrize(
@@ -146,24 +129,11 @@ def test_bad_names_and_settings(arguments, override, message):
         vision_config(*arguments, **override)
 
 
-def parquet(path, images, labels, column):
-    "Write a data set of encoded images; `column` is the kind of its labels."
-    features = datasets.Features(image=datasets.Image(), label=column)
-    table = dict(image=[dict(bytes=image, path=None) for image in images], label=list(labels))
-    path.parent.mkdir(exist_ok=True)
-    datasets.Dataset.from_dict(table, features=features).to_parquet(path)
-
-
-def encoded(image):
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
 def shards(folder, part, rows):
     with tarfile.open(folder / f"{part}-000.tar", "w") as tar:
         for i, (image, label) in enumerate(rows):
-            for kind, data in (("cls", str(label).encode()), ("png", image)):
+            members = (("cls", str(label).encode()), ("png", image))
+            for kind, data in members:
                 info = tarfile.TarInfo(f"./v1.0/{i:04d}.{kind.upper() if i % 2 else kind}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
@@ -172,7 +142,8 @@ def shards(folder, part, rows):
 def test_four_sources_hold_the_same_images(folder, tmp_path):
     readers = {"folder": open_data(str(folder))}
     rows = {}
-    for part, reader, name in zip(("train", "val"), readers["folder"], ("train", "validation")):
+    parts = zip(("train", "val"), readers["folder"], ("train", "validation"))
+    for part, reader, name in parts:
         row = rows[part] = [
             (file.read(), label) for file, label in map(reader.__getitem__, range(len(reader)))
         ]
@@ -185,17 +156,22 @@ def test_four_sources_hold_the_same_images(folder, tmp_path):
     readers["hub"] = open_data(f"hf:{tmp_path / 'hub'}")
     readers["shards"] = open_data(f"wds:{tmp_path}")
     for train, val in readers.values():
-        assert (len(train), len(val), len(train.classes)) == (24, 10, 2)
+        assert len(train) == 24
+        assert len(val) == 10
+        assert len(train.classes) == 2
         for part, reader in (("train", train), ("val", val)):
             for i in (0, len(reader) - 1):
                 file, label = reader[i]
-                assert (file.read(), label) == rows[part][i]
+                result = (file.read(), label)
+                assert result == rows[part][i]
                 assert reader.filename(i, absolute=True)
     summaries = (
         small(tmp_path / "run", f"wds:{tmp_path}", epochs=1),
         small(tmp_path / "same", folder, epochs=1),
     )
-    assert summaries[0]["loss"] == summaries[1]["loss"]
+    loss = summaries[0]["loss"]
+    other_loss = summaries[1]["loss"]
+    assert loss == other_loss
     assert results(tmp_path / "run") == results(tmp_path / "same")
 
 
@@ -210,12 +186,17 @@ def test_labels_need_not_count_from_zero_and_only_held_out_ones_may_be_hidden(tm
         for part in ("train", "validation"):
             parquet(tmp_path / f"{part}.parquet", images, labels, kind)
         train, val = open_data(f"hf:{tmp_path}")
-        assert list(train.classes.items()) == [(name, i) for i, name in enumerate(val.classes)]
-        assert [train[i][1] for i in range(2)] == [0, 1]
+        result = list(train.classes.items())
+        expected = [(name, i) for i, name in enumerate(val.classes)]
+        assert result == expected
+        labels = [train[i][1] for i in range(2)]
+        assert labels == [0, 1]
         assert len(train.classes) == 2
     parquet(tmp_path / "validation.parquet", images, [-1, 1], names)
-    hidden = Images(open_data(f"hf:{tmp_path}")[1], np.asarray)
-    assert [hidden[i][1:] for i in range(2)] == [(-100, []), (1, [])]
+    data = open_data(f"hf:{tmp_path}")
+    hidden = Images(data[1], np.asarray)
+    rows = [hidden[i][1:] for i in range(2)]
+    assert rows == [(-100, []), (1, [])]
     parquet(tmp_path / "train.parquet", images, [-1, 1], names)
     with pytest.raises(ValueError, match="some images have no label"):
         open_data(f"hf:{tmp_path}")
@@ -230,9 +211,11 @@ def test_bad_folders(tmp_path):
         FileNotFoundError, match="train contains no images; expected .*CLASS/IMAGE.jpg"
     ):
         open_data(str(tmp_path))
-    picture(0, 0).save(tmp_path / "train" / "dark" / "0.png")
+    path = tmp_path / "train" / "dark" / "0.png"
+    picture(0, 0).save(path)
     (tmp_path / "val" / "odd").mkdir()
-    picture(0, 0).save(tmp_path / "val" / "odd" / "0.png")
+    path = tmp_path / "val" / "odd" / "0.png"
+    picture(0, 0).save(path)
     with pytest.raises(
         ValueError,
         match="the class folder .*val/dark has no image that can be read; it has no files",
@@ -263,11 +246,11 @@ ENDINGS = {
 def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tmp_path, capsys):
     for part in ("train", "val"):
         for i, (ending, kind) in enumerate(ENDINGS.items()):
-            (tmp_path / part / f"class {ending}").mkdir(parents=True)
-            picture(i, i % 2).save(
-                tmp_path / part / f"class {ending}" / f"x [{i}].{ending}",
-                {"jpg": "jpeg", "tif": "tiff"}.get(kind, kind),
-            )
+            folder = tmp_path / part / f"class {ending}"
+            folder.mkdir(parents=True)
+            path = tmp_path / part / f"class {ending}" / f"x [{i}].{ending}"
+            format_name = {"jpg": "jpeg", "tif": "tiff"}.get(kind, kind)
+            picture(i, i % 2).save(path, format_name)
     for name in (
         "class png/a.heic",
         "class png/b.heic",
@@ -285,9 +268,11 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
     )  # the same images once more
     train, val = open_data(str(tmp_path))
     assert len(train) == len(val) == 9
-    assert list(train.classes) == sorted(train.classes, key=str.lower)
+    expected = sorted(train.classes, key=str.lower)
+    assert list(train.classes) == expected
     assert len(train.classes) == 9
-    assert {Path(train.filename(i)).suffix[1:] for i in range(9)} == set(ENDINGS)
+    result = {Path(train.filename(i)).suffix[1:] for i in range(9)}
+    assert result == set(ENDINGS)
     assert all(Images(train, None).load(i) for i in range(9))
     err = capsys.readouterr().err
     assert err.count("\n") == 1
@@ -298,7 +283,8 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
     (tmp_path / "train" / "class gif" / "drawing.eps").unlink()
     hub = open_data(f"hf:{tmp_path}")  # datasets reads the same
     assert [len(part) for part in hub] == [9, 9]
-    assert list(hub[0].classes) == sorted(train.classes)
+    result = list(hub[0].classes)
+    assert result == sorted(train.classes)
     assert ".heic: 2" in capsys.readouterr().err
 
 
@@ -306,7 +292,8 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
 def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
     good = encoded(picture(0, 0))
     rows = [[b"no image", 1], [b"no image", 1]]
-    source = {"folder": f"{tmp_path}", "hub": f"hf:{tmp_path}", "shards": f"wds:{tmp_path}"}[kind]
+    sources = {"folder": f"{tmp_path}", "hub": f"hf:{tmp_path}", "shards": f"wds:{tmp_path}"}
+    source = sources[kind]
 
     def write():
         for part in ("train", "val"):
@@ -320,21 +307,23 @@ def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
             elif kind == "shards":
                 shards(tmp_path, part, both)
             for i, (image, label) in enumerate(both if kind == "folder" else ()):
-                (tmp_path / part / ("zero", "one")[label]).mkdir(parents=True, exist_ok=True)
-                (tmp_path / part / ("zero", "one")[label] / f"{i}.png").write_bytes(image)
+                class_folder = tmp_path / part / ("zero", "one")[label]
+                class_folder.mkdir(parents=True, exist_ok=True)
+                path = tmp_path / part / ("zero", "one")[label] / f"{i}.png"
+                path.write_bytes(image)
 
     write()
-    with pytest.raises(
-        ValueError,
-        match=f"none of the 2 images of class {'1' if kind == 'shards' else 'one'} can be read; the first is .*1",
-    ) as caught:
+    name = "1" if kind == "shards" else "one"
+    message = f"none of the 2 images of class {name} can be read; the first is .*1"
+    with pytest.raises(ValueError, match=message) as caught:
         open_data(source)
     assert "\n" not in str(caught.value)
     rows[1][0] = good  # one is enough
     write()
     train, _ = open_data(source)
     assert len(train) == 3
-    assert sum(Images(train, None).load(i) is None for i in range(3)) == 1
+    result = sum(Images(train, None).load(i) is None for i in range(3))
+    assert result == 1
 
 
 def test_a_folder_that_cannot_be_listed_is_not_left_out(folder, monkeypatch):
@@ -351,9 +340,11 @@ def test_a_folder_that_cannot_be_listed_is_not_left_out(folder, monkeypatch):
 
 
 def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
-    for part, name in (("train", "cats/small"), ("train", "dogs/small"), ("val", "cats/small")):
+    folders = (("train", "cats/small"), ("train", "dogs/small"), ("val", "cats/small"))
+    for part, name in folders:
         (tmp_path / part / name).mkdir(parents=True)
-        picture(0, 0).save(tmp_path / part / name / "0.png")
+        path = tmp_path / part / name / "0.png"
+        picture(0, 0).save(path)
     with pytest.raises(
         ValueError, match="cats/small and .*dogs/small would both be the class small; rename one"
     ):
@@ -376,9 +367,12 @@ def test_a_row_without_an_image_is_a_broken_one(tmp_path):
         )
     ]
     for part in ("train", "validation"):
-        datasets.Dataset.from_list(rows, column).to_parquet(tmp_path / f"{part}.parquet")
-    images = Images(open_data(f"hf:{tmp_path}")[0], np.asarray)
-    assert [images[i][2] for i in range(5)] == [[], [], [], [3], [4]]
+        dataset = datasets.Dataset.from_list(rows, column)
+        dataset.to_parquet(tmp_path / f"{part}.parquet")
+    data = open_data(f"hf:{tmp_path}")
+    images = Images(data[0], np.asarray)
+    broken = [images[i][2] for i in range(5)]
+    assert broken == [[], [], [], [3], [4]]
 
 
 @pytest.mark.parametrize(
@@ -416,7 +410,8 @@ def test_a_column_that_is_no_class_is_refused(tmp_path, monkeypatch, labels, say
 def test_sizes_of_a_foreign_model_are_checked_before_it_is_built(tmp_path, change, says):
     config = vision_config("digits")
     model = make_model(config, 10)
-    lab.save_model(model, config, [str(i) for i in range(10)], tmp_path / "model")
+    names = [str(i) for i in range(10)]
+    lab.save_model(model, config, names, tmp_path / "model")
     (tmp_path / "model" / "manifest.json").unlink()
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps(read_json(path) | change if isinstance(change, dict) else change))
@@ -432,7 +427,8 @@ def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatc
     observed = []
     for i, name in enumerate("ab"):
         model = make_model(dataclasses.replace(config, seed=i), 10)
-        lab.save_model(model, config, [str((9 * i + n) % 10) for n in range(10)], tmp_path / name)
+        names = [str((9 * i + n) % 10) for n in range(10)]
+        lab.save_model(model, config, names, tmp_path / name)
 
     def read(name, path, **options):
         lab.save_model(
@@ -470,7 +466,8 @@ PNG = encoded(picture(0, 0))
 
 def grey_levels(bits, dtype=np.uint16):
     "Return a picture in which half of the pixels are black and half are white."
-    return np.repeat([0, 2**bits - 1], 128).astype(dtype).reshape(16, 16)
+    levels = np.repeat([0, 2**bits - 1], 128)
+    return levels.astype(dtype).reshape(16, 16)
 
 
 # a file of every way to store black and white; the last three do not tell their range
@@ -496,13 +493,18 @@ PIXELS = {
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_black_and_white_stay_so_or_the_image_is_broken(tmp_path, name, mode):
     made = PIXELS[name]()
-    (tmp_path / name).write_bytes(made) if isinstance(made, bytes) else made.save(tmp_path / name)
-    reader = images_module.FolderImages([(str(tmp_path / name), 0)], {"x": 0}, "x")
+    if isinstance(made, bytes):
+        (tmp_path / name).write_bytes(made)
+    else:
+        made.save(tmp_path / name)
+    items = [(str(tmp_path / name), 0)]
+    reader = images_module.FolderImages(items, {"x": 0}, "x")
     stored = name not in list(PIXELS)[-3:]
     loaded = Images(reader, None, mode).load(0)
     assert images_module.can_decode(reader, 0) == (loaded is not None) == stored
     if stored:
-        values = np.asarray(loaded[0].convert("L"), int).reshape(-1)
+        grey = loaded[0].convert("L")
+        values = np.asarray(grey, int).reshape(-1)
         assert loaded[0].mode == mode
         assert values[:128].max() <= 2
         assert values[128:].min() >= 253
@@ -519,7 +521,8 @@ def test_black_and_white_stay_so_or_the_image_is_broken(tmp_path, name, mode):
 )
 def test_a_damaged_image_is_broken_whatever_its_decoder_raises(tmp_path, ending, content):
     (tmp_path / f"x.{ending}").write_bytes(content)
-    reader = images_module.FolderImages([(str(tmp_path / f"x.{ending}"), 0)], {"x": 0}, "x")
+    items = [(str(tmp_path / f"x.{ending}"), 0)]
+    reader = images_module.FolderImages(items, {"x": 0}, "x")
     assert Images(reader, None).load(0) is None
     assert not images_module.can_decode(reader, 0)
 
@@ -542,9 +545,11 @@ def test_classes_have_one_order_and_no_class_is_inside_another(tmp_path, capsys)
     ]  # 01 and 1, Cat and cat differ in neither number nor word
     for name in names[::-1]:
         write(f"{name}/x.png")
-    assert list(open_part(str(tmp_path), "train").classes) == names
+    classes = open_part(str(tmp_path), "train").classes
+    assert list(classes) == names
     write("2/clip.mpg"), write("2/table.h5")  # Pillow knows their names, but cannot decode them
-    assert len(open_part(str(tmp_path), "train")) == len(names)
+    result = len(open_part(str(tmp_path), "train"))
+    assert result == len(names)
     assert "left out 2 files" in capsys.readouterr().err
     write("cat/small/x.png")
     with pytest.raises(
@@ -568,7 +573,8 @@ def test_links_that_lead_in_circles_end(tmp_path):
 def test_shards_that_belong_to_no_part_are_counted(tmp_path, capsys):
     for name in ("Train-0.tar", "train-1.tar", "VAL.tar", "shard-0.tar", "extra.tgz"):
         tar(tmp_path / name, ("a.png", PNG), ("a.cls", b"0\n"))
-    assert [len(part) for part in open_data(f"wds:{tmp_path}")] == [2, 1]
+    sizes = [len(part) for part in open_data(f"wds:{tmp_path}")]
+    assert sizes == [2, 1]
     assert (
         capsys.readouterr().err.count(
             "left out 2 shards without train, val or test in the name, such as extra.tgz"
@@ -650,7 +656,8 @@ def test_damaged_and_doubled_shards_are_named(tmp_path, capsys):
         with pytest.raises(ValueError, match=f"train.tar {says}"):
             open_data(f"wds:{tmp_path}")
     (tmp_path / "train.tar").write_bytes(whole[:middle])  # between two files
-    assert len(open_data(f"wds:{tmp_path}")[0]) == 20
+    train = open_data(f"wds:{tmp_path}")[0]
+    assert len(train) == 20
     assert "train.tar has no mark of its end; it may have been cut off" in capsys.readouterr().err
     (tmp_path / "train.tar").write_bytes(whole)
     (tmp_path / "train-1.tar.gz").write_bytes(b"")
@@ -683,7 +690,8 @@ def test_keys_alone_are_counted_and_a_folder_with_brackets_is_no_pattern(tmp_pat
     train, val = open_data(f"wds:{tmp_path}/mask [1]")
     assert len(train) == len(val) == 2
     assert "mask [1]" in train.filename(0)
-    assert len(open_data(f"wds:{tmp_path}/mask ?")[0]) == 1
+    train = open_data(f"wds:{tmp_path}/mask ?")[0]
+    assert len(train) == 1
     err = capsys.readouterr().err
     assert err.count("left out 2 keys with an image or a label alone, such as") == 4
     assert "\x1b" not in err
@@ -692,7 +700,8 @@ def test_keys_alone_are_counted_and_a_folder_with_brackets_is_no_pattern(tmp_pat
 class Noise:
     "Reader of 64 intact images that counts the images read."
 
-    pixels = np.random.default_rng(0).integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (64, 32, 32, 3), dtype=np.uint8)
 
     def __init__(self):
         self.read = []
@@ -716,7 +725,8 @@ def batches(rank=0, world=1, **options):
         **dict(batch_size=12, epochs=4, workers=0, seed=3) | options,
     )
     config = lab.with_steps(config, 64)
-    augment, *_ = transforms(config, default_cfgs[config.model].default.to_dict())
+    default = default_cfgs[config.model].default
+    augment, *_ = transforms(config, default.to_dict())
     return ImageBatches(Augmented(Noise(), augment, "RGB", config), config, rank, world)
 
 
@@ -738,22 +748,29 @@ def test_order_and_pixels_depend_on_seed_and_place_alone():
             for images, labels in whole[7:]:
                 for part in range(parts):
                     got, names = local.next_batch()
-                    rows = slice(part * (12 // parts) + rank, (part + 1) * (12 // parts), world)
+                    size = 12 // parts
+                    rows = slice(part * size + rank, (part + 1) * (12 // parts), world)
                     assert torch.equal(got, images[rows])
                     assert torch.equal(names, labels[rows])
             assert local.drawn == 20 * 12
             assert config.get("workers") or len(local.images.reader.read) == 13 * 12 // world
-    assert batches(seed=4).next_batch()[1].tolist() != whole[0][1].tolist()
+    labels = batches(seed=4).next_batch()[1]
+    assert labels.tolist() != whole[0][1].tolist()
 
 
 def test_an_epoch_is_a_permutation_and_copies_of_an_image_are_neighbours():
     plain = batches(repeats=1)
     copies = batches(repeats=3)
-    epochs = [torch.cat([plain.next_batch()[1] for _ in range(5)]).tolist() for _ in range(2)]
-    assert all(len(set(epoch)) == 60 for epoch in epochs)
+    epochs = []
+    for _ in range(2):
+        labels_of_epoch = [plain.next_batch()[1] for _ in range(5)]
+        epochs.append(torch.cat(labels_of_epoch).tolist())
+    for epoch in epochs:
+        assert len(set(epoch)) == 60
     assert epochs[0] != epochs[1]
     images, labels = copies.next_batch()
-    assert labels[::3].tolist() == labels[1::3].tolist() == labels[2::3].tolist() == epochs[0][:4]
+    for copy in range(3):
+        assert labels[copy::3].tolist() == epochs[0][:4]
     assert not torch.equal(images[0], images[1])
 
 
@@ -767,17 +784,24 @@ def test_no_intact_image_is_reported_broken():
         if isinstance(part, timm.data.auto_augment.RandAugment)
     )
     augment.ops = [operation for operation in augment.ops if operation.name.startswith("Posterize")]
+
+    def noted(image, kept, **options):
+        bits.append(kept)
+        return posterize(image, kept, **options)
+
     for operation in augment.ops:
         assert operation.aug_fn is posterize
-        operation.aug_fn = lambda image, kept, **options: (
-            bits.append(kept) or posterize(image, kept, **options)
-        )
+        operation.aug_fn = noted
     for position in range(500):
-        assert images[position][1:] == (images.number(position), [])  # and not its neighbour
+        result = images[position][1:]
+        expected = (images.number(position), [])
+        assert result == expected  # and not its neighbour
     assert bits.count(0) > 3
-    images.transform = lambda image: (
-        image.no_such_method
-    )  # an error of the augmentation does not mean a broken image
+
+    def failing(image):
+        return image.no_such_method
+
+    images.transform = failing  # an error of the augmentation does not mean a broken image
     with pytest.raises(AttributeError, match="no_such_method"):
         images[3]
 
@@ -785,11 +809,13 @@ def test_no_intact_image_is_reported_broken():
 def test_sixteen_bits_are_scaled_and_an_enormous_image_is_a_broken_one(tmp_path, monkeypatch):
     for part in ("train", "val"):
         (tmp_path / part / "a").mkdir(parents=True)
-        Image.fromarray(np.arange(0, 65536, 1024, np.uint16).reshape(8, 8)).save(
-            tmp_path / part / "a" / "0.png"
-        )
+        ramp = np.arange(0, 65536, 1024, np.uint16)
+        path = tmp_path / part / "a" / "0.png"
+        Image.fromarray(ramp.reshape(8, 8)).save(path)
     images = Images(open_data(str(tmp_path))[0], None)
-    assert np.array_equal(np.asarray(images.load(0)[0])[..., 0].flatten(), np.arange(0, 256, 4))
+    pixels = np.asarray(images.load(0)[0])
+    result = pixels[..., 0].flatten()
+    assert np.array_equal(result, np.arange(0, 256, 4))
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)
     assert images.load(0) is None
 
@@ -798,9 +824,9 @@ def test_sixteen_bits_are_scaled_and_an_enormous_image_is_a_broken_one(tmp_path,
 def test_posterize_with_0_bits_is_black(mode):
     image = picture(0, 0).convert(mode)
     for bits in (0, 1, 4, 8):
-        assert np.array_equal(
-            posterize(image, bits), np.array(image, int) // 2 ** (8 - bits) * 2 ** (8 - bits)
-        )
+        factor = 2 ** (8 - bits)
+        expected = np.array(image, int) // factor * 2 ** (8 - bits)
+        assert np.array_equal(posterize(image, bits), expected)
 
 
 def interrupted(monkeypatch, step, what):
@@ -822,21 +848,29 @@ def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(
 ):
     options = dict(epochs=3, mixup=0.8, cutmix=1.0, ema=0.9, drop_path=0.5, save_every=4)
     whole = small(tmp_path / "whole", folder, **options)
-    assert (whole["epoch"], whole["val_images"], whole["skipped"], whole["steps"]) == (3, 10, 0, 9)
+    assert whole["epoch"] == 3
+    assert whole["val_images"] == 10
+    assert whole["skipped"] == 0
+    assert whole["steps"] == 9
     assert "ema_top5" in whole
     assert whole["engine"]["scan"] == "chunked"
     interrupted(monkeypatch, 5, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         small(tmp_path / "parts", folder, **options, workers=workers)
-    assert not (tmp_path / "parts" / "model").exists()
+    model = tmp_path / "parts" / "model"
+    assert not model.exists()
     shutil.copytree(folder, tmp_path / "moved")  # data and workers may change
     assert (
         small(tmp_path / "parts", tmp_path / "moved", **options, workers=workers)["resumed_from"]
         == 4
     )
-    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    result = results(tmp_path / "parts")
+    expected = results(tmp_path / "whole")
+    assert result == expected
     small(tmp_path / "whole", folder, **options)  # nothing left to do
-    assert results(tmp_path / "parts") == results(tmp_path / "whole")
+    result = results(tmp_path / "parts")
+    expected = results(tmp_path / "whole")
+    assert result == expected
     with pytest.raises(
         ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"
     ):
@@ -851,7 +885,8 @@ def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch)
     "A scheduler sends SIGTERM also to the processes that load images."
 
     def ends():
-        for process in (*multiprocessing.active_children(), multiprocessing.current_process()):
+        processes = (*multiprocessing.active_children(), multiprocessing.current_process())
+        for process in processes:
             os.kill(process.pid, signal.SIGTERM)
         time.sleep(0.3)
 
@@ -860,18 +895,23 @@ def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch)
         small(tmp_path / "run", folder, workers=2)
     assert small(tmp_path / "run", folder)["resumed_from"] == 5
     assert small(tmp_path / "whole", folder)
-    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    result = results(tmp_path / "run")
+    expected = results(tmp_path / "whole")
+    assert result == expected
 
 
 def ends_while_loading(out, folder, **options):
     "Train while the process that loads images dies as it reads ahead in step 5."
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # otherwise the change below would not reach the process
+    # otherwise the change below would not reach the process
+    multiprocessing.set_start_method("fork", force=True)
     number = Augmented.number
-    Augmented.number = lambda images, position: (
-        os.kill(os.getpid(), signal.SIGKILL) if position == 6 * 8 else number(images, position)
-    )
+
+    def killed(images, position):
+        if position == 6 * 8:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number(images, position)
+
+    Augmented.number = killed
     small(out, folder, **options)
 
 
@@ -892,7 +932,9 @@ def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
     assert f"resumes from {tmp_path / 'run' / 'checkpoints' / 'step-00000004'}" in message
     assert small(tmp_path / "run", folder, **options)["resumed_from"] == 4
     assert small(tmp_path / "whole", folder, epochs=4)
-    assert results(tmp_path / "run") == results(tmp_path / "whole")
+    result = results(tmp_path / "run")
+    expected = results(tmp_path / "whole")
+    assert result == expected
 
 
 def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
@@ -900,8 +942,10 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
 ):
     filled(tmp_path, 9, 4)
     cut = tmp_path / "train" / "dark" / "3.png"
-    cut.write_bytes(cut.read_bytes()[:60])
-    (tmp_path / "val" / "light" / "1.png").write_bytes(b"not an image")
+    start = cut.read_bytes()[:60]
+    cut.write_bytes(start)
+    path = tmp_path / "val" / "light" / "1.png"
+    path.write_bytes(b"not an image")
     whole = small(tmp_path / "whole", tmp_path)
     assert whole["skipped"] == 2
     assert whole["val_images"] == 7
@@ -912,8 +956,11 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
     with pytest.raises(ZeroDivisionError):
         small(tmp_path / "parts", tmp_path, save_every=1)
     small(tmp_path / "parts", tmp_path, save_every=1)
-    assert results(tmp_path / "parts") == results(tmp_path / "whole")
-    assert capsys.readouterr().err.count("dark/3.png") == 1
+    result = results(tmp_path / "parts")
+    expected = results(tmp_path / "whole")
+    assert result == expected
+    err = capsys.readouterr().err
+    assert err.count("dark/3.png") == 1
     monkeypatch.setattr(
         images_module, "check_readable", lambda *_: None
     )  # images that break during a run
@@ -951,7 +998,8 @@ def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
             small(tmp_path, folder, **options)
     one = small(tmp_path / "one", folder)
     two = small(tmp_path / "two", folder, gradient_accumulation_steps=2)
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    expected = pytest.approx(one["loss"], rel=1e-5)
+    assert two["loss"] == expected
     assert two["steps"] == 6
 
 
@@ -966,14 +1014,16 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
     for weights in (out, out / "model", out / "model" / "model.safetensors"):
         repeated = eval_vision(weights, str(folder), workers=0, cpu=True, batch_size=3)
         assert repeated == {"top1": result["ema_top1"], "top5": 1.0, "val_images": 10, "skipped": 0}
-    assert timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).pretrained_cfg[
+    result = timm.create_model(f"local-dir:{out / 'model'}", pretrained=True).pretrained_cfg[
         "input_size"
-    ] == (1, 8, 8)
+    ]
+    assert result == (1, 8, 8)
     assert (
         cli.main(["eval-vision", str(out), "--data", str(folder), "--img-size", "12", "--cpu"]) == 0
     )
     assert "of 10 images, 0 skipped" in capsys.readouterr().out
-    shards(tmp_path, "val", [(encoded(picture(0, 1)), 1)])
+    image = encoded(picture(0, 1))
+    shards(tmp_path, "val", [(image, 1)])
     filled(tmp_path / "more", 1, 1, ("dark", "dim", "light"))
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "model.safetensors").write_bytes(b"nothing")
@@ -995,9 +1045,11 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
         error = capsys.readouterr().err
         assert error.count("\n") == 1, error
         assert re.search(says, error), error
-    for words in (["generate", str(out)], ["export", str(out), str(tmp_path / "export")]):
+    commands = (["generate", str(out)], ["export", str(out), str(tmp_path / "export")])
+    for words in commands:
         assert cli.main(words) == 1
-        assert f"{out / 'model'} holds a vision model; expected" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert f"{out / 'model'} holds a vision model; expected" in err
 
 
 def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):
@@ -1019,7 +1071,8 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
     assert read_json(tmp_path / "fine" / "model" / "config.json")["pretrained_cfg"][
         "input_size"
     ] == [1, 12, 12]
-    assert eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"] == start["top1"]
+    result = eval_vision(tmp_path / "fine", str(folder), workers=0, cpu=True)["top1"]
+    assert result == start["top1"]
     shutil.copytree(out / "model", tmp_path / "model")
     (tmp_path / "run" / "checkpoints").mkdir(
         parents=True
@@ -1032,7 +1085,8 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
         monkeypatch.chdir(here)
         small(tmp_path / "run", folder, epochs=1, lr=0.0, init_from=str(name))
         shutil.rmtree(tmp_path / "model", ignore_errors=True)
-    assert results(tmp_path / "run")[1] == results(out)[1]
+    result = results(tmp_path / "run")[1]
+    assert result == results(out)[1]
 
 
 @pytest.mark.parametrize(
@@ -1135,9 +1189,11 @@ def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_wei
     local, whole = (
         load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole")
     )
-    assert all(torch.allclose(local[name], whole[name], atol=1e-4) for name in whole)
+    for name in whole:
+        assert torch.allclose(local[name], whole[name], atol=1e-4)
     assert local.keys() == whole.keys()
-    assert one["top1"] == lines[-1]["top1"]
+    expected = lines[-1]["top1"]
+    assert one["top1"] == expected
 
 
 @pytest.mark.slow
@@ -1189,7 +1245,9 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
     assert not (tmp_path / "killed" / "model").exists()
     outputs = [finished(start(*words(tmp_path / name))) for name in ("killed", "whole")]
     assert [code for code, *_ in outputs] == [0, 0]
-    assert outputs[0][1].split(";")[0] == outputs[1][1].split(";")[0]
+    result = outputs[0][1].split(";")[0]
+    expected = outputs[1][1].split(";")[0]
+    assert result == expected
     assert results(tmp_path / "killed") == results(tmp_path / "whole")
     assert len(results(tmp_path / "whole")[0]) == 40
     assert read_json(tmp_path / "killed" / "config.json")["attempts"][1]["from_step"] >= 24
@@ -1197,7 +1255,8 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
         start("eval-vision", str(tmp_path / "killed"), "--data", str(data), "--cpu")
     )
     assert code == 0
-    assert output.strip() == outputs[0][1].split("epoch 2: ")[1].split(";")[0]
+    expected = outputs[0][1].split("epoch 2: ")[1].split(";")[0]
+    assert output.strip() == expected
 
 
 def test_the_names_that_timms_script_uses(folder, tmp_path):
@@ -1253,7 +1312,6 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
         VISION_PRESETS["digits"].config, init_from=str(tmp_path / "last.pth.tar")
     )
     for local in (other, make_model(config, 2)):  # `--init-from` takes it too
-        assert all(
-            torch.equal(value, local.state_dict()[name])
-            for name, value in model.state_dict().items()
-        )
+        for name, value in model.state_dict().items():
+            expected = local.state_dict()[name]
+            assert torch.equal(value, expected)

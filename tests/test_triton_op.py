@@ -5,7 +5,7 @@ The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) an
 and fast kernels)."""
 
 import contextlib
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 
@@ -20,12 +20,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from layouts import Pool
 from longhorn_kit.scan.chunked import chunked_scan
 from longhorn_kit.scan.op import longhorn_scan, longhorn_step, selective_scan, selective_step
 from longhorn_kit.scan.short_conv import causal_conv1d, causal_conv1d_step
 from longhorn_kit.scan.triton import op as triton_op
 from longhorn_kit.scan.triton.pointwise import add_norm, to_length
+from pool import Pool
 from scan_cases import (
     DEVICE,
     assert_close,
@@ -85,9 +85,8 @@ def scan(a, form="diagonal", **options):
 
 
 def assert_same(got, want):
-    assert all(torch.equal(got[n], want[n]) for n in want), [
-        n for n in want if not torch.equal(got[n], want[n])
-    ]
+    different = [n for n in want if not torch.equal(got[n], want[n])]
+    assert not different
 
 
 @both_paths
@@ -108,7 +107,8 @@ def test_the_operation_is_well_formed(form, options, path):
     a, *_ = arguments(form, (1, T, D, N), **options)
     bounds = torch.tensor([0, 1, T], dtype=torch.int32, device=DEVICE) if options else None
     spacing = 16 if options else 0
-    args = (*(a[n] for n in NAMES), a["A"], a["initial_state"], bounds, form, spacing, True, "")
+    tensors = [a[n] for n in (*NAMES, "A", "initial_state")]
+    args = (*tensors, bounds, form, spacing, True, "")
     # In a packed batch some slots for kept states stay unwritten; the last of the four checks would
     # compare them.
     checks = (
@@ -117,16 +117,21 @@ def test_the_operation_is_well_formed(form, options, path):
         "test_faketensor",
         "test_aot_dispatch_dynamic",
     )
-    torch.library.opcheck(triton_op._scan, args, test_utils=checks[:3] if options else checks)
+    tests = checks[:3] if options else checks
+    torch.library.opcheck(triton_op._scan, args, test_utils=tests)
 
 
 def test_the_kernels_of_open_sizes_are_chosen_like_those_of_numbers(monkeypatch):
     "The verdict on the fast kernels is cached, and a symbol cannot be a key."
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    asked = []
-    monkeypatch.setattr(
-        triton_op, "fast_kernels_work", cache(lambda device, form, wide: asked.append(wide) or True)
-    )
+    requests = []
+
+    @cache
+    def fast_kernels_work(device, form, wide):
+        requests.append(wide)
+        return True
+
+    monkeypatch.setattr(triton_op, "fast_kernels_work", fast_kernels_work)
     for T in (8, 9):
         k, x = (
             mode.from_tensor(
@@ -139,7 +144,7 @@ def test_the_kernels_of_open_sizes_are_chosen_like_those_of_numbers(monkeypatch)
             is_cuda=True, device=torch.device("cuda:0"), shape=x.shape, dtype=x.dtype, numel=x.numel
         )
         assert triton_op.scan_path("diagonal", k, k, on_gpu) == "diagonal"
-    assert asked == [True]
+    assert requests == [True]
 
 
 @both_paths
@@ -155,9 +160,8 @@ def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
     twice = [run() for _ in range(2)]  # the second launches compiled kernels itself
     monkeypatch.setattr(triton_op, "in_eager", lambda *_: False)
     operation, want = run()
-    assert "longhorn_kit_scan" in operation and all(
-        "longhorn_kit_scan" not in name for name, _ in twice
-    )
+    assert "longhorn_kit_scan" in operation
+    assert all("longhorn_kit_scan" not in name for name, _ in twice)
     for _, got in twice:
         assert_same(got, want)
 
@@ -167,7 +171,10 @@ def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
 
 def negative(t):
     "A tensor equal to t, contiguous, with the negative bit."
-    return None if t is None else torch._neg_view(-t.detach()).requires_grad_(t.requires_grad)
+    if t is None:
+        return None
+    other_sign = -t.detach()
+    return torch._neg_view(other_sign).requires_grad_(t.requires_grad)
 
 
 @both_paths
@@ -181,7 +188,8 @@ def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, p
     a, *grads = arguments(form, sizes, sequences=None if bounds is None else 2)
     signed = {n: negative(t) for n, t in a.items()}
     signed_grads = [negative(g) for g in grads]
-    assert all(t is None or t.is_neg() and torch.equal(t, a[n]) for n, t in signed.items())
+    for n, t in signed.items():
+        assert t is None or t.is_neg() and torch.equal(t, a[n])
     outputs = call(signed, form, cu)
     want = call(a, form, cu)
     assert all(map(torch.equal, outputs, want))
@@ -193,13 +201,16 @@ def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, p
 def test_columns_of_conjugated_numbers_have_right_signs():
     "Public code makes contiguous tensors with the bit where an axis has one element."
     a, *_ = inputs(1, 5, 3, 4)
-    column = torch.randn(1, 5, 1, dtype=torch.complex64, device=DEVICE).conj().imag
+    numbers = torch.randn(1, 5, 1, dtype=torch.complex64, device=DEVICE)
+    column = numbers.conj().imag
     assert column.is_neg()
 
     def run(b):
         return longhorn_scan(a["q"], a["k"], a["x"], b, backend="triton")
 
-    assert torch.equal(run(column), run(column.clone()))
+    result = run(column)
+    expected = run(column.clone())
+    assert torch.equal(result, expected)
 
 
 def small_kernels():
@@ -263,7 +274,8 @@ def test_small_kernels_of_tensors_with_the_negative_bit_have_right_signs(name):
                 *torch.autograd.grad(outputs, list(tensors.values()), slopes, allow_unused=True),
             ]
         results.append([t for t in outputs if t is not None])
-    assert len(results[0]) >= 2 and all(map(torch.equal, *results))
+    assert len(results[0]) >= 2
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.parametrize("form", ("diagonal", "exact") if GPU else ("exact",))
@@ -288,7 +300,8 @@ def test_compiles_packed_sequences_as_one_graph(path):
     )
     out, final = compiled(a, bounds)
     want = scan(a, cu_seqlens=bounds)
-    assert torch.equal(out, want[0]) and torch.equal(final, want[1])
+    assert torch.equal(out, want[0])
+    assert torch.equal(final, want[1])
     with pytest.raises(Exception, match="this backend needs the values"):
         torch.compile(
             lambda a: longhorn_scan(*(a[n] for n in NAMES), cu_seqlens=bounds, backend="reference"),
@@ -306,12 +319,16 @@ MOVED = (
 )
 
 
+def bound_at(end, T):
+    "None is the length; small negative numbers count from it."
+    if end is None:
+        return T
+    return T + end if -9 < end < 0 else end
+
+
 def bounds_of(ends, T):
-    return torch.tensor(
-        [T if e is None else T + e if -9 < e < 0 else e for e in ends],
-        dtype=torch.int32,
-        device=DEVICE,
-    )
+    bounds = [bound_at(end, T) for end in ends]
+    return torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
 
 
 def one_by_one(a, form, dout, dfinal, bounds):
@@ -320,15 +337,19 @@ def one_by_one(a, form, dout, dfinal, bounds):
     out = torch.zeros_like(a["x"])
     grads = {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}
     finals = []
-    for i, (lo, hi) in enumerate(zip(bounds.tolist(), bounds.tolist()[1:])):
+    edges = bounds.tolist()
+    for i, (lo, hi) in enumerate(zip(edges, bounds.tolist()[1:])):
         part = leaves(one_sequence(a, form, i, lo, hi))
         y, final = call(part, form)
         finals.append(final.detach())
         out[:, lo:hi] = y.detach()
         places = one_sequence(grads, form, i, lo, hi)  # views
-        for n, g in gradients((y, final), (dout[:, lo:hi], dfinal[i : i + 1]), part).items():
+        part_dout = dout[:, lo:hi]
+        part_dfinal = dfinal[i : i + 1]
+        for n, g in gradients((y, final), (part_dout, part_dfinal), part).items():
             places[n].add_(g)
-    return out, torch.cat(finals), {n: g for n, g in grads.items() if g is not None}
+    kept = {n: g for n, g in grads.items() if g is not None}
+    return out, torch.cat(finals), kept
 
 
 @pytest.mark.parametrize(
@@ -353,12 +374,16 @@ def test_compiled_bounds_stay_in_range_and_rows_outside_are_zero(form, path, bou
             r = leaves(a)
             outputs = compiled(r, bounds_of(given, T))
             grads = gradients(outputs, (dout, dfinal), r)
-        assert torch.equal(outputs[0], want[0]) and torch.equal(outputs[1], want[1]), given
+        assert torch.equal(outputs[0], want[0]), given
+        assert torch.equal(outputs[1], want[1]), given
         per_row = [
             n for n in want[2] if a[n].dim() == 3 and (n != "A" or form == "s6_time_varying")
         ]
-        assert_same({n: grads[n] for n in per_row}, {n: want[2][n] for n in per_row})
-        assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
+        result = {n: grads[n] for n in per_row}
+        expected = {n: want[2][n] for n in per_row}
+        assert_same(result, expected)
+        result = {n: error(grads[n], g) for n, g in want[2].items()}
+        assert_close(result, DTYPE)
 
 
 @pytest.mark.parametrize("given, moved", [MOVED[0], *(slow_case(*case) for case in MOVED[1:])])
@@ -367,17 +392,18 @@ def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, mo
 
     T, D = (600, 40) if GPU else (12, 2)
     gen = torch.Generator().manual_seed(0)
-    x, weight, dy = (
-        torch.randn(*s, generator=gen).to(DEVICE) for s in ((1, T, D), (D, 4), (1, T, D))
-    )
+    shapes = ((1, T, D), (D, 4), (1, T, D))
+    x, weight, dy = (torch.randn(*s, generator=gen).to(DEVICE) for s in shapes)
     ends = bounds_of(moved, T).tolist()
     want = torch.zeros_like(x)
     dx = torch.zeros_like(x)
     for lo, hi in zip(ends, ends[1:]):
-        part = x[:, lo:hi].detach().requires_grad_()
+        rows = x[:, lo:hi]
+        part = rows.detach().requires_grad_()
         y = causal_conv1d(part, weight, backend="triton")
         want[:, lo:hi] = y.detach()
-        (dx[:, lo:hi],) = torch.autograd.grad(y, part, dy[:, lo:hi])
+        slope = dy[:, lo:hi]
+        (dx[:, lo:hi],) = torch.autograd.grad(y, part, slope)
     poisoned(monkeypatch)
     conv = torch.compile(
         lambda x, cu: causal_conv1d(x, weight, cu_seqlens=cu, backend="triton"),
@@ -386,7 +412,9 @@ def test_compiled_bounds_of_the_convolution_stay_in_range(given, moved, path, mo
     )
     x.requires_grad_()
     y = conv(x, bounds_of(given, T))
-    assert torch.equal(y, want) and torch.equal(torch.autograd.grad(y, x, dy)[0], dx)
+    assert torch.equal(y, want)
+    result = torch.autograd.grad(y, x, dy)[0]
+    assert torch.equal(result, dx)
 
 
 def test_one_compiled_graph_serves_every_length(path):
@@ -401,7 +429,9 @@ def test_one_compiled_graph_serves_every_length(path):
     for steps in (T, T + 1, T + 16):
         a = inputs(B, steps, D, N, dtype=DTYPE)[0]
         args = [a[n] for n in "qkxb"]
-        assert torch.equal(compiled(*args), longhorn_scan(*args, backend="triton"))
+        result = compiled(*args)
+        expected = longhorn_scan(*args, backend="triton")
+        assert torch.equal(result, expected)
     assert count.frame_count == 1
 
 
@@ -413,12 +443,14 @@ class Layer(nn.Module):
         self.D = D
         self.N = N
         self.form = form
-        self.into = nn.Linear(D, 3 * D + 2 * N)
+        width = 3 * D + 2 * N
+        self.into = nn.Linear(D, width)
         self.out = nn.Linear(D, D)
         self.skip = nn.Parameter(torch.ones(D))
 
     def forward(self, u):
-        x, b, z, q, k = self.into(u).split([self.D, self.D, self.D, self.N, self.N], -1)
+        sizes = [self.D, self.D, self.D, self.N, self.N]
+        x, b, z, q, k = self.into(u).split(sizes, -1)
         return self.out(
             longhorn_scan(q, k, x, b, None, self.skip, z, form=self.form, backend="triton")
         )
@@ -427,7 +459,8 @@ class Layer(nn.Module):
 def layer_and_input(form="diagonal"):
     B, T, D, N = SIZES
     torch.manual_seed(0)
-    return Layer(D, N, form).to(DEVICE), torch.randn(B, T, D, device=DEVICE)
+    layer = Layer(D, N, form).to(DEVICE)
+    return layer, torch.randn(B, T, D, device=DEVICE)
 
 
 @pytest.mark.parametrize(
@@ -443,21 +476,23 @@ def test_exports(form, learning, path):
     "With open batch and length; run with gradients or without, whatever it was exported with."
     layer, u = layer_and_input(form)
     with torch.set_grad_enabled(learning):
+        example = u.expand(2, -1, -1).contiguous()
         program = torch.export.export(
-            layer,
-            (u.expand(2, -1, -1).contiguous(),),
-            dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},),
+            layer, (example,), dynamic_shapes=({0: Dim.DYNAMIC, 1: Dim.DYNAMIC},)
         )
     calls = [str(n.target) for n in program.graph.nodes if "longhorn" in str(n.target)]
     assert calls == ["longhorn_kit.scan.default"]
     exported = program.module()
-    for other in (u, torch.cat([u, u, u], 1), u.repeat(3, 1, 1)):
+    longer = torch.cat([u, u, u], 1)
+    wider = u.repeat(3, 1, 1)
+    for other in (u, longer, wider):
         with torch.no_grad():
             assert torch.equal(exported(other), layer(other))
         grads = []
         for module in (exported, layer):
             module.zero_grad()
-            module(other).square().sum().backward()
+            loss = module(other).square().sum()
+            loss.backward()
             grads.append({n: p.grad for n, p in module.named_parameters()})
         assert_same(*grads)
 
@@ -470,15 +505,17 @@ def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
     whole = layer(u)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
         out = layer(u)
-    assert out.dtype == torch.bfloat16 and error(out, whole) < 2e-2
-    out.float().square().sum().backward()
+    assert out.dtype == torch.bfloat16
+    assert error(out, whole) < 2e-2
+    loss = out.float().square().sum()
+    loss.backward()
     grads = [p.grad.clone() for p in layer.parameters()]
     layer.zero_grad()
-    whole.square().sum().backward()
-    assert all(
-        g.dtype == torch.float32 and error(g, p.grad) < 5e-2
-        for g, p in zip(grads, layer.parameters())
-    )
+    loss = whole.square().sum()
+    loss.backward()
+    for g, p in zip(grads, layer.parameters()):
+        assert g.dtype == torch.float32
+        assert error(g, p.grad) < 5e-2
 
 
 class Dtypes(TorchDispatchMode):
@@ -490,32 +527,40 @@ class Dtypes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.longhorn_kit.scan.default:
-            self.seen.append({args[0].dtype, args[1].dtype})
+            dtypes = {args[0].dtype, args[1].dtype}
+            self.seen.append(dtypes)
         return func(*args, **kwargs or {})
 
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_float32_queries_and_keys_follow_autocast_to_the_fast_exact_kernels(form, path):
     a, *_ = inputs(*SIZES, form, dtype=torch.float32)
-    a = leaves(a | dict(k=a["k"].bfloat16()))
+    keys = a["k"].bfloat16()
+    a = leaves(a | dict(k=keys))
     with torch.autocast(DEVICE, dtype=torch.bfloat16), Dtypes() as dtypes:
         out, state = call(a, form)
-    assert dtypes.seen == [{torch.bfloat16} if form == "exact" else {torch.float32, torch.bfloat16}]
-    (out.square().sum() + state.sum()).backward()
-    assert a["q"].grad.dtype == out.dtype == torch.float32 and a["k"].grad.dtype == torch.bfloat16
+    expected = [{torch.bfloat16} if form == "exact" else {torch.float32, torch.bfloat16}]
+    assert dtypes.seen == expected
+    total = out.square().sum() + state.sum()
+    total.backward()
+    assert a["q"].grad.dtype == out.dtype == torch.float32
+    dtype = a["k"].grad.dtype
+    assert dtype == torch.bfloat16
     with Dtypes() as dtypes:
         assert error(out, call(a, form)[0]) < 2e-2
-    assert dtypes.seen == [{torch.float32, torch.bfloat16}]  # autocast alone decides
+    expected = [{torch.float32, torch.bfloat16}]
+    assert dtypes.seen == expected  # autocast alone decides
 
 
 def bytes_kept(run, given):
     "Bytes that autograd keeps for the backward beyond the tensors that were there before."
     kept = {}
-    mine = {t.untyped_storage().data_ptr() for t in given if t is not None}
+    before = {t.untyped_storage().data_ptr() for t in given if t is not None}
 
     def pack(t):
-        if t.untyped_storage().data_ptr() not in mine:
-            kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in before:
+            kept[storage.data_ptr()] = storage.nbytes()
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
@@ -528,13 +573,15 @@ def bytes_kept(run, given):
 def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
     sizes = (2, 2048, 64, N) if GPU else (1, 32, 2, N)
     a, *_ = arguments(form, sizes)
-    kept = {
-        c: bytes_kept(lambda: call(a, form, checkpoint=c), a.values()) / a["x"].numel()
-        for c in ("fast", "small")
-    }
+    n_elements = a["x"].numel()
+    kept = {}
+    for checkpoint_kind in ("fast", "small"):
+        run = partial(call, a, form, checkpoint=checkpoint_kind)
+        kept[checkpoint_kind] = bytes_kept(run, a.values()) / n_elements
     assert kept["small"] <= 1 < kept["fast"], kept
     with torch.no_grad():
-        assert bytes_kept(lambda: call(a, form), a.values()) == 0
+        kept = bytes_kept(lambda: call(a, form), a.values())
+        assert kept == 0
 
 
 @pytest.mark.parametrize("bounds", (slow_case(None), [0, 0, 3, 20, 21]))
@@ -546,9 +593,11 @@ def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
         kernels(a, dout, dfinal, form, bounds, checkpoint=c)
         for c in ("fast", "small" if not GPU else 128)
     )
-    assert torch.equal(fast[0], small[0]) and torch.equal(fast[1], small[1])
+    assert torch.equal(fast[0], small[0])
+    assert torch.equal(fast[1], small[1])
     if GPU:  # block sizes differ, and with them the order of a sum
-        assert_close({n: error(small[2][n], g) for n, g in fast[2].items()}, DTYPE)
+        result = {n: error(small[2][n], g) for n, g in fast[2].items()}
+        assert_close(result, DTYPE)
     else:
         assert_same(small[2], fast[2])
 
@@ -578,7 +627,8 @@ def test_gpu_small_checkpoints_agree_at_every_kind_of_shape(form, shape, path):
     a, dout, dfinal = inputs(*shape, form, dtype=DTYPE)
     fast, small = (kernels(a, dout, dfinal, form, checkpoint=c) for c in ("fast", "small"))
     assert torch.equal(fast[0], small[0])
-    assert_close({n: error(small[2][n], g) for n, g in fast[2].items()}, DTYPE)
+    result = {n: error(small[2][n], g) for n, g in fast[2].items()}
+    assert_close(result, DTYPE)
 
 
 @pytest.mark.cuda
@@ -602,7 +652,8 @@ def test_every_backend_takes_the_argument_and_names_a_wrong_one():
         ):
             longhorn_scan(*args, checkpoint=wrong)
     with pytest.raises(ValueError, match="checkpoint is 12"):
-        selective_scan(*args[:4], torch.zeros(2, 2, device=DEVICE), checkpoint=12)
+        A = torch.zeros(2, 2, device=DEVICE)
+        selective_scan(*args[:4], A, checkpoint=12)
 
 
 @pytest.mark.parametrize("reentrant", (False, True))
@@ -610,7 +661,9 @@ def test_activation_checkpointing(reentrant, path):
     a, *_ = arguments()
 
     def run(x):
-        return scan({**a, "x": x})[0].float().square().sum()
+        out = scan({**a, "x": x})[0]
+        squares = out.float().square()
+        return squares.sum()
 
     run(a["x"]).backward()
     plain = {n: a[n].grad.clone() for n in NAMES}
@@ -623,7 +676,8 @@ def test_activation_checkpointing(reentrant, path):
 
 def test_second_derivative_is_refused_in_words(path):
     a, *_ = arguments()
-    (grad,) = torch.autograd.grad(scan(a)[0].sum(), a["x"], create_graph=True)
+    total = scan(a)[0].sum()
+    (grad,) = torch.autograd.grad(total, a["x"], create_graph=True)
     with pytest.raises(
         RuntimeError, match="no second derivative; the reference scan can: longhorn_scan"
     ):
@@ -645,7 +699,9 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
     )
     cu = torch.tensor(bounds, device=DEVICE, dtype=torch.int32) if bounds else None
 
-    def run():  # nothing of autograd's graph may outlive a call: its nodes remember the stream that they were made on
+    def run():
+        # nothing of autograd's graph may outlive a call: its nodes remember the stream that they
+        # were made on
         outputs = scan(a, form, cu_seqlens=cu, checkpoint=checkpoint)
         grads = gradients(outputs, (dout, dfinal), a)
         return [t.detach() for t in outputs], grads
@@ -654,7 +710,8 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
     graph, (got, grads) = captured(run)
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
     assert_same(grads, want_grads)
 
 
@@ -683,8 +740,10 @@ def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypat
             t.fill_(float("nan"))
         graph.replay()
         want = one_by_one(a, form, dout, dfinal, bounds_of(moved, T))
-        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
-        assert_close({n: error(grads[n], g) for n, g in want[2].items()}, DTYPE)
+        assert torch.equal(got[0], want[0])
+        assert torch.equal(got[1], want[1])
+        result = {n: error(grads[n], g) for n, g in want[2].items()}
+        assert_close(result, DTYPE)
 
 
 @pytest.mark.cuda
@@ -692,7 +751,8 @@ def test_gpu_bounds_are_read_once(path):
     "A call waits for the GPU only if a tensor of bounds is new, or was changed."
     from longhorn_kit.scan.short_conv import causal_conv1d
 
-    a, dout, dfinal = arguments(sizes=(1, *SIZES[1:]), sequences=2)
+    sizes = (1, *SIZES[1:])
+    a, dout, dfinal = arguments(sizes=sizes, sequences=2)
     cu = torch.tensor([0, 50, SIZES[1]], device=DEVICE)
     weight = torch.ones(SIZES[2], 4, device=DEVICE, dtype=DTYPE)
 
@@ -720,7 +780,11 @@ def shard_and_train(**where):
     dist.init_process_group("nccl" if GPU else "gloo", **where)
     layer, u = layer_and_input()
     fully_shard(layer)
-    layer(u[:, dist.get_rank() :]).square().sum().backward()
+    rank = dist.get_rank()
+    part = u[:, rank:]
+    y = layer(part)
+    loss = y.square().sum()
+    loss.backward()
     grads = {n: p.grad.full_tensor().cpu() for n, p in layer.named_parameters()}
     dist.destroy_process_group()
     return grads
@@ -736,9 +800,13 @@ def test_sharded_parameters_train(path, processes):
             grads, _ = pool.run(shard_and_train)
     layer, u = layer_and_input()
     for rank in range(processes):
-        (layer(u[:, rank:]).square().sum() / processes).backward()
+        part = u[:, rank:]
+        y = layer(part)
+        loss = y.square().sum()
+        (loss / processes).backward()
     for name, p in layer.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad.cpu(), rtol=1e-4, atol=1e-5)
+        expected = p.grad.cpu()
+        torch.testing.assert_close(grads[name], expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
@@ -746,16 +814,32 @@ def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
     "A million steps on a GPU; in the interpreter as many as it has patience for."
     T, D, N = (2**20, 8, 4) if GPU else (130, 2, 2)
     a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, z=False)
-    want = leaves({n: t if t is None else t.cpu() for n, t in a.items()}, torch.float64)
+    on_cpu = {n: t if t is None else t.cpu() for n, t in a.items()}
+    want = leaves(on_cpu, torch.float64)
     out, final, grads = kernels(a, dout, dfinal, form) if GPU else (*call(a, form), {})
     out_, final_ = chunked_scan(
         *(want[n] for n in NAMES), form=form, initial_state=want["initial_state"], chunk=256
     )
-    found = dict(out=error(out.cpu(), out_.detach()), final=error(final.cpu(), final_.detach()))
+    out_error = error(out.cpu(), out_.detach())
+    final_error = error(final.cpu(), final_.detach())
+    errors = dict(out=out_error, final=final_error)
     if grads:
-        right = gradients((out_, final_), (dout.cpu().double(), dfinal.cpu().double()), want)
-        found |= {n: error(grads[n].cpu(), g) for n, g in right.items()}
-    assert_close(found, DTYPE)
+        gradient_out = dout.cpu().double()
+        gradient_final = dfinal.cpu().double()
+        right = gradients((out_, final_), (gradient_out, gradient_final), want)
+        errors |= {n: error(grads[n].cpu(), g) for n, g in right.items()}
+    assert_close(errors, DTYPE)
+
+
+def drawer(device, dtype):
+    "Return a function of sizes that draws a leaf, the same numbers on every device."
+    gen = torch.Generator("cpu").manual_seed(0)
+
+    def new(*s):
+        drawn = torch.randn(*s, generator=gen, device="cpu")
+        return drawn.to(device, dtype).requires_grad_()
+
+    return new
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -764,25 +848,27 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
     from longhorn_kit.scan.op import longhorn_step
     from longhorn_kit.scan.short_conv import causal_conv1d
 
-    found = []
+    results = []
     for device in ("cuda:0", "cuda:1"):
-        gen = torch.Generator().manual_seed(0)
-
-        def new(*s):
-            return torch.randn(*s, generator=gen).to(device, torch.bfloat16).requires_grad_()
-
+        new = drawer(device, torch.bfloat16)
         a = dict(
             q=new(2, 37, 16), k=new(2, 37, 16), x=new(2, 37, 40), b=new(2, 37, 40), z=new(2, 37, 40)
         )
         out = longhorn_scan(**a, form=form)
-        grads = torch.autograd.grad(out.float().square().sum(), list(a.values()))
-        y = causal_conv1d(a["x"].detach(), new(40, 4).detach(), backend="triton")
+        squares = out.float().square()
+        total = squares.sum()
+        tensors = list(a.values())
+        grads = torch.autograd.grad(total, tensors)
+        x = a["x"].detach()
+        taps = new(40, 4).detach()
+        y = causal_conv1d(x, taps, backend="triton")
         step = longhorn_step(
             *(a[n][:, 0].detach() for n in "qkxb"), torch.zeros(2, 40, 16, device=device), form=form
         )
-        found.append([t.cpu() for t in (out, *grads, y, *step)])
+        tensors = (out, *grads, y, *step)
+        results.append([t.cpu() for t in tensors])
         assert torch.cuda.current_device() == 0
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))
 
 
 @pytest.mark.slow
@@ -792,16 +878,16 @@ def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
     from longhorn_kit.scan.triton import portable_backward as triton_portable_backward
 
     torch.manual_seed(0)
-    found = []
+    results = []
     for most in (2048, 3):
         monkeypatch.setattr(triton_portable_backward, "SCRATCHES", most)
-        gen = torch.Generator("cpu").manual_seed(0)
-
-        def new(*s):
-            return torch.randn(*s, generator=gen, device="cpu").to(DEVICE).requires_grad_()
-
-        a = dict(q=new(2, 2, 40), k=new(2, 2, 40), x=new(2, 2, 70), dt=new(2, 2, 70))
+        new = drawer(DEVICE, torch.float32)
+        q = new(2, 2, 40)
+        a = dict(q=q, k=new(2, 2, 40), x=new(2, 2, 70), dt=new(2, 2, 70))
         out = selective_scan(**a, A=-torch.ones(70, 40, device=DEVICE), backend="triton")
-        found.append(torch.autograd.grad(out.square().sum(), list(a.values())))
+        total = out.square().sum()
+        tensors = list(a.values())
+        result = torch.autograd.grad(total, tensors)
+        results.append(result)
     assert not triton_portable.portable_plan("s6", 2, 2, 70, 40, direction="backward").in_registers
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *results))

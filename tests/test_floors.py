@@ -46,12 +46,15 @@ def test_bytes_are_those_of_the_tensors_of_a_call(dtype, gated):
         return sum(t.numel() * t.element_size() for t in tensors)
 
     sizes = dict(z=gated, itemsize=x.element_size(), kept=0.0)
-    assert scan_bytes(B, T, D, N, **sizes) == size([*given, out])
+    expected = size([*given, out])
+    assert scan_bytes(B, T, D, N, **sizes) == expected
     assert scan_bytes(B, T, D, N, "backward", **sizes) == size(
         [*given, out, *grads]
     )  # dout is as large as out
     states = 4 * B * D * N * T // 4  # one fp32 state every 4 steps
-    assert scan_bytes(B, T, D, N, **sizes | dict(kept=4 * N / 4)) == size([*given, out]) + states
+    result = scan_bytes(B, T, D, N, **sizes | dict(kept=4 * N / 4))
+    expected = size([*given, out]) + states
+    assert result == expected
 
 
 def test_the_diagonal_count_is_that_of_its_compiled_kernel():
@@ -100,22 +103,23 @@ def test_floors_of_the_code_add_up_over_kernels():
     )
 
 
-def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
-    plain = dict(
-        B=8,
-        T=2048,
-        D=2048,
-        N=16,
-        form="diagonal",
-        kernels="diagonal",
-        shape="S1",
-        z=True,
-        state=False,
-        checkpoint="fast",
-        dtype="bfloat16",
-        kept_bytes_per_x=4.0,
-    )
+PLAIN = dict(
+    B=8,
+    T=2048,
+    D=2048,
+    N=16,
+    form="diagonal",
+    kernels="diagonal",
+    shape="S1",
+    z=True,
+    state=False,
+    checkpoint="fast",
+    dtype="bfloat16",
+    kept_bytes_per_x=4.0,
+)
 
+
+def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
     def count(case, way, n):
         return dict(case=case, way=way, instructions_per_step=n and dict(total=n, wavefronts=1.0))
 
@@ -128,9 +132,11 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
         ]
     )
     size = 8, 2048, 2048
-    floors = row_floors(plain, "backward", RATES, compiled)
-    assert floors["issue"] == code_floors(*size, [dict(total=400)], RATES)["issue"]
-    assert floors["bytes"] == 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
+    floors = row_floors(PLAIN, "backward", RATES, compiled)
+    expected = code_floors(*size, [dict(total=400)], RATES)["issue"]
+    assert floors["issue"] == expected
+    expected = 1e3 * scan_bytes(*size, 16, "backward", kept=4.0) / RATES["bytes"]
+    assert floors["bytes"] == expected
     for other in (
         dict(kernels="portable"),
         dict(z=False),
@@ -138,8 +144,8 @@ def test_the_floors_of_a_row_have_its_states_and_the_code_of_its_kernels():
         dict(shape="S1, T=2041"),
         dict(N=64),
     ):
-        assert "issue" not in row_floors(plain | other, "backward", RATES, compiled)
-    assert "issue" not in row_floors(plain, "backward", RATES)
+        assert "issue" not in row_floors(PLAIN | other, "backward", RATES, compiled)
+    assert "issue" not in row_floors(PLAIN, "backward", RATES)
 
 
 def test_a_ragged_width_is_planned_like_the_next_whole_block():
@@ -150,4 +156,6 @@ def test_a_ragged_width_is_planned_like_the_next_whole_block():
             ragged, whole = (
                 diagonal_plan(8, 4096, width, 16, direction=direction) for width in (D - 8, D)
             )
-            assert (ragged.segmented, ragged.LS, ragged.BD) == (whole.segmented, whole.LS, whole.BD)
+            assert ragged.segmented == whole.segmented
+            assert ragged.LS == whole.LS
+            assert ragged.BD == whole.BD

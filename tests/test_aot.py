@@ -126,13 +126,9 @@ def assert_bounded(rows):
     for row in rows:
         states = int(re.search(r"N=(\d+)|$", row["case"])[1] or 16)
         amd = row["target"].startswith("gfx")
-        kind = (
-            "many channels"
-            if "diagonal many" in row["case"] or row["case"] == "fast diagonal S3"
-            else ""
-            if "diagonal" in row["case"]
-            else "another rule"
-        )
+        kind = "" if "diagonal" in row["case"] else "another rule"
+        if "diagonal many" in row["case"] or row["case"] == "fast diagonal S3":
+            kind = "many channels"
         kernel = named if (named := f"{row['kernel']}, {kind}") in BOUNDS else row["kernel"]
         usual = AMD.get(kernel, (32, 0, 1)) if amd else BOUNDS[kernel][states]
         bound = ODD.get(kernel, usual) if row["case"].endswith("D=2047") else usual
@@ -187,7 +183,8 @@ def test_portable_kernels_compile_and_keep_what_is_no_number(compiled):
     for row in rows:
         if row["target"] != "gfx942":
             keep, drop = row["nan"]
-            assert drop == 0 and (keep > 0) == (
+            assert drop == 0, row
+            assert (keep > 0) == (
                 row["kernel"] in ("_scan_fwd_kernel", "_adjoint_kernel", "_scan_bwd_kernel")
             ), row
 
@@ -203,10 +200,9 @@ def test_kernels_of_norms_and_losses_compile(compiled, targets):
         "_to_length_backward_kernel",
         "_rows_kernel",
     }
-    assert all(
-        r["spill"] == 0 and r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80)
-        for r in rows
-    )
+    for r in rows:
+        assert r["spill"] == 0
+        assert r["registers"] <= (32 if r["kernel"] == "_cross_entropy_kernel" else 80)
 
 
 @pytest.mark.release
@@ -221,9 +217,12 @@ def test_all_kernels_compile(compiled, what, target):
 @pytest.mark.release
 @pytest.mark.timeout(7200)
 def test_fast_kernels_compile_with_every_release_of_triton(without_interpreter, tmp_path):
-    without_interpreter("kernels/aot.py", "--triton", "all", "--out", tmp_path / "found.json")
-    found = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert len(found) > 4 and all(release["compiled"] > 200 for release in found)
+    path = tmp_path / "releases.json"
+    without_interpreter("kernels/aot.py", "--triton", "all", "--out", path)
+    releases = json.loads(path.read_text())["rows"]
+    assert len(releases) > 4
+    for release in releases:
+        assert release["compiled"] > 200
 
 
 @pytest.mark.slow
@@ -249,7 +248,7 @@ sys.meta_path.insert(0, Moved())
         "--only",
         "^fast exact states$",
         "--out",
-        "found.json",
+        "releases.json",
     ]
     done = subprocess.run(
         [sys.executable, *words],
@@ -258,13 +257,12 @@ sys.meta_path.insert(0, Moved())
         cwd=tmp_path,
         env=os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"),
     )
-    whole, broken = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert done.returncode == 1 and whole["compiled"] > 0 == len(whole["failed"]), done.stderr
-    assert (
-        broken["compiled"] == 0
-        and broken["failed"] == ["ImportError: moved"]
-        and "ImportError: moved" in done.stdout
-    )
+    whole, broken = json.loads((tmp_path / "releases.json").read_text())["rows"]
+    assert done.returncode == 1, done.stderr
+    assert whole["compiled"] > 0 == len(whole["failed"]), done.stderr
+    assert broken["compiled"] == 0
+    assert broken["failed"] == ["ImportError: moved"]
+    assert "ImportError: moved" in done.stdout
 
 
 @pytest.mark.slow
@@ -286,7 +284,8 @@ def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
         for name, (far, size) in row["largest"].items()
         if far >= size - 1 > 2**31
     }
-    wanted = {
+    # the reading follows these to their last element, so nothing was left out
+    expected = {
         "_exact_fwd_kernel": "x b z out ckpt",
         "_exact_bwd_kernel": "x b z g dx db dz dtok",
         "_diagonal_fwd_kernel": "x b z out ckpt carry",
@@ -297,10 +296,7 @@ def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
         "_step_kernel": "state_ptr after_ptr",
         "_clear_kernel": "ptr",
     }
-    for (
-        kernel,
-        names,
-    ) in wanted.items():  # the reading follows these to their last element, so nothing was left out
+    for kernel, names in expected.items():
         assert {(kernel, name) for name in names.split()} <= reached, kernel
 
 
@@ -314,7 +310,12 @@ import importlib.util, pathlib, sys
 sys.path.insert(0, "kernels")
 import aot
 from longhorn_kit.scan.triton.diagonal_backward import DIAGONAL_RULE
-TEXT = "from triton.experimental import gluon\\n@gluon.jit\\ndef _next(S, k, eps, x, a):\\n    return S + (k * eps) * ("
+TEXT = "\\n".join([
+    "from triton.experimental import gluon",
+    "@gluon.jit",
+    "def _next(S, k, eps, x, a):",
+    "    return S + (k * eps) * (",
+])
 def rule(folder, rest):
     path = pathlib.Path(r"{tmp_path}", folder, "rules.py")
     path.parent.mkdir()
@@ -353,12 +354,14 @@ sys.meta_path.insert(0, Moved())
 import torch
 torch.cuda.get_device_capability = lambda device: (9, 0)
 from longhorn_kit.scan.triton import op as triton_op
+FORMS = "diagonal", "exact", "s6"
 for device in range(2):
-    print(*(triton_op.fast_kernels_work(device, form, False) for form in ("diagonal", "exact", "s6")))
+    print(*(triton_op.fast_kernels_work(device, form, False) for form in FORMS))
 """,
     )
     assert out.splitlines() == [works] * 2
-    assert log.count("UserWarning") == 1 and re.search(
+    assert log.count("UserWarning") == 1
+    assert re.search(
         r"portable .* with triton \S+ they cannot be imported \(ImportError: moved\)", log
     )
 
@@ -374,7 +377,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 torch.cuda.get_device_capability = lambda device: (9, 0)
 from longhorn_kit.scan.triton import op as triton_op
 tried = []
-triton_op._disagreement = lambda device, form, wide: tried.append((form, wide)) or (form == "s6" and "they are wrong" or None)
+def disagreement(device, form, wide):
+    tried.append((form, wide))
+    return "they are wrong" if form == "s6" else None
+triton_op._disagreement = disagreement
 triton_op.KNOWN_TRITON = "0.0",
 ask = lambda *forms: [triton_op.fast_kernels_work(0, form, False) for form in forms]
 with FakeTensorMode():
@@ -383,13 +389,11 @@ for _ in range(2):
     print(ask("exact", "diagonal", "s6"), tried)
 """,
     )
-    known = "[False, True, False] [('diagonal', False), ('s6', False)]"
-    assert out.splitlines() == ["[False] []", known, known]
-    assert (
-        log.count("UserWarning") == 2
-        and "call one scan of form 'exact' before" in log
-        and "they are wrong" in log
-    )
+    cached = "[False, True, False] [('diagonal', False), ('s6', False)]"
+    assert out.splitlines() == ["[False] []", cached, cached]
+    assert log.count("UserWarning") == 2
+    assert "call one scan of form 'exact' before" in log
+    assert "they are wrong" in log
 
 
 @pytest.mark.parametrize(
@@ -420,12 +424,11 @@ def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeyp
             triton_op, "diagonal_forward", lambda *a: tuple(t * 1.1 for t in right(*a))
         )
     with gluon_on_cpu():
-        found, right = triton_op._trial(form, 20, 40, 64 if wide else 16, "cpu")
-        monkeypatch.setattr(triton_op, "_trial", lambda *a: (found, right))
+        result, right = triton_op._trial(form, 20, 40, 64 if wide else 16, "cpu")
+        monkeypatch.setattr(triton_op, "_trial", lambda *a: (result, right))
         why = triton_op._disagreement(0, form, wide)
-    assert len(found) == len(right) > 7 and (
-        f"'{form}' are wrong" in why if broken else why is None
-    )
+    assert len(result) == len(right) > 7
+    assert f"'{form}' are wrong" in why if broken else why is None
 
 
 def test_what_the_fast_kernels_do_not_take_is_said_once(without_interpreter):
@@ -436,7 +439,9 @@ import torch
 from longhorn_kit.scan.triton.op import _not_taken, _portable_instead
 new = lambda n, dtype=torch.bfloat16: torch.empty(1, 3, n, device="meta", dtype=dtype)
 half = new(16, torch.float16)
-for form, k in (("exact", half), ("s6", new(65)), ("diagonal", half), ("exact", new(65)), ("s6_time_varying", half)):
+refused = ("exact", half), ("s6", new(65))
+taken = ("diagonal", half), ("exact", new(65)), ("s6_time_varying", half)
+for form, k in (*refused, *taken):
     why = _not_taken(form, k, k)
     print(why)
     if why:
@@ -444,17 +449,13 @@ for form, k in (("exact", half), ("s6", new(65)), ("diagonal", half), ("exact", 
 """,
     )
     half, own, *taken = out.splitlines()
-    assert (
-        "torch.float16" in half
-        and "s6 ones" in own
-        and "N = 65" in own
-        and taken == ["None"] * 3
-        and log.count("UserWarning") == 2
-    )
-    assert (
-        "keys and queries in bfloat16; got k torch.float16" in log
-        and "call under torch.autocast to bfloat16" in log
-    )
+    assert "torch.float16" in half
+    assert "s6 ones" in own
+    assert "N = 65" in own
+    assert taken == ["None"] * 3
+    assert log.count("UserWarning") == 2
+    assert "keys and queries in bfloat16; got k torch.float16" in log
+    assert "call under torch.autocast to bfloat16" in log
 
 
 ALONE_AND_PACKED = """
@@ -465,8 +466,9 @@ def versions(lengths, form, dtype, D, z):
     keys = torch.bfloat16 if form == "exact" else None
     for shape in [dict(T=T) for T in lengths] + [dict(T=2480, packed=6)]:
         for launch in fast_launches(form, B=1, D=D, dtype=dtype, keys=keys, z=z, **shape):
-            pair = launch[0].__name__ == "_rows_kernel" and launch[1][2] is not None # sums of two tensors
-            yield (launch[0].__name__, launch[2].get("REVERSE") or pair), launch
+            name = launch[0].__name__
+            pair = name == "_rows_kernel" and launch[1][2] is not None # sums of two tensors
+            yield (name, launch[2].get("REVERSE") or pair), launch
 FORMS = "diagonal", "exact", *SELECTIVE
 """
 
@@ -488,9 +490,9 @@ for case in itertools.product(FORMS, ({dtypes}), ({widths}), (True, False)):
 """,
     )
     lines = said.splitlines()
-    assert len(lines) > 5 * 5 * 3 * (dtypes.count("torch") + 1) and all(
-        line.endswith("False") for line in lines
-    ), said
+    assert len(lines) > 5 * 5 * 3 * (dtypes.count("torch") + 1), said
+    for line in lines:
+        assert line.endswith("False"), said
 
 
 @pytest.mark.parametrize(
@@ -512,21 +514,25 @@ def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(
         ALONE_AND_PACKED
         + f"""
 for form in {forms}:
-    found = {{}}
+    roundings_of = {{}}
     for kernel, launch in versions((1280, 33), form, {case}):
         if {kernels!r} not in kernel[0]:
             continue
         built = build(launch, "sm_90")[0]
-        again = roundings(built, loop=True) if launch[0].__name__ == "_exact_bwd_kernel" and launch[2]["RAGGED_T"] else 0
-        found.setdefault(kernel, []).append((roundings(built), again))
-    for kernel, counts in found.items():
+        ragged = launch[0].__name__ == "_exact_bwd_kernel" and launch[2]["RAGGED_T"]
+        second_loop = roundings(built, loop=True) if ragged else 0
+        roundings_of.setdefault(kernel, []).append((roundings(built), second_loop))
+    for kernel, counts in roundings_of.items():
         rounded = all(".rn" in operation for count, _ in counts for operation in count)
         (first, _), *rest = counts
-        print(form, kernel, len(rest) > 0 and rounded and all(count == (first + again if again else first) for count, again in rest))
+        alike = all(count == (first + loop if loop else first) for count, loop in rest)
+        print(form, kernel, len(rest) > 0 and rounded and alike)
 """,
     )
     lines = said.splitlines()
-    assert len(lines) == results and all(line.endswith("True") for line in lines), said
+    assert len(lines) == results, said
+    for line in lines:
+        assert line.endswith("True"), said
 
 
 def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
@@ -535,7 +541,8 @@ def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
 
     for N in (16, 64):
         plans = [diagonal_plan(1, *TRIAL, N, None, way) for way in ("forward", "backward")]
-        assert all(p.segmented for p in plans)  # carries in both directions
+        for p in plans:
+            assert p.segmented  # carries in both directions
 
 
 def test_the_kernels_of_a_backward_are_built_beside_the_first_forward(without_interpreter):
@@ -548,14 +555,19 @@ sys.path.insert(0, "kernels")
 import aot, torch
 from longhorn_kit.scan.triton import op as triton_op
 torch.cuda.device = lambda device: contextlib.nullcontext()
-def options(launches): # aot.py's backward has the gradient of a last state
-    return [(kernel.__name__, {n: v for n, v in o.items() if n not in ("way", "HAS_DHT", "HAS_EDGE")}) for kernel, _, o in launches]
+OTHERS = "way", "HAS_DHT", "HAS_EDGE" # aot.py's backward has the gradient of a last state
+def shared(options):
+    return {n: v for n, v in options.items() if n not in OTHERS}
+def options_of(launches):
+    return [(kernel.__name__, shared(options)) for kernel, _, options in launches]
 for form in ("exact", "diagonal", "s6"):
     a = aot.inputs(form=form, state=False)
     tensors = [a[n] for n in ("q", "k", "x", "b", "bias", "skip", "z", "A", "initial_state")]
-    right = [launch for launch in aot.fast_launches(form, state=False) if launch[2]["way"] == "backward"]
-    found = options(aot.record(lambda: triton_op._build_backward(form, form, 0, None, tensors)))
-    assert found == options(right) and len(found) > 2, (found, options(right))
+    launches = aot.fast_launches(form, state=False)
+    expected = options_of([launch for launch in launches if launch[2]["way"] == "backward"])
+    build = lambda: triton_op._build_backward(form, form, 0, None, tensors)
+    result = options_of(aot.record(build))
+    assert result == expected and len(result) > 2, (result, expected)
 """,
     )
 
@@ -595,15 +607,15 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
         is None
     )  # on a GPU
     (made,) = built
-    assert (
-        all(t is None or t.is_meta for t in made)
-        and made[3].stride() == (24, 8, 2)
-        and made[2].shape == x.shape
-    )
+    for t in made:
+        assert t is None or t.is_meta
+    assert made[3].stride() == (24, 8, 2)
+    assert made[2].shape == x.shape
     (tmp_path / "hash").mkdir()
     (tmp_path / "hash" / "_exact_bwd_kernel.json").touch()  # now it was
     triton_op._BUILT.clear()
-    assert triton_op._backward_builder("exact", 0, tensors) is None and len(built) == 1
+    assert triton_op._backward_builder("exact", 0, tensors) is None
+    assert len(built) == 1
 
 
 def test_inputs_begin_where_copies_can():
@@ -614,11 +626,9 @@ def test_inputs_begin_where_copies_can():
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]
     k = torch.randn(161, dtype=torch.bfloat16)[1:].view(1, 10, 16)
     for given, ready in ((x, _aligned(x, 4)), (k, _keys(k, 16))):
-        assert (
-            given.is_contiguous()
-            and given.data_ptr() % 16
-            and ready.data_ptr() % 16 == 0
-            and torch.equal(given, ready)
-        )
+        assert given.is_contiguous()
+        assert given.data_ptr() % 16
+        assert ready.data_ptr() % 16 == 0
+        assert torch.equal(given, ready)
     whole = x.clone()
     assert _aligned(whole, 4) is whole  # and what is right is not copied

@@ -25,38 +25,12 @@ from longhorn_kit.lab.data.text import (
     embedded_documents,
     file_documents,
     hold_out_long,
-    holds_whole,
     is_held_out,
     load_documents,
-    pieces_of,
 )
 from longhorn_kit.lab.data.tokenizers import get_tokenizer
 from longhorn_kit.lab.train.lm import open_texts
-
-
-def documents(n, words=30):
-    return [f"document {i}: " + " ".join(str(i * j) for j in range(words)) + "\n" for i in range(n)]
-
-
-def json_lines(*records):
-    return "".join(json.dumps(record) + "\n" for record in records).encode()
-
-
-def write_records(path, **columns):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.table(columns), path)
-    else:
-        lines = json_lines(*(dict(zip(columns, row)) for row in zip(*columns.values())))
-        path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
-    return str(path)
-
-
-def split(result, **options):
-    "Return the (part, text) pairs into which a preparation divides documents."
-    result = list(result)
-    whole = holds_whole(result, **options)
-    return [piece for name, text in result for piece in pieces_of(name, text, whole, **options)]
-
+from texts import documents, fake_datasets, json_lines, split, write_records
 
 # ---- sources
 
@@ -74,22 +48,27 @@ def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
     text = SEPARATOR.join(["one\ntwo β", "three", "four\n"])
     for name in ("b.txt", "a.txt"):
         written = text.replace("\n", "\r\n") if name == "a.txt" else text
-        (tmp_path / (name + suffix)).write_bytes(compress(written.encode()))
+        content = compress(written.encode())
+        (tmp_path / (name + suffix)).write_bytes(content)
     result = list(load_documents(str(tmp_path / "*.txt*")))
-    assert [text for _, text in result] == ["one\ntwo β", "three", "four\n"] * 2
+    texts = [text for _, text in result]
+    assert texts == ["one\ntwo β", "three", "four\n"] * 2
     assert result[0][0].startswith(
         "a.txt"
     )  # sorted, so the order does not depend on the file system
     shouted = tmp_path / f"C.TXT{suffix.upper()}"
-    shouted.write_bytes(compress(text.encode()))
-    assert [text for _, text in load_documents(str(shouted))] == ["one\ntwo β", "three", "four\n"]
+    content = compress(text.encode())
+    shouted.write_bytes(content)
+    texts = [text for _, text in load_documents(str(shouted))]
+    assert texts == ["one\ntwo β", "three", "four\n"]
 
 
 def test_zst_archives_of_the_longest_window_and_frames_without_text_are_read(tmp_path):
     long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)  # zstd --long=31
     pieces = zstandard.ZstdCompressor(compression_params=long).compressobj()
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"  # as pzstd writes
-    text = os.urandom(50_000).hex().encode()
+    random = os.urandom(50_000)
+    text = random.hex().encode()
     (tmp_path / "a.txt.zst").write_bytes(
         skippable
         + pieces.compress(text)
@@ -97,7 +76,11 @@ def test_zst_archives_of_the_longest_window_and_frames_without_text_are_read(tmp
         + zstandard.compress(b"")
         + zstandard.compress(b" end")
     )
-    assert next(load_documents(str(tmp_path / "a.txt.zst")).__iter__())[1] == text.decode() + " end"
+    archive = str(tmp_path / "a.txt.zst")
+    documents = load_documents(archive)
+    result = next(documents.__iter__())[1]
+    expected = text.decode() + " end"
+    assert result == expected
 
 
 @pytest.mark.parametrize(
@@ -113,13 +96,14 @@ def test_a_document_that_is_too_long_for_the_memory_is_refused(
     tmp_path, monkeypatch, name, content
 ):
     monkeypatch.setattr(data, "largest_document", lambda: 10**5)
-    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(
-        name[-3:] if name.endswith("gz") else name[-4:], bytes
-    )
+    compressions = {".gz": gzip.compress, ".zst": zstandard.compress}
+    ending = name[-3:] if name.endswith("gz") else name[-4:]
+    compress = compressions.get(ending, bytes)
     (tmp_path / name).write_bytes(compress(content))
     with pytest.raises(
         ValueError,
-        match=f"a (line|document) of .*{name} is longer than .* GB, an eighth of the memory; separate its documents by",
+        match=f"a (line|document) of .*{name} is longer than .* GB, an eighth of the memory; "
+        "separate its documents by",
     ):
         list(load_documents(str(tmp_path / name)))
 
@@ -149,10 +133,13 @@ def test_a_folder_that_exists_is_no_pattern(tmp_path, folder):
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
-        (tmp_path / name / "train-[1].jsonl").write_text('{"text": "%s"}' % text)
+        (tmp_path / name / "train-[1].jsonl").write_text(json.dumps({"text": text}))
     for files in ("*.txt", "a.txt", "train-[[]1].jsonl", "train-[1].jsonl"):
-        assert [text for _, text in load_documents(f"{tmp_path / folder}/{files}")] == ["this one"]
-    assert len(list(load_documents(f"{tmp_path}/t*/a.txt"))) >= 2
+        pattern = f"{tmp_path / folder}/{files}"
+        result = [text for _, text in load_documents(pattern)]
+        assert result == ["this one"]
+    documents = list(load_documents(f"{tmp_path}/t*/a.txt"))
+    assert len(documents) >= 2
     with pytest.raises(ValueError, match="`datasets` takes .* for a pattern; rename the folder"):
         load_documents(f"hf:{tmp_path / folder}")
 
@@ -160,9 +147,13 @@ def test_a_folder_that_exists_is_no_pattern(tmp_path, folder):
 def test_what_a_pattern_leaves_out_or_finds_twice_is_named_once(tmp_path, capsys):
     for name in ("a.txt", "b.txt", "more/c.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(f"the text of {name}\n" * 200)
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress((tmp_path / "b.txt").read_bytes()))
-    prepare(str(tmp_path / "*"), cache=tmp_path.parent / f"{tmp_path.name}-cache")
+        text = f"the text of {name}\n" * 200
+        (tmp_path / name).write_text(text)
+    content = (tmp_path / "b.txt").read_bytes()
+    compressed = gzip.compress(content)
+    (tmp_path / "b.txt.gz").write_bytes(compressed)
+    cache = tmp_path.parent / f"{tmp_path.name}-cache"
+    prepare(str(tmp_path / "*"), cache=cache)
     lines = capsys.readouterr().err.splitlines()
     assert [
         line
@@ -171,7 +162,9 @@ def test_what_a_pattern_leaves_out_or_finds_twice_is_named_once(tmp_path, capsys
     ] == lines[:1]
     assert "b.txt.gz is read, and so is b.txt, maybe the same text" in lines[1]
     assert len(lines) == 2
-    assert len(list(load_documents(str(tmp_path / "**" / "*.txt")))) == 3
+    documents = list(load_documents(str(tmp_path / "**" / "*.txt")))
+    result = len(documents)
+    assert result == 3
     assert capsys.readouterr().err == ""
 
 
@@ -180,12 +173,16 @@ def test_a_local_dataset_may_have_any_other_name(tmp_path, monkeypatch):
     folder = tmp_path / "rows@v1#x:y"
     folder.mkdir()
     write_records(folder / "train-[1].jsonl", text=["one", "two"])
-    assert [text for _, text in load_documents(f"hf:{folder}")] == ["one", "two"]
+    texts = [text for _, text in load_documents(f"hf:{folder}")]
+    assert texts == ["one", "two"]
 
 
 def test_words_of_the_data_are_escaped_in_messages(tmp_path, capsys):
     (tmp_path / "a\x1b[31m.jsonl").write_text('{"\\u001b]0;title\\u0007": "x"}\n')
-    assert cli.main(["prepare", str(tmp_path / "*.jsonl"), "--cache", str(tmp_path / "cache")]) == 1
+    pattern = str(tmp_path / "*.jsonl")
+    cache = str(tmp_path / "cache")
+    result = cli.main(["prepare", pattern, "--cache", cache])
+    assert result == 1
     (tmp_path / "b\x1b[31m.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
     list(load_documents(str(tmp_path / "b*.jsonl")))
     message = capsys.readouterr().err
@@ -207,7 +204,8 @@ def with_a_damaged_page():
     pq.write_table(
         pa.table({"text": documents(500)}), file, compression="none", use_dictionary=False
     )
-    return file.getvalue()[:200] + b"\xff" * 500 + file.getvalue()[700:]
+    content = file.getvalue()
+    return content[:200] + b"\xff" * 500 + content[700:]
 
 
 ZIPPED = "cannot be decompressed"
@@ -318,19 +316,20 @@ def test_bad_files_are_refused_in_one_line_that_names_file_and_place(tmp_path, n
         write_records(tmp_path / name, **content)
     else:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name},? {says}") as caught:
+    message = f"{name},? {says}"
+    with pytest.raises(ValueError, match=message) as caught:
         prepare(str(tmp_path / name), cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
-    assert not list((tmp_path / "cache").glob("*"))
+    leftover = list((tmp_path / "cache").glob("*"))
+    assert not leftover
 
 
 def test_the_column_may_be_named(tmp_path):
     rows = [{"text": f"one {i}", "body": f"two {i}"} for i in range(200)]
     for name in ("a.jsonl", "a.parquet"):
-        source = write_records(
-            tmp_path / name,
-            **{column: [row[column] for row in rows] for column in ("text", "body")},
-        )
+        texts = [row["text"] for row in rows]
+        bodies = [row["body"] for row in rows]
+        source = write_records(tmp_path / name, text=texts, body=bodies)
         for column in ("text", "body"):
             assert [text for _, text in load_documents(source, column)] == [
                 row[column] for row in rows
@@ -347,7 +346,8 @@ def test_records_without_text_are_skipped_and_counted(tmp_path, capsys, monkeypa
     fake_datasets(monkeypatch, lambda *args, **options: iter([{"content": text} for text in texts]))
     files = [write_records(tmp_path / name, content=texts) for name in ("a.jsonl", "a.parquet")]
     for source in (*files, "hf:owner/code"):
-        assert [text for _, text in load_documents(source)] == ["one", "two"]
+        result = [text for _, text in load_documents(source)]
+        assert result == ["one", "two"]
         assert (
             capsys.readouterr().err.strip().endswith("4 of 6 records have no text and were skipped")
         )
@@ -361,17 +361,15 @@ def test_a_parquet_file_of_one_row_group_is_read_in_bounded_memory(tmp_path):
         "use_dictionary": False,
         "write_batch_size": 16,
     }  # small pages in one row group
-    pq.write_table(pa.table({"text": texts, "other": texts}), tmp_path / "a.parquet", **pages)
-    assert pq.ParquetFile(tmp_path / "a.parquet").metadata.num_row_groups == 1
+    table = pa.table({"text": texts, "other": texts})
+    pq.write_table(table, tmp_path / "a.parquet", **pages)
+    metadata = pq.ParquetFile(tmp_path / "a.parquet").metadata
+    assert metadata.num_row_groups == 1
     before = pa.total_allocated_bytes()
     most = 0
     for _ in load_documents(str(tmp_path / "a.parquet")):
         most = max(most, pa.total_allocated_bytes() - before)
     assert 0 < most < 10_000_000
-
-
-def fake_datasets(monkeypatch, load):
-    monkeypatch.setattr("datasets.load_dataset", load)
 
 
 def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
@@ -383,7 +381,8 @@ def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
         return ({"text": text} for text in documents(5) + [" "])
 
     fake_datasets(monkeypatch, load)
-    assert [text for _, text in load_documents("hf:owner/books:small")] == documents(5)
+    result = [text for _, text in load_documents("hf:owner/books:small")]
+    assert result == documents(5)
     for name in ("a/b", "a/b:c#test", "a/b@v1", "a/b#validation@v1"):
         list(load_documents(f"hf:{name}"))
     assert requested == [
@@ -416,14 +415,17 @@ def test_a_position_resumes_after_the_last_document(tmp_path, monkeypatch, sourc
     (tmp_path / "rows").mkdir()
     texts = documents(60)
     for i in range(3):
-        part = texts[20 * i : 20 * i + 20]
-        (tmp_path / f"a-{i}.txt").write_text(SEPARATOR.join(part))
+        start = 20 * i
+        part = texts[start : 20 * i + 20]
+        text = SEPARATOR.join(part)
+        (tmp_path / f"a-{i}.txt").write_text(text)
         for folder in (".", "rows"):
             write_records(tmp_path / folder / f"a-{i}.jsonl", text=part)
     for read in (0, 7, 20, 41, 60):
         stream = load_documents(source)
         first = [text for _, (_, text) in zip(range(read), stream)]
-        repeated = load_documents(source, position=json.loads(json.dumps(stream.position())))
+        position = json.loads(json.dumps(stream.position()))
+        repeated = load_documents(source, position=position)
         assert first + [text for _, text in repeated] == texts
 
 
@@ -457,15 +459,18 @@ def test_copies_of_a_document_are_in_the_same_part(n, different, salt):
     for part, text in split(enumerate(texts), fraction=0.3):
         parts[part][text] += 1
     if len({is_held_out(text, 0.3) for text in texts}) == 2:
-        assert not set(parts["train"]) & set(parts["val"])
-        assert parts["train"] + parts["val"] == Counter(texts)
+        shared = set(parts["train"]) & set(parts["val"])
+        assert not shared
+        result = parts["train"] + parts["val"]
+        assert result == Counter(texts)
     else:  # whole documents would leave one part empty, so the end of every document is held out
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
 
 def test_a_small_share_of_many_documents_is_whole_documents():
     texts = [f"entry {i}" + "\na line of text" * 20 for i in range(6000)]
-    assert not any(is_held_out(text, 0.0005) for text in texts[:1000])
+    for text in texts[:1000]:
+        assert not is_held_out(text, 0.0005)
     held = [text for text in texts if is_held_out(text, 0.0005)]
     parts = split(enumerate(texts), fraction=0.0005)
     assert held
@@ -476,35 +481,46 @@ def test_a_small_share_of_many_documents_is_whole_documents():
 def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     texts = ["line\n" * 100, "other line\n" * 50]
     pieces = split(enumerate(texts), fraction=0.1)
-    assert "".join(text for _, text in pieces) == "".join(texts)
-    assert [part for part, _ in pieces] == ["train", "val"] * 2
-    assert all(text.endswith("\n") for _, text in pieces)
+    result = "".join(text for _, text in pieces)
+    assert result == "".join(texts)
+    order = [part for part, _ in pieces]
+    assert order == ["train", "val"] * 2
+    for _, text in pieces:
+        assert text.endswith("\n")
     assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == [
         "train",
         "val",
     ]  # a line is a text too
-    assert 0.05 < sum(len(t) for p, t in pieces if p == "val") / sum(map(len, texts)) < 0.15
+    held_out = sum(len(t) for p, t in pieces if p == "val")
+    total = sum(map(len, texts))
+    assert 0.05 < held_out / total < 0.15
 
 
 # ---- long documents
 
 
-def two_domains(folder, long={"docs": 6, "prose": 6}):
+def two_domains(folder, long=None):
     "Two domains: long documents, a blank one, Windows newlines, a last one without end mark."
     folder.mkdir()
+    long = long or {"docs": 6, "prose": 6}
     for name, suffix, compress in (("docs", "", bytes), ("prose", ".xz", lzma.compress)):
-        texts = [
-            f"{name} β {i}\n" * (40 if i % 3 == 0 and i < 3 * long[name] else 1) for i in range(21)
-        ] + ["  "]
+        texts = []
+        for i in range(21):
+            is_long = i % 3 == 0 and i < 3 * long[name]
+            texts.append(f"{name} β {i}\n" * (40 if is_long else 1))
+        texts.append("  ")
         text = SEPARATOR.join(texts) + "\n<|endoftext|>\r\nthe\r\nend\n"
-        (folder / f"{name}.train.txt{suffix}").write_bytes(compress(text.encode()))
-        (folder / f"{name}.val.txt{suffix}").write_bytes(compress(f"{name} held out\n".encode()))
+        content = compress(text.encode())
+        (folder / f"{name}.train.txt{suffix}").write_bytes(content)
+        content = compress(f"{name} held out\n".encode())
+        (folder / f"{name}.val.txt{suffix}").write_bytes(content)
     return folder
 
 
 def read_bytes(folder, name, part):
     (path,) = folder.glob(f"{name}.{part}.txt*")
-    return lzma.open(path).read() if path.suffix == ".xz" else path.read_bytes()
+    is_packed = path.suffix == ".xz"
+    return lzma.open(path).read() if is_packed else path.read_bytes()
 
 
 def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp_path):
@@ -512,7 +528,8 @@ def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp
     out = tmp_path / "apart"
     (source / "vocab.bpe").write_text("a b")
     taken = hold_out_long(source, out, count=8, least=400)
-    assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 4, "prose": 4}
+    counts = {name: documents for name, (documents, _) in taken.items()}
+    assert counts == {"docs": 4, "prose": 4}
     for name, (_, size) in taken.items():
         before, after, moved = (
             read_bytes(*document)
@@ -543,7 +560,8 @@ def test_a_domain_with_few_long_documents_gives_all_and_the_others_give_more(tmp
         count=6,
         least=400,
     )
-    assert {name: documents for name, (documents, _) in taken.items()} == {"docs": 1, "prose": 5}
+    counts = {name: documents for name, (documents, _) in taken.items()}
+    assert counts == {"docs": 1, "prose": 5}
 
 
 def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
@@ -564,10 +582,12 @@ def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
         hold_out_long(source, source, count=2, least=400)
     with pytest.raises(FileNotFoundError, match="none has no file NAME.train.txt"):
         hold_out_long(tmp_path / "none", out)
-    (source / "prose.train.txt.xz").write_bytes((source / "prose.train.txt.xz").read_bytes()[:90])
+    content = (source / "prose.train.txt.xz").read_bytes()
+    (source / "prose.train.txt.xz").write_bytes(content[:90])
     with pytest.raises(ValueError, match="prose.train.txt.xz cannot be decompressed"):
         hold_out_long(source, out, count=2, least=400)
-    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+    names = [path.name for path in tmp_path.iterdir()]
+    assert names == ["text"]
     (source / "prose.long.txt").write_text("")
     with pytest.raises(ValueError, match="already holds out long documents"):
         hold_out_long(source, out, count=2, least=400)
@@ -583,24 +603,29 @@ def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatc
     assert before.long == {}
     assert "long" not in before.summary()
     for name in ("docs", "prose"):
-        texts = [text.encode() for _, text in file_documents(out / f"{name}.long.txt.xz")]
-        assert [bytes(document.tolist()) for document in after.long[name]] == texts
+        documents = file_documents(out / f"{name}.long.txt.xz")
+        texts = [text.encode() for _, text in documents]
+        result = [bytes(document.tolist()) for document in after.long[name]]
+        assert result == texts
         assert len(texts) == 2
         metadata = after.summary()["long"][name]
         assert metadata["documents"] == 2
-        assert metadata["bytes"] == sum(map(len, texts)) + 2
+        expected = sum(map(len, texts)) + 2
+        assert metadata["bytes"] == expected
         assert len(metadata["sha256"]) == 16
     held = before.summary()["domains"]
     own = after.summary()
     assert own["domains"] == held
-    assert own["corpus"] != before.summary()["corpus"]
-    assert own["train_tokens"] == before.summary()["train_tokens"] - sum(
-        one["bytes"] for one in own["long"].values()
-    )
+    corpus = before.summary()["corpus"]
+    assert own["corpus"] != corpus
+    held_out = sum(one["bytes"] for one in own["long"].values())
+    expected = before.summary()["train_tokens"] - held_out
+    assert own["train_tokens"] == expected
     hashes = {one["sha256"] for one in own["long"].values()}
     assert len(hashes) == 2  # a change of text or order is another one
     after.long["docs"].reverse()
-    assert after.summary()["long"]["docs"]["sha256"] not in hashes
+    sha25 = after.summary()["long"]["docs"]["sha256"]
+    assert sha25 not in hashes
 
 
 # ---- tokenizers
@@ -613,29 +638,16 @@ def test_bytes_round_trip(text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.fixture(scope="module")
-def gpt2_folder(tmp_path_factory):
-    "Write GPT-2's two files with four merges; unprintable bytes are numbered from 256."
-    folder = tmp_path_factory.mktemp("bpe")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [b for b in range(256) if b not in printable]
-    letter = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-    merges = [("t", "h"), ("th", "e"), (letter[32], "the"), ("i", "n")]
-    (folder / "vocab.bpe").write_text(
-        "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges), encoding="utf-8"
-    )
-    names = [letter[b] for b in printable + others] + [a + b for a, b in merges]
-    ids = {name: i for i, name in enumerate(names)} | {"<|endoftext|>": 50256}
-    (folder / "encoder.json").write_text(json.dumps(ids))
-    return folder
-
-
 def test_gpt2_from_a_folder(gpt2_folder):
     tokenizer = get_tokenizer(f"gpt2:{gpt2_folder}")
-    assert tokenizer.encode("the in the").tolist() == [257, 220, 259, 258]
-    assert tokenizer.encode(" <|endoftext|>").max() < 50256  # in the text it is not the end mark
+    tokens = tokenizer.encode("the in the").tolist()
+    assert tokens == [257, 220, 259, 258]
+    tokens = tokenizer.encode(" <|endoftext|>")
+    assert tokens.max() < 50256  # in the text it is not the end mark
     text = "the in the α\n" * 3
-    assert tokenizer.sizes[tokenizer.encode(text)].sum() == len(text.encode())
+    result = tokenizer.sizes[tokenizer.encode(text)].sum()
+    expected = len(text.encode())
+    assert result == expected
     assert tokenizer.sizes[50256] == 1
 
 
@@ -645,7 +657,8 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
     with pytest.raises(FileNotFoundError, match="vocab.bpe is missing"):
         get_tokenizer(f"gpt2:{tmp_path}")
     for name in ("vocab.bpe", "encoder.json"):
-        (tmp_path / name).write_bytes((gpt2_folder / name).read_bytes())
+        content = (gpt2_folder / name).read_bytes()
+        (tmp_path / name).write_bytes(content)
     for damage in ('{"a": 0}', "[]", "{"):
         (tmp_path / "encoder.json").write_text(damage)
         with pytest.raises(
@@ -653,11 +666,13 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
             match="vocab.bpe and encoder.json beside it do not fit together .*; copy both again",
         ):
             get_tokenizer(f"gpt2:{tmp_path}")
-    (tmp_path / "encoder.json").write_bytes((gpt2_folder / "encoder.json").read_bytes())
-    assert (
-        get_tokenizer(f"gpt2:{tmp_path}").encode("the").tolist()
-        == get_tokenizer(f"gpt2:{gpt2_folder}").encode("the").tolist()
-    )
+    content = (gpt2_folder / "encoder.json").read_bytes()
+    (tmp_path / "encoder.json").write_bytes(content)
+    tokenizer = get_tokenizer(f"gpt2:{tmp_path}")
+    result = tokenizer.encode("the").tolist()
+    original = get_tokenizer(f"gpt2:{gpt2_folder}")
+    expected = original.encode("the").tolist()
+    assert result == expected
     import tiktoken
 
     def offline(name):
@@ -693,7 +708,9 @@ def test_every_window_once_per_epoch(context, batch, extra, seed, world):
             drawn += [int(row[0]) for row in inputs]
     for epoch in (drawn[:n], drawn[n : 2 * n]):
         starts = sorted(epoch)  # adjacent windows use no input twice
-        assert starts == list(range(starts[0], starts[0] + n * context, context))
+        end = starts[0] + n * context
+        expected = list(range(starts[0], end, context))
+        assert starts == expected
         assert starts[-1] + context < len(tokens)
 
 
@@ -705,9 +722,12 @@ def test_position_is_restored_exactly(steps, seed):
     other = Sampler(tokens, 7, 3, seed)
     for _ in range(steps):
         sampler.next_batch()
-    other.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    state = json.loads(json.dumps(sampler.state_dict()))
+    other.load_state_dict(state)
     for _ in range(8):
-        assert torch.equal(sampler.next_batch()[0], other.next_batch()[0])
+        result = sampler.next_batch()[0]
+        expected = other.next_batch()[0]
+        assert torch.equal(result, expected)
 
 
 def test_the_order_depends_on_the_seed_and_on_no_other_randomness():
@@ -722,7 +742,8 @@ def test_the_order_depends_on_the_seed_and_on_no_other_randomness():
 
 
 def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
-    state = Sampler(np.arange(100), 8, 2).state_dict()
+    sampler = Sampler(np.arange(100), 8, 2)
+    state = sampler.state_dict()
     for other in (
         Sampler(np.arange(101), 8, 2),
         Sampler(np.arange(100), 9, 2),
@@ -736,7 +757,8 @@ def test_a_sampler_refuses_a_short_text_and_a_saved_position_of_other_data():
     )  # another batch size continues in the same order
     with pytest.raises(ValueError, match="the text has 8 tokens; a context of 8 needs at least 9"):
         Sampler(np.arange(8), 8, 1)
-    assert Sampler(np.arange(9), 8, 1).windows == 1
+    sampler = Sampler(np.arange(9), 8, 1)
+    assert sampler.windows == 1
 
 
 # ---- folders of texts
@@ -746,7 +768,8 @@ def test_a_folder_stands_for_its_texts_and_counts_the_other_files(tmp_path, caps
     (tmp_path / "sub").mkdir()
     (tmp_path / ".git").mkdir()
     (tmp_path / "b.txt").write_text("second\n")
-    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"first\n"))
+    content = gzip.compress(b"first\n")
+    (tmp_path / "a.txt.gz").write_bytes(content)
     (tmp_path / "sub" / "c.md").write_text("third\n")
     write_records(tmp_path / "sub" / "d.jsonl", text=["fourth\n"])
     for name in ("cover.png", "back.PNG", "notes", ".git/config", ".hidden.txt"):
@@ -768,7 +791,8 @@ def test_a_folder_without_a_text_is_refused_with_what_it_holds(tmp_path):
     (tmp_path / "cover.png").write_bytes(b"\0")
     with pytest.raises(
         FileNotFoundError,
-        match=r"is a folder without texts; expected files that end in .txt, .*; it has 1 file \('.png'\)",
+        match=r"is a folder without texts; expected files that end in .txt, .*; "
+        r"it has 1 file \('.png'\)",
     ):
         list(load_documents(str(tmp_path)))
 
@@ -777,20 +801,24 @@ def test_texts_named_as_held_out_are_never_trained_on(tmp_path):
     (tmp_path / "a.train.txt").write_text("train this " * 9)
     (tmp_path / "a.val.txt").write_text("hold this out " * 9)
     corpus = prepare(str(tmp_path), cache=tmp_path / "cache")
-    decoded = [corpus.tokenizer.decode(part) for part in (corpus.train, corpus.val)]
+    parts = (corpus.train, corpus.val)
+    decoded = [corpus.tokenizer.decode(part) for part in parts]
     assert "train this" in decoded[0]
     assert "out" not in decoded[0]
     assert "hold this out" in decoded[1]
 
 
 def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(tmp_path, capsys):
-    inside, outside = tmp_path / "inside", tmp_path / "outside"
-    inside.mkdir(), outside.mkdir()
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
     (outside / "far.ndjson").write_text('{"text": "far"}\n')
     (inside / "a.txt").write_text("near")
     (inside / "link").symlink_to(outside)
     (inside / "circle").symlink_to(inside)
-    assert [text for _, text in load_documents(str(inside))] == ["near", "far"]
+    texts = [text for _, text in load_documents(str(inside))]
+    assert texts == ["near", "far"]
     assert capsys.readouterr().err == ""
     (inside / "a.txt.gz").write_bytes(gzip.compress(b"near"))
     (inside / "a.txt.xz").write_bytes(lzma.compress(b"near"))

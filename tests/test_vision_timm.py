@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.utils import prune
+from torch.testing import assert_close
 
 from longhorn_kit.models import vision, vision_timm
 from longhorn_kit.models.vision import SCANS, VisionLonghorn, timm
@@ -49,8 +51,11 @@ timm.create_model("longhorn_vim_nano_patch2_8")
 
 
 def test_one_import_registers_every_model():
-    assert set(timm.list_models("*_vim_*", include_tags=False)) >= set(ALL)
-    assert len(timm.list_models("longhorn*")) == 2 * len(vision_timm.SIZES)
+    names = timm.list_models("*_vim_*", include_tags=False)
+    assert set(names) >= set(ALL)
+    result = len(timm.list_models("longhorn*"))
+    expected = 2 * len(vision_timm.SIZES)
+    assert result == expected
 
 
 @pytest.mark.slow
@@ -98,7 +103,8 @@ def test_layers_that_are_reset_one_by_one_get_the_constructors_weights():
         drawn = model.blocks.get_parameter(name)
         assert drawn.isfinite().all(), name
         std = p.std(unbiased=False).item()
-        assert drawn.std(unbiased=False).item() == pytest.approx(std, rel=0.2), name
+        std_drawn = drawn.std(unbiased=False).item()
+        assert std_drawn == pytest.approx(std, rel=0.2), name
         size = p.abs().mean().item()
         assert drawn.mean().item() == pytest.approx(p.mean().item(), abs=0.2 * size), name
 
@@ -108,12 +114,16 @@ def test_a_changed_model_draws_all_its_weights_again():
     model.set_input_size((12, 12))
     model.reset_classifier(3, "avg")
     model.prune_intermediate_layers([1], prune_head=False)
-    before = model.blocks[0].mixer.out_proj.weight.std().item()
+    weight = model.blocks[0].mixer.out_proj.weight
+    before = weight.std().item()
     for parameter in model.parameters():
         parameter.data.fill_(math.nan)
     model.init_weights()
-    assert all(p.isfinite().all() for p in model.parameters())
-    assert model.blocks[0].mixer.out_proj.weight.std().item() == pytest.approx(before, rel=0.05)
+    for p in model.parameters():
+        assert p.isfinite().all()
+    weight = model.blocks[0].mixer.out_proj.weight
+    result = weight.std().item()
+    assert result == pytest.approx(before, rel=0.05)
 
 
 def test_device_and_dtype_are_arguments_as_in_pytorch():
@@ -121,16 +131,20 @@ def test_device_and_dtype_are_arguments_as_in_pytorch():
     half = build(NANO[2], dtype=torch.bfloat16).state_dict()
     on_meta = build(NANO[2], device="meta").state_dict()
     for name, value in half.items():
-        assert torch.equal(value, plain[name].to(value.dtype)), name
+        expected = plain[name].to(value.dtype)
+        assert torch.equal(value, expected), name
         assert on_meta[name].is_meta, name
-        assert (value.dtype is torch.float32) == name.endswith(("A_log", "D_skip")), name
+        result = value.dtype is torch.float32
+        expected = name.endswith(("A_log", "D_skip"))
+        assert result == expected, name
 
 
 def test_a_pruned_convolution_computes_its_weight_anew():
     model = build(NANO[0]).eval()
     layers = []
     for block in model.blocks:
-        layers += [block.mixer.ahead.conv1d, block.mixer.back.conv1d]
+        mixer = block.mixer
+        layers += [mixer.ahead.conv1d, mixer.back.conv1d]
     with torch.no_grad():
         for layer in layers:
             prune.l1_unstructured(layer, "weight", 0.5)
@@ -138,7 +152,7 @@ def test_a_pruned_convolution_computes_its_weight_anew():
         called = model(images(model))
         for layer in layers:
             prune.remove(layer, "weight")
-        torch.testing.assert_close(called, model(images(model)))
+        assert_close(called, model(images(model)))
 
 
 def test_rates_in_float64_are_not_rounded():
@@ -149,7 +163,7 @@ def test_rates_in_float64_are_not_rounded():
     D_skip = torch.ones(4, dtype=torch.float64)
     y = vision.vision_scan(q, k, x, b, None, D_skip, A_log, "mamba")
     expected = selective_scan(q, k, x, b, -A_log.exp(), None, D_skip)
-    torch.testing.assert_close(y, expected, rtol=1e-13, atol=1e-13)
+    assert_close(y, expected, rtol=1e-13, atol=1e-13)
 
 
 # timm's own model tests, on the small models
@@ -164,12 +178,15 @@ def test_forward_and_checkpointing_and_backward_to_every_parameter(name, options
     assert not y.isnan().any()
     for chans in (1, 3, 5):
         other = build(name, in_chans=chans, **options)
-        assert other(torch.randn(1, chans, 8, 8)).shape == (1, 10)
+        image = torch.randn(1, chans, 8, 8)
+        assert other(image).shape == (1, 10)
     model.set_grad_checkpointing()
     assert torch.allclose(y, model(x), rtol=1e-4, atol=1e-5)
     model.set_grad_checkpointing(False)
-    model.train()(x).mean().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None] == []
+    loss = model.train()(x).mean()
+    loss.backward()
+    result = [n for n, p in model.named_parameters() if p.grad is None]
+    assert result == []
 
 
 @pytest.mark.parametrize("name", NANO)
@@ -195,7 +212,8 @@ def test_default_cfg_and_classifier(name):
     assert torch.equal(model(x), features)
     model.reset_classifier(7, "avg")
     assert model(x).shape == (1, 7)
-    assert build(name, num_classes=0)(x).shape == (1, model.num_features)
+    shape = build(name, num_classes=0)(x).shape
+    assert shape == (1, model.num_features)
 
 
 @pytest.mark.parametrize("name, options", [KINDS[0], *(slow_case(*kind) for kind in KINDS[1:])])
@@ -207,9 +225,13 @@ def test_scripted_traced_and_exported_models_agree(name, options):
     x = images(model)
     with torch.no_grad():
         y = model(x)
-        assert torch.allclose(torch.jit.script(model)(x), y, atol=1e-5)
-        assert torch.allclose(torch.jit.trace(model, x)(x), y, atol=1e-5)
-        assert torch.allclose(torch.export.export(model, (x,)).module()(x), y, atol=1e-5)
+        scripted = torch.jit.script(model)
+        assert torch.allclose(scripted(x), y, atol=1e-5)
+        traced = torch.jit.trace(model, x)
+        assert torch.allclose(traced(x), y, atol=1e-5)
+        program = torch.export.export(model, (x,))
+        result = program.module()(x)
+        assert torch.allclose(result, y, atol=1e-5)
         options = dict(
             leaf_modules=list(get_notrace_modules()),
             param_shapes_constant=True,
@@ -217,7 +239,8 @@ def test_scripted_traced_and_exported_models_agree(name, options):
         )
         _, nodes = get_graph_node_names(model, tracer_kwargs=options)
         traced = create_feature_extractor(model, return_nodes=[nodes[-1]], tracer_kwargs=options)
-        assert torch.equal(traced(x)[nodes[-1]], y)
+        result = traced(x)[nodes[-1]]
+        assert torch.equal(result, y)
 
 
 @pytest.mark.parametrize("name", NANO)
@@ -225,7 +248,8 @@ def test_features_of_every_block(name):
     model = build(name).eval()
     x = images(model, 1)
     final, kept = model.forward_intermediates(x)
-    info = timm.models.FeatureInfo(model.feature_info, len(model.feature_info))
+    count = len(model.feature_info)
+    info = timm.models.FeatureInfo(model.feature_info, count)
     assert len(kept) == len(info.channels()) == 3  # timm's tests want at least as many
     for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
         side = math.ceil(8 / reduction)
@@ -233,9 +257,11 @@ def test_features_of_every_block(name):
         assert not feature.isnan().any()
     assert torch.allclose(final, model.forward_features(x))
     normed = model.forward_intermediates(x, 1, norm=True, output_fmt="NLC", intermediates_only=True)
-    assert torch.allclose(normed[0], final[:, 1:])
+    expected = final[:, 1:]
+    assert torch.allclose(normed[0], expected)
     model.set_grad_checkpointing()
-    assert torch.allclose(model.forward_intermediates(x)[0], final, rtol=1e-4, atol=1e-5)
+    result = model.forward_intermediates(x)[0]
+    assert torch.allclose(result, final, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", ("export", "trace", "script"))
@@ -243,25 +269,33 @@ def test_features_of_every_block(name):
 def test_exported_traced_and_scripted_models_have_the_gradients_of_eager_mode(name, options, how):
     model = build(name, **options)
     x = images(model).requires_grad_()
-    (model(x) ** 2).sum().backward()
-    expected = {name: p.grad for name, p in model.named_parameters()} | {"x": x.grad}
+    loss = (model(x) ** 2).sum()
+    loss.backward()
+    of_parameters = {name: p.grad for name, p in model.named_parameters()}
+    expected = of_parameters | {"x": x.grad}
     model.zero_grad(set_to_none=True)
     x.grad = None
     if how == "export":
-        other = torch.export.export(model, (x.detach(),)).module()
+        program = torch.export.export(model, (x.detach(),))
+        other = program.module()
     elif how == "trace":
-        other = torch.jit.trace(model, x.detach())
+        example = x.detach()
+        other = torch.jit.trace(model, example)
     else:
         other = torch.jit.script(model)
-    (other(x) ** 2).sum().backward()
-    gradients = {name: p.grad for name, p in other.named_parameters()} | {"x": x.grad}
+    loss = (other(x) ** 2).sum()
+    loss.backward()
+    of_parameters = {name: p.grad for name, p in other.named_parameters()}
+    gradients = of_parameters | {"x": x.grad}
     for name, gradient in expected.items():
-        atol = 1e-5 * gradient.abs().max().item()
-        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=atol)
+        largest = gradient.abs().max().item()
+        atol = 1e-5 * largest
+        assert_close(gradients[name], gradient, rtol=1e-4, atol=atol)
     if how == "trace":
         message = "a scripted or traced vision model has no second derivative"
         with pytest.raises(RuntimeError, match=message):
-            torch.autograd.grad((other(x) ** 2).sum(), x, create_graph=True)
+            loss = (other(x) ** 2).sum()
+            torch.autograd.grad(loss, x, create_graph=True)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +315,9 @@ def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(options):
     scores = model(torch.zeros(0, 1, 8, 8))
     assert scores.shape == (0, 10)
     scores.sum().backward()
-    assert [n for n, p in model.named_parameters() if p.grad is None or p.grad.any()] == []
+    named = model.named_parameters()
+    result = [n for n, p in named if p.grad is None or p.grad.any()]
+    assert result == []
 
 
 def test_intermediates_in_every_form():
@@ -290,26 +326,36 @@ def test_intermediates_in_every_form():
     pairs = model.forward_intermediates(
         x, [0, 2], return_prefix_tokens=True, intermediates_only=True
     )
-    assert [(a.shape, b.shape) for a, b in pairs] == [((2, 64, 4, 4), (2, 1, 64))] * 2
+    result = [(a.shape, b.shape) for a, b in pairs]
+    expected = [((2, 64, 4, 4), (2, 1, 64))] * 2
+    assert result == expected
     early = model.forward_intermediates(x, [0], stop_early=True, intermediates_only=True)
     assert torch.equal(early[0], pairs[0][0])
     parts = model.forward_intermediates(x, [0], output_dict=True, return_prefix_tokens=True)
     assert set(parts) == {"image_intermediates", "image_intermediates_prefix", "image_features"}
-    assert torch.equal(parts["image_intermediates_prefix"][0], pairs[0][1])
+    prefix = parts["image_intermediates_prefix"][0]
+    assert torch.equal(prefix, pairs[0][1])
     with pytest.raises(ValueError, match="output_fmt is 'NHWC'; expected NCHW or NLC"):
         model.forward_intermediates(x, output_fmt="NHWC")
 
 
 def test_features_only_and_pruning():
-    assert timm.create_model(NANO[0], features_only=True).feature_info.channels() == [64, 64, 64]
-    features = timm.create_model(NANO[0], features_only=True, out_indices=(0, 2)).eval()
+    features = timm.create_model(NANO[0], features_only=True)
+    result = features.feature_info.channels()
+    assert result == [64, 64, 64]
+    model = timm.create_model(NANO[0], features_only=True, out_indices=(0, 2))
+    features = model.eval()
     outputs = features(torch.randn(1, 1, 8, 8))
-    assert [o.shape[1] for o in outputs] == features.feature_info.channels() == [64, 64]
+    channels = features.feature_info.channels()
+    assert channels == [64, 64]
+    assert [o.shape[1] for o in outputs] == channels
     assert features.feature_info.reduction() == [2, 2]
     model = build(NANO[0])
-    assert model.prune_intermediate_layers(indices=[1]) == [1]
+    kept = model.prune_intermediate_layers(indices=[1])
+    assert kept == [1]
     assert len(model.blocks) == 2
-    assert model(torch.randn(1, 1, 8, 8)).shape == (1, 17, 64)
+    features = model(torch.randn(1, 1, 8, 8))
+    assert features.shape == (1, 17, 64)
 
 
 # what timm's training tools read
@@ -324,10 +370,12 @@ def test_parameter_groups():
     model = build("mamba_vim_nano_patch2_8")
     kept = model.no_weight_decay()
     assert {"cls_token", "pos_embed", "blocks.0.mixer.back.A_log"} <= kept
-    assert {name.split(".")[-1] for name in kept} == {"cls_token", "pos_embed", "A_log", "D_skip"}
+    names = {name.split(".")[-1] for name in kept}
+    assert names == {"cls_token", "pos_embed", "A_log", "D_skip"}
     frozen, decayed = param_groups_weight_decay(model, 0.05, model.no_weight_decay())
     assert frozen["weight_decay"] == 0
-    assert all(p.ndim > 1 for p in decayed["params"])
+    for p in decayed["params"]:
+        assert p.ndim > 1
     layers = group_parameters(model, model.group_matcher(), reverse=True)
     assert layers["cls_token"] == layers["patch_embed.proj.weight"] == 0
     assert layers["blocks.0.norm.weight"] == 1
@@ -338,11 +386,15 @@ def test_parameter_groups():
 
 def test_drop_path_and_dropout_are_off_in_evaluation():
     model = build(NANO[0], drop_path_rate=0.5, drop_rate=0.5, pos_drop_rate=0.5)
-    assert isinstance(model.blocks[0].drop_path, torch.nn.Identity)
-    assert [block.drop_path.drop_prob for block in model.blocks[1:]] == [0.25, 0.5]
+    first = model.blocks[0].drop_path
+    assert isinstance(first, torch.nn.Identity)
+    blocks = model.blocks[1:]
+    result = [block.drop_path.drop_prob for block in blocks]
+    assert result == [0.25, 0.5]
     x = images(model)
     assert not torch.equal(model(x), model(x))
-    assert torch.equal(model.eval()(x), model(x))
+    result = model.eval()(x)
+    assert torch.equal(result, model(x))
 
 
 # reversal and the middle
@@ -350,31 +402,40 @@ def test_drop_path_and_dropout_are_off_in_evaluation():
 
 def blocks_by_hand(model, x):
     "The model with explicit loops over time in float64, both directions."
-    tokens = vision.put_middle(model._pos_embed(model.patch_embed(x)))
+    embedded = model._pos_embed(model.patch_embed(x))
+    tokens = vision.put_middle(embedded)
     for block in model.blocks:
         mixer = block.mixer
-        u, z = mixer.in_proj(block.norm(tokens)).chunk(2, -1)
+        projected = mixer.in_proj(block.norm(tokens))
+        u, z = projected.chunk(2, -1)
         total = 0
-        for part, turn in ((mixer.ahead, False), (mixer.back, True)):
+        directions = ((mixer.ahead, False), (mixer.back, True))
+        for part, turn in directions:
             v = u.flip(1) if turn else u
-            padded = torch.nn.functional.pad(v, (0, 0, 3, 0))
+            padded = F.pad(v, (0, 0, 3, 0))
             taps = part.conv1d.weight[:, 0]  # (D,4)
             windows = [padded[:, t : t + 4] for t in range(v.shape[1])]
             convolved = torch.stack([(window * taps.T).sum(1) for window in windows], 1)
-            x_ = torch.nn.functional.silu(convolved + part.conv1d.bias)
+            x_ = F.silu(convolved + part.conv1d.bias)
             dt_low_rank, k, q = part.x_proj(x_).split(part.sizes, -1)
             if part.key_scale is not None:
-                k = part.key_scale * k / torch.sqrt((k * k).sum(-1, keepdim=True))
+                length = torch.sqrt((k * k).sum(-1, keepdim=True))
+                k = part.key_scale * k / length
             b = dt_low_rank @ part.b_proj.weight.T
             y, _ = reference_scan(q, k, x_, b, part.b_proj.bias, part.D_skip)
             total = total + (y.flip(1) if turn else y)
-        tokens = tokens + mixer.out_proj(total / 2 * torch.nn.functional.silu(z))
-    return model.head(model.norm(tokens)[:, (tokens.shape[1] - 1) // 2])
+        gate = F.silu(z)
+        gated = total / 2 * gate
+        tokens = tokens + mixer.out_proj(gated)
+    normed = model.norm(tokens)
+    middle = (tokens.shape[1] - 1) // 2
+    return model.head(normed[:, middle])
 
 
 @pytest.mark.parametrize("key_norm", (False, True))
 def test_model_equals_the_written_out_equations(key_norm):
-    model = build(NANO[0], key_norm=key_norm).double().eval()
+    model = build(NANO[0], key_norm=key_norm)
+    model = model.double().eval()
     for name, parameter in model.named_parameters():  # the two directions do not share a length
         if name.endswith("key_scale"):
             parameter.data += torch.randn_like(parameter)
@@ -388,14 +449,16 @@ def test_turned_image_and_exchanged_directions():
     model = VisionLonghorn(8, 2, 1, 10, **options).eval()
     torch.nn.init.zeros_(model.pos_embed)
     weight = model.patch_embed.proj.weight
-    weight.data = (weight + weight.flip(-1, -2)) / 2  # a patch and the turned patch look the same
+    turned = weight.flip(-1, -2)
+    weight.data = (weight + turned) / 2  # a patch and the turned patch look the same
     x = torch.randn(1, 1, 8, 8)
     y = model(x)
     for block in model.blocks:
         ahead = block.mixer.ahead
         block.mixer.ahead = block.mixer.back
         block.mixer.back = ahead
-    assert torch.allclose(model(x.flip(-1, -2)), y, atol=1e-6)
+    result = model(x.flip(-1, -2))
+    assert torch.allclose(result, y, atol=1e-6)
     assert not torch.allclose(model(x), y, atol=1e-6)
 
 
@@ -407,7 +470,8 @@ def test_trained_at_224_evaluated_at_384():
     checkpoint = {"model": model.state_dict()}
     larger = build("longhorn_vim_tiny_patch16_224", depth=1, img_size=384).eval()
     larger.load_state_dict(vision_timm.checkpoint_filter_fn(checkpoint, larger))
-    assert larger.pos_embed.shape == (1, 1 + 24 * 24, 192)
+    expected = (1, 1 + 24 * 24, 192)
+    assert larger.pos_embed.shape == expected
     dynamic = build("longhorn_vim_tiny_patch16_224", depth=1, dynamic_img_size=True).eval()
     dynamic.load_state_dict(model.state_dict())
     moved = build("longhorn_vim_tiny_patch16_224", depth=1).eval()
@@ -421,7 +485,9 @@ def test_trained_at_224_evaluated_at_384():
         small = torch.randn(1, 3, 224, 224)
         assert torch.equal(dynamic(small), model(small))
     # the class token keeps its position
-    assert torch.equal(larger.pos_embed[:, 0], model.pos_embed[:, 0])
+    result = larger.pos_embed[:, 0]
+    expected = model.pos_embed[:, 0]
+    assert torch.equal(result, expected)
 
 
 def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
@@ -434,18 +500,26 @@ def test_weights_of_a_grid_that_is_not_square_are_resized_by_the_model_alone():
         vision_timm.checkpoint_filter_fn(state, other)
     same.load_state_dict(vision_timm.checkpoint_filter_fn(state, same))
     same.set_input_size((12, 8))
-    grid = model.pos_embed[:, 1:].unflatten(1, (2, 6)).permute(0, 3, 1, 2)
-    resized = torch.nn.functional.interpolate(grid, (6, 4), mode="bicubic", antialias=True)
-    assert torch.allclose(same.pos_embed[:, 1:].mT, resized.flatten(2), atol=1e-6)
+    cells = model.pos_embed[:, 1:].unflatten(1, (2, 6))
+    grid = cells.permute(0, 3, 1, 2)
+    resized = F.interpolate(grid, (6, 4), mode="bicubic", antialias=True)
+    result = same.pos_embed[:, 1:].mT
+    assert torch.allclose(result, resized.flatten(2), atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(8, 8), (12, 6), (2, 2), (2, 10)])
 def test_any_size_and_padding(shape):
     model = build(NANO[1], dynamic_img_size=True, dynamic_img_pad=True).eval()
-    assert model(torch.randn(2, 1, *shape)).shape == (2, 10)
-    assert model(torch.randn(2, 1, shape[0] - 1, shape[1])).shape == (2, 10)
-    final, (feature,) = model.forward_intermediates(torch.randn(2, 1, *shape), 1)
-    assert feature.shape == (2, 64, shape[0] // 2, shape[1] // 2)
+    scores = model(torch.randn(2, 1, *shape))
+    assert scores.shape == (2, 10)
+    x = torch.randn(2, 1, shape[0] - 1, shape[1])
+    scores = model(x)
+    result = scores.shape
+    assert result == (2, 10)
+    x = torch.randn(2, 1, *shape)
+    final, (feature,) = model.forward_intermediates(x, 1)
+    expected = (2, 64, shape[0] // 2, shape[1] // 2)
+    assert feature.shape == expected
 
 
 def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_path):
@@ -454,7 +528,8 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
     model = build(NANO[0]).eval()
     x = images(model)
     filters = model.patch_embed.proj.weight.detach()
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    state = model.state_dict()
+    torch.save(state, tmp_path / "weights.pt")
     overlay = dict(file=str(tmp_path / "weights.pt"))
     pretrained = dict(pretrained=True, pretrained_cfg_overlay=overlay)
     loaded = timm.create_model(NANO[0], **pretrained).eval()
@@ -463,10 +538,13 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
     assert torch.equal(loaded(x), model(x))
     coarse_filters = coarse.patch_embed.proj.weight
     assert coarse_filters.shape[-1] == 4
-    assert coarse(images(coarse)).isfinite().all()
+    scores = coarse(images(coarse))
+    assert scores.isfinite().all()
     assert torch.allclose(coarse_filters, resample_patch_embed(filters, [4, 4]), atol=1e-6)
     assert other(x).shape == (2, 3)
-    assert torch.equal(other.blocks[0].mixer.in_proj.weight, model.blocks[0].mixer.in_proj.weight)
+    weight = other.blocks[0].mixer.in_proj.weight
+    expected_weight = model.blocks[0].mixer.in_proj.weight
+    assert torch.equal(weight, expected_weight)
 
 
 @pytest.mark.parametrize(
@@ -477,7 +555,8 @@ def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
     "As the message says; with another number of classes the model gets a new head."
     small = dict(depth=1, embed_dim=16, img_size=32, num_classes=classes, **options)
     trained = build(name, **small).eval()
-    torch.save(trained.state_dict(), tmp_path / "weights.pt")
+    state = trained.state_dict()
+    torch.save(state, tmp_path / "weights.pt")
     with pytest.raises(ValueError) as error:
         timm.create_model(name, pretrained=True)
     assert "pretrained_cfg_overlay=dict(file=PATH, num_classes=N)" in str(error.value)
@@ -494,7 +573,9 @@ def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
         assert loaded.pretrained_cfg["num_classes"] == classes
     other = load(file, **small | dict(num_classes=3))
     assert other(x).shape == (2, 3)
-    assert torch.equal(other.forward_features(x), trained.forward_features(x))
+    result = other.forward_features(x)
+    expected = trained.forward_features(x)
+    assert torch.equal(result, expected)
 
 
 # timm's contract of models that change
@@ -504,7 +585,8 @@ def test_resizing_freezes_and_unfreezes_nothing():
     for learns in (False, True):
         model = build(NANO[0]).requires_grad_(learns)
         model.set_input_size((16, 12))
-        assert {p.requires_grad for p in model.parameters()} == {learns}
+        result = {p.requires_grad for p in model.parameters()}
+        assert result == {learns}
         assert model.pos_embed.shape == (1, 1 + 48, 64)
 
 
@@ -513,7 +595,8 @@ def test_a_new_classifier_has_the_mode_of_the_model(training):
     model = build(NANO[0]).train(training)
     for classes in (3, 0):
         model.reset_classifier(classes, "avg")
-        assert {module.training for module in model.modules()} == {training}
+        result = {module.training for module in model.modules()}
+        assert result == {training}
 
 
 CHANGES = {
@@ -552,8 +635,9 @@ def test_a_changed_model_is_saved_and_loaded(change, tmp_path):
     do(model)
     save_for_hf(model, tmp_path)
     loaded = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    x = torch.randn(2, model.in_chans, *model.patch_embed.img_size)
-    assert loaded.patch_embed.img_size == model.patch_embed.img_size
+    size = model.patch_embed.img_size
+    x = torch.randn(2, model.in_chans, *size)
+    assert loaded.patch_embed.img_size == size
     assert loaded.global_pool == model.global_pool
     assert torch.equal(loaded(x), model(x))
 
@@ -594,7 +678,8 @@ def test_every_adapter_of_peft_learns(name):
     model = build(name)
     config = peft.LoraConfig(target_modules="all-linear", r=2, init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
-    adapted(images(model)).square().sum().backward()
+    scores = adapted(images(model))
+    scores.square().sum().backward()
     for name, p in adapted.named_parameters():
         if p.requires_grad:
             assert p.grad is not None, name
@@ -606,11 +691,15 @@ def test_every_adapter_of_peft_learns(name):
 def test_gpu_agrees_with_cpu(name, options):
     model = build(name, **options).eval()
     x = images(model)
-    model(x).sum().backward()
+    loss = model(x).sum()
+    loss.backward()
     expected = model(x).detach()
     in_proj = model.blocks[0].mixer.in_proj
     gradient = in_proj.weight.grad.clone()
     model.zero_grad()
-    model.cuda()(x.cuda()).sum().backward()
-    assert torch.allclose(model(x.cuda()).cpu(), expected, atol=1e-3)
-    assert torch.allclose(in_proj.weight.grad.cpu(), gradient, rtol=1e-2, atol=1e-3)
+    scores = model.cuda()(x.cuda())
+    scores.sum().backward()
+    result = model(x.cuda()).cpu()
+    assert torch.allclose(result, expected, atol=1e-3)
+    result = in_proj.weight.grad.cpu()
+    assert torch.allclose(result, gradient, rtol=1e-2, atol=1e-3)

@@ -11,7 +11,8 @@ CASES = {
 
 def test_a_sample_has_one_case_of_every_test():
     sample = one_case_per_test(CASES, "1")
-    assert sorted(name.partition("[")[0] for name in sample) == sorted(CASES)
+    result = sorted(name.partition("[")[0] for name in sample)
+    assert result == sorted(CASES)
 
 
 def test_the_seed_alone_decides():

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.testing import assert_close
 
 from longhorn_kit.models.mixer import build_mixer
 from longhorn_kit.scan.op import FORMS, longhorn_step, selective_step
@@ -32,13 +33,17 @@ def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, see
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
-        return torch.randn(*s, generator=gen).to(DEVICE)
+        drawn = torch.randn(*s, generator=gen)
+        return drawn.to(DEVICE)
 
     a = dict(q=new(B, T, N).to(dtype))
-    a["k"] = (new(B, T, N) / 2).to(dtype)
+    k = new(B, T, N) / 2
+    a["k"] = k.to(dtype)
     a["x"] = new(B, T, D).to(dtype)
-    a["b"] = new(B, T, 1 if scalar else D).to(dtype)
-    rates = dict(s6=(D, N), s6_time_varying=(B, T, N)).get(rule)
+    b = new(B, T, 1 if scalar else D)
+    a["b"] = b.to(dtype)
+    shapes = dict(s6=(D, N), s6_time_varying=(B, T, N))
+    rates = shapes.get(rule)
     a["A"] = None if rates is None else -(new(*rates).abs() + 0.1)
     a["bias"] = new(D)
     a["skip"] = new(D)
@@ -48,7 +53,8 @@ def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, see
 
 def at(a, t):
     "The arguments of one step."
-    now = a | {n: a[n][:, t] for n in "qkxbz"}
+    of_step = {n: a[n][:, t] for n in "qkxbz"}
+    now = a | of_step
     if a["A"] is not None and a["A"].dim() == 3:
         now["A"] = a["A"][:, t : t + 1]
     return now
@@ -77,7 +83,8 @@ def assert_steps(B, D, N, rule, T=3, **made):
         assert t % 2 == 1 or torch.equal(state, kept)
         state = after
         outs.append(out)
-    errors = error(torch.stack(outs, 1), want), error(state, last)
+    result = torch.stack(outs, 1)
+    errors = error(result, want), error(state, last)
     assert out.dtype == a["x"].dtype
     assert state.dtype == torch.float32
     assert max(errors) < TOLERANCE[out.dtype], errors
@@ -105,12 +112,15 @@ def test_optional_arguments_left_out_and_strided_rows():
     now = {n: None if n in ("bias", "skip", "z") else t for n, t in at(a, 0).items()}
     want, last = reference(a | dict(bias=None, skip=None, z=None), state, "diagonal")
     wide = dict(now)
-    wide["x"] = torch.stack([now["x"]] * 2, -1)[..., 0]
-    wide["k"] = torch.cat([now["k"]] * 2, -1)[:, :4]
+    twice = torch.stack([now["x"]] * 2, -1)
+    wide["x"] = twice[..., 0]
+    twice = torch.cat([now["k"]] * 2, -1)
+    wide["k"] = twice[:, :4]
     strided_state = state.mT.contiguous().mT
     for given in (now, wide):
         out, after = triton_step("diagonal", **given, state=strided_state)
-        assert error(out, want[:, 0]) < 1e-6
+        expected = want[:, 0]
+        assert error(out, expected) < 1e-6
         assert error(after, last) < 1e-6
 
 
@@ -118,7 +128,8 @@ def a_pool(*size, dtype, gaps):
     "Seven states, each contiguous, next to one another or one layer of two."
     generator = torch.Generator().manual_seed(1)
     layers = torch.randn(7, 2 if gaps else 1, *size, generator=generator)
-    return layers.to(DEVICE, dtype)[:, -1]
+    converted = layers.to(DEVICE, dtype)
+    return converted[:, -1]
 
 
 def both_steps(backend, rule, now, weight, bias, states, pasts, rows, **options):
@@ -150,13 +161,15 @@ def assert_pool_steps(
     The kernels treat every row alike and give the same bits. PyTorch takes groups of numbers as
     wide as the processor's vectors and the last ones of a tensor one by one, and rounds sigmoid,
     silu and softplus in two ways."""
-    slots = torch.tensor(slots, device=DEVICE, dtype=torch.int32 if gaps else torch.int64)
+    dtype_of_slots = torch.int32 if gaps else torch.int64
+    slots = torch.tensor(slots, device=DEVICE, dtype=dtype_of_slots)
     a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
     now = at(a, 0)
     weight, c = torch.randn(2, D, 4, device=DEVICE)
     pool = a_pool(D, N, dtype=state, gaps=gaps)
     past = a_pool(D, 3, dtype=state, gaps=gaps)
-    real = [i for i, slot in enumerate(slots.tolist()) if 0 <= slot < 7]
+    numbers = slots.tolist()
+    real = [i for i, slot in enumerate(numbers) if 0 <= slot < 7]
     padding = [i for i in range(len(slots)) if i not in real]
     used = slots[real].long()
     unused = [slot for slot in range(7) if slot not in slots.tolist()]
@@ -201,7 +214,8 @@ def assert_near(result, expected, tolerance):
     if tolerance is None:
         assert torch.equal(result, expected)
     else:
-        assert error(result, expected) < tolerance + bound(result.dtype, 1)
+        limit = tolerance + bound(result.dtype, 1)
+        assert error(result, expected) < limit
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -235,17 +249,19 @@ def assert_conv_steps(
     x = torch.randn(B, T, D, device=DEVICE).to(dtype)
     weight = torch.randn(D, W, device=DEVICE)
     c = torch.randn(D, device=DEVICE) if bias else None
-    state = (torch.randn if first else torch.zeros)(B, D, W - 1, device=DEVICE, dtype=dtype)
+    draw = torch.randn if first else torch.zeros
+    state = draw(B, D, W - 1, device=DEVICE, dtype=dtype)
     states = dict(initial_state=state.clone(), output_final_state=True)
     scan_backend = "torch" if first else "auto"
     whole, last = causal_conv1d(x, weight, c, activation=activation, backend=scan_backend, **states)
     step = partial(causal_conv1d_step, activation=activation, backend=backend)
     for t in range(T):
         given = state.clone()
-        y, after = step(x[:, t], state, weight, c, inplace=inplace(t))
+        token = x[:, t]
+        y, after = step(token, state, weight, c, inplace=inplace(t))
         assert (after is state) == inplace(t)
         assert inplace(t) or torch.equal(state, given)
-        torch.testing.assert_close(y, whole[:, t])
+        assert_close(y, whole[:, t])
         state = after
     assert torch.equal(state, last)
 
@@ -268,13 +284,16 @@ def test_steps_learn_where_gradients_are_wanted():
     now = at(a, 0)
     args = [now[n].requires_grad_() for n in "qkxb"]
     out, after = longhorn_step(*args, state, now["bias"], now["skip"], now["z"])
-    grads = torch.autograd.grad(out.sum() + after.sum(), args)
-    assert all(g is not None for g in grads)
+    total = out.sum() + after.sum()
+    grads = torch.autograd.grad(total, args)
+    for g in grads:
+        assert g is not None
     x = torch.randn(1, 3, device=DEVICE)
     past = torch.randn(1, 3, 3, device=DEVICE)
     weight = torch.randn(3, 4, device=DEVICE, requires_grad=True)
     y, _ = causal_conv1d_step(x, past, weight)
-    assert torch.autograd.grad(y.sum(), weight)[0].any()
+    gradient = torch.autograd.grad(y.sum(), weight)[0]
+    assert gradient.any()
     refusal = r"has no gradients; call it under torch.no_grad\(\)"
     for options in (dict(inplace=True), dict(backend="triton")):
         with pytest.raises(ValueError, match=refusal):
@@ -293,7 +312,8 @@ def test_operations_are_well_formed():
     for op in (step_module._step, step_module._step_):
         torch.library.opcheck(op, args, test_utils=checks)
     slots = torch.tensor([-1], device=DEVICE)
-    torch.library.opcheck(step_module._step_, (*args, slots), test_utils=checks)
+    arguments = (*args, slots)
+    torch.library.opcheck(step_module._step_, arguments, test_utils=checks)
     past = torch.randn(1, 3, 3, device=DEVICE)
     weight = torch.randn(3, 4, device=DEVICE)
     conv = (n["x"], past, weight, None, True)
@@ -346,11 +366,13 @@ def test_a_layer_steps_in_place(name, options):
     h = torch.randn(2, 12, 16, device=DEVICE)
     with torch.no_grad():
         whole = layer(h)
-        _, cache = layer.prefill(h[:, :7])
+        start = h[:, :7]
+        _, cache = layer.prefill(start)
         held = [t.data_ptr() for t in cache]
         for t in range(7, 12):
-            y, same = layer.step(h[:, t], cache, inplace=True)
-            torch.testing.assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
+            token = h[:, t]
+            y, same = layer.step(token, cache, inplace=True)
+            assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
         assert same is cache
         assert held == [t.data_ptr() for t in cache]
 
@@ -374,17 +396,43 @@ def test_a_layer_serves_from_a_pool(name, options, state_dtype):
         for t, slots in enumerate(plan):
             rows = [*slots, 0]  # the last row is padding
             x = torch.stack([h[i, t] for i in rows])
-            indices = torch.tensor([*slots.values(), -1], device=DEVICE)
+            with_gap = [*slots.values(), -1]
+            indices = torch.tensor(with_gap, device=DEVICE)
             y, same = layer.step(x, pool, inplace=True, state_indices=indices)
             assert same is pool
             for y_t, i in zip(y, slots):
-                want, alone[i] = layer.step(h[i : i + 1, t], alone[i])
-                torch.testing.assert_close(y_t[None], want, atol=tolerance, rtol=1e-5)
+                token = h[i : i + 1, t]
+                want, alone[i] = layer.step(token, alone[i])
+                assert_close(y_t[None], want, atol=tolerance, rtol=1e-5)
     for i, slot in plan[-1].items():
         for t, kept in zip(pool, alone[i]):
-            torch.testing.assert_close(t[slot], kept[0], atol=1e-6, rtol=tolerance)
+            assert_close(t[slot], kept[0], atol=1e-6, rtol=tolerance)
     assert not pool.S[1].any()
     assert not pool.conv[1].any()
+
+
+def wrong_slots(slots, pool):
+    "Yield (arguments of a step, message)."
+    unfit = "its elements share memory"
+    no_integers = (
+        (([0, 1],), "state_indices is list; expected an int32 or int64 tensor"),
+        ((slots.float(),), "state_indices is torch.float32; expected an int32 or int64 tensor"),
+    )
+    one_slot = r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t"
+    four_rows = r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t"
+    shapes = (
+        ((slots[:1],), one_slot),
+        ((slots, True, pool[0]), r"state has shape \(5, 3\); expected \(slots, D, N\)"),
+        ((slots, True, pool[:, :4]), four_rows),
+    )
+    shared = (
+        ((slots, False), "state_indices needs inplace=True: the states of a pool"),
+        ((slots, True, pool[:1].expand(7, -1, -1)), unfit + " and cannot be updated in place"),
+        ((slots, True, pool.as_strided((7, 5, 3), (14, 3, 1))), unfit),
+        ((slots, True, pool[:, :1].expand(-1, 5, -1)), unfit),
+        ((slots, True, pool[..., :1].expand(-1, -1, 3)), unfit),
+    )
+    yield from (*no_integers, *shapes, *shared)
 
 
 def test_wrong_slots_are_one_sentence():
@@ -400,29 +448,11 @@ def test_wrong_slots_are_one_sentence():
         weight = torch.zeros(5, 4, device=DEVICE)
         return causal_conv1d_step(now[2], state, weight, inplace=inplace, state_indices=slots)
 
-    unfit = "its elements share memory"
-    mistakes = (
-        (([0, 1],), "state_indices is list; expected an int32 or int64 tensor"),
-        ((slots.float(),), "state_indices is torch.float32; expected an int32 or int64 tensor"),
-        (
-            (slots[:1],),
-            r"state_indices has shape \(1,\) on \S+; expected \(2,\) on \S+ to match x_t",
-        ),
-        ((slots, False), "state_indices needs inplace=True: the states of a pool"),
-        ((slots, True, pool[:1].expand(7, -1, -1)), unfit + " and cannot be updated in place"),
-        ((slots, True, pool.as_strided((7, 5, 3), (14, 3, 1))), unfit),
-        ((slots, True, pool[:, :1].expand(-1, 5, -1)), unfit),
-        ((slots, True, pool[..., :1].expand(-1, -1, 3)), unfit),
-        ((slots, True, pool[0]), r"state has shape \(5, 3\); expected \(slots, D, N\)"),
-        (
-            (slots, True, pool[:, :4]),
-            r"state has shape \(7, 4, 3\); expected \(7, 5, 3\) to match x_t|q_t",
-        ),
-    )
     strided = torch.zeros(5, 7, 3, device=DEVICE).transpose(0, 1)
-    part = torch.zeros(7, 9, 5, 3, device=DEVICE)[:, 0]
+    layers = torch.zeros(7, 9, 5, 3, device=DEVICE)
+    part = layers[:, 0]
     for step in (scan, conv):
-        for arguments, message in mistakes:
+        for arguments, message in wrong_slots(slots, pool):
             with pytest.raises(ValueError, match=message):
                 step(*arguments)
         for state in (strided, part):  # their elements share no memory
@@ -446,7 +476,8 @@ for options in variants[:1] if len(sys.argv) == 2 else variants:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("sm_90",), ("sm_80,sm_90,sm_100,gfx942", "all")])
 def test_kernels_compile_for_hopper_and_other_targets(arguments):
-    root = pathlib.Path(__file__).resolve().parents[1]
+    path = pathlib.Path(__file__).resolve()
+    root = path.parents[1]
     env = {n: v for n, v in os.environ.items() if n != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", COMPILE, *arguments],
@@ -456,7 +487,8 @@ def test_kernels_compile_for_hopper_and_other_targets(arguments):
         cwd=root,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    lines = done.stdout.splitlines()
+    rows = [json.loads(line) for line in lines]
     assert {r["kernel"] for r in rows} == {
         "_conv_fwd_kernel",
         "_conv_bwd_kernel",
@@ -524,16 +556,20 @@ def test_gpu_layer_in_a_cuda_graph(name, options):
     h = torch.randn(3, 12, 64, device=DEVICE)
     with torch.no_grad():
         whole = layer(h)
-        _, cache = layer.prefill(h[:, :4])
+        start = h[:, :4]
+        _, cache = layer.prefill(start)
         kept = [t.clone() for t in cache]
-        token = h[:, 4].clone()
-        graph, (y, _) = captured(lambda: layer.step(token, cache, inplace=True))
+        fifth = h[:, 4]
+        token = fifth.clone()
+        result = captured(lambda: layer.step(token, cache, inplace=True))
+        graph, (y, _) = result
         for t, k in zip(cache, kept):
             t.copy_(k)
         for t in range(4, 12):
-            token.copy_(h[:, t])
+            following = h[:, t]
+            token.copy_(following)
             graph.replay()
-            torch.testing.assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
+            assert_close(y, whole[:, t], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.cuda
@@ -548,12 +584,16 @@ def test_gpu_offsets_beyond_two_to_the_31():
     out, _ = triton_step("diagonal", **at(a, 0), state=state, inplace=True)
     few = dict(a)  # the last row, and its last channels
     for n in "qkxbz":
-        few[n] = a[n][-1:]
+        last = a[n][-1:]
+        few[n] = last
     for n in ("x", "b", "z", "bias", "skip"):
         few[n] = few[n][..., -8:]
-    small, after = triton_step("diagonal", **at(few, 0), state=torch.ones(1, 8, N, device=DEVICE))
-    torch.testing.assert_close(out[-1:, -8:], small)
-    torch.testing.assert_close(state[-1:, -8:], after)
+    ones = torch.ones(1, 8, N, device=DEVICE)
+    small, after = triton_step("diagonal", **at(few, 0), state=ones)
+    result = out[-1:, -8:]
+    assert_close(result, small)
+    result = state[-1:, -8:]
+    assert_close(result, after)
 
 
 def test_states_that_share_memory_are_not_updated_in_place():

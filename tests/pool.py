@@ -104,3 +104,16 @@ class Pool:
         for process in self.processes:
             process.kill()
             process.join()
+
+
+@contextlib.contextmanager
+def one_process():
+    "A process group of this process, for sharded models."
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()

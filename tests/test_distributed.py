@@ -11,11 +11,9 @@ from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
-from layouts import Alone, Pool
 from longhorn_kit.lab.data.text import Sampler
 from longhorn_kit.lab.distributed import leave, make_accelerator, only_run_in, see_folder, together
 from longhorn_kit.lab.train import checkpoint
@@ -26,9 +24,10 @@ from longhorn_kit.lab.train.loop import train
 from longhorn_kit.lab.train.recipe import evaluate
 from longhorn_kit.lab.use import UsageError
 from longhorn_kit.records import read_json, read_jsonl
+from pool import Alone, Pool
 from rounding import bound
 from sweep import slow_case
-from test_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
+from tiny_training import CONFIG, TOKENS, VAL, Masked, Tiny, alone, language_model, run, same_curves
 
 SHORT = dataclasses.replace(CONFIG, steps=20)
 LAYOUTS = {
@@ -188,9 +187,9 @@ def trained(pools, tmp_path_factory):
         count, sharding = LAYOUTS[layout]
         messages = pools(count).run(KINDS[kind], out, sharding, at)
         assert messages == [at and "MemoryError: stopped"] * count, messages
-        assert [path.name for path in checkpoints(out)][:1] == [
-            f"step-000000{'08' if at else '16'}"
-        ]
+        result = [path.name for path in checkpoints(out)][:1]
+        expected = [f"step-000000{'08' if at else '16'}"]
+        assert result == expected
         return out
 
     return folder
@@ -218,7 +217,9 @@ def test_a_run_resumes_with_other_processes_and_sharding(
                 expected,
             )
     metadata = read_json(tmp_path / "run" / "config.json")["attempts"]
-    assert [attempt["engine"]["sharding"] for attempt in metadata] == [LAYOUTS[before][1], sharding]
+    result = [attempt["engine"]["sharding"] for attempt in metadata]
+    expected = [LAYOUTS[before][1], sharding]
+    assert result == expected
     assert [attempt["from_step"] for attempt in metadata] == [0, 8]
 
 
@@ -249,10 +250,8 @@ def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
     half = sum(stored) / 2
     assert len(stored) == 2
     assert max(stored) <= 1.03 * half
-    assert all(
-        math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03)
-        for share in shares
-    )
+    for share in shares:
+        assert math.isclose(share, half * (2 if sharding == "ddp" else 1), rel_tol=0.03)
 
 
 # ---- two processes as one
@@ -364,7 +363,8 @@ def test_an_error_of_another_process_keeps_its_class(pools):
     for kind, message in ERRORS:
         other, own = pools(2).run(raised, kind, message)
         assert own == (kind, message)
-        assert other == (kind, f"process 1 on {socket.gethostname()}: {message}")
+        expected = (kind, f"process 1 on {socket.gethostname()}: {message}")
+        assert other == expected
 
 
 def test_an_error_that_needs_more_than_a_message_becomes_a_value_error(pools):
@@ -393,13 +393,12 @@ def changed(**changes):
 # only process 1 differs; both processes differ
 DIFFERS = ("settings", "model", "text", "val", "checkpoint", "same")
 ALL = ("checkpoint", "busy", "none", "hsdp", "mpi")
+OTHER_TOKENS = TOKENS.copy()
+OTHER_TOKENS[777] = 5
 CASES = dict(  # name=(change, message of both processes)
     settings=(changed(log_every=5), "log_every: 5; process 0"),
     model=(dict(model=8), "model: "),
-    text=(
-        dict(tokens=np.where(np.arange(len(TOKENS)) == 777, 5, TOKENS).astype(np.uint8)),
-        "text: 2000 tokens ",
-    ),
+    text=(dict(tokens=OTHER_TOKENS), "text: 2000 tokens "),
     val=(dict(val=VAL[:-1]), "held-out text: 203 tokens"),
     short=(dict(tokens=TOKENS[:4]), "the text has 4 tokens"),
     folder=(
@@ -418,7 +417,8 @@ CASES = dict(  # name=(change, message of both processes)
     ),
     hsdp=(
         changed(sharding="hsdp"),
-        "sharding is 'hsdp', which needs several machines with several processes each; there are 2 processes, 2 on this",
+        "sharding is 'hsdp', which needs several machines with several processes each; "
+        "there are 2 processes, 2 on this",
     ),
     mpi=(
         changed(sharding="fsdp"),
@@ -473,7 +473,9 @@ def test_processes_that_differ_are_refused_in_every_one_and_leave_nothing(pools,
     host = socket.gethostname()
     for name, lines in messages.items():
         says = CASES[name][1].replace("HOST", host).replace("PATH", str(tmp_path))
-        assert all(says in line and "\n" not in line for line in lines), (name, lines)
+        for line in lines:
+            assert says in line, (name, lines)
+            assert "\n" not in line, (name, lines)
         assert name not in DIFFERS or all(
             f"process 1 on {host} (folder {tmp_path}" in line for line in lines
         )
@@ -520,27 +522,41 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
         assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0]
         assert not warned[1]
         assert Path(newest).exists()
-        assert read_json(tmp_path / "config.json")["attempts"][-1]["from_step"] == 10
+        result = read_json(tmp_path / "config.json")["attempts"][-1]["from_step"]
+        assert result == 10
 
 
 def lost(folder, where):
     "Train while process 1 exits at a batch, during a checkpoint, or before the first step."
 
     def gone():
-        return os._exit(9) if os.environ["RANK"] == "1" else None
+        if os.environ["RANK"] == "1":
+            os._exit(9)
 
     draw = Sampler.next_batch
     write = checkpoint.Writer.write_data
     resume = training.resume_run
+
+    def next_batch(self):
+        if self.drawn >= 13 * 4:
+            gone()
+        return draw(self)
+
+    def write_data(self, *parts):
+        if "step-00000020" in str(self.path):
+            gone()
+        return write(self, *parts)
+
+    def resume_run(run):
+        gone()
+        return resume(run)
+
     if where == "step":
-        Sampler.next_batch = lambda self: (self.drawn >= 13 * 4 and gone(), draw(self))[1]
+        Sampler.next_batch = next_batch
     elif where == "checkpoint":
-        checkpoint.Writer.write_data = lambda self, *parts: (
-            "step-00000020" in str(self.path) and gone(),
-            write(self, *parts),
-        )[1]
+        checkpoint.Writer.write_data = write_data
     else:
-        training.resume_run = lambda run: (gone(), resume(run))[1]
+        training.resume_run = resume_run
     plain(folder)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from datasets import Value
 from PIL import Image
 
@@ -24,17 +25,15 @@ from longhorn_kit.lab.experiments.vision import (
 )
 from longhorn_kit.lab.run import Results, run
 from longhorn_kit.records import read_record, to_plain
-from test_vision_training import encoded, parquet
+from pictures import encoded, parquet
 
 PLAIN = Config(batch_size=8, pad=0, smoothing=0.0, cutmix=0.0)
 
 
 def easy(count=64):
     labels = torch.arange(count) % 10
-    return ImageSet(
-        (labels * 25)[:, None, None, None].expand(count, 1, 8, 8).to(torch.uint8).contiguous(),
-        labels,
-    )
+    pixels = (labels * 25)[:, None, None, None].expand(count, 1, 8, 8)
+    return ImageSet(pixels.to(torch.uint8).contiguous(), labels)
 
 
 def test_cifar10_from_a_folder_and_digits(tmp_path):
@@ -43,18 +42,22 @@ def test_cifar10_from_a_folder_and_digits(tmp_path):
         for i in range(4)
     ]
     for part in ("train", "test"):
-        parquet(tmp_path / f"{part}.parquet", map(encoded, images), [0, 1, 0, 1], Value("int64"))
+        encoded_images = map(encoded, images)
+        parquet(tmp_path / f"{part}.parquet", encoded_images, [0, 1, 0, 1], Value("int64"))
     train, _ = lab.cifar10(str(tmp_path))
     assert train.images.shape == (4, 3, 8, 8)
-    assert train.labels.tolist() == [0, 1, 0, 1]
-    assert torch.equal(train.images[2, 1], torch.from_numpy(np.array(images[2])))
+    labels = train.labels.tolist()
+    assert labels == [0, 1, 0, 1]
+    result = train.images[2, 1]
+    pixels = np.array(images[2])
+    expected = torch.from_numpy(pixels)
+    assert torch.equal(result, expected)
     digits, val = lab.digits()
-    assert (len(digits.labels), len(val.labels), digits.images.max(), len(val.labels.unique())) == (
-        1438,
-        359,
-        255,
-        10,
-    )
+    assert len(digits.labels) == 1438
+    assert len(val.labels) == 359
+    assert digits.images.max() == 255
+    classes = val.labels.unique()
+    assert len(classes) == 10
 
 
 def test_pictures_are_moved_mirrored_and_mixed_consistently():
@@ -64,31 +67,36 @@ def test_pictures_are_moved_mirrored_and_mixed_consistently():
     )
 
     def code(image):
-        return image.contiguous().numpy().tobytes()
+        array = image.contiguous().numpy()
+        return array.tobytes()
 
     got = {
         code(x): int(y.argmax())
         for batch in islice(batches(images, PLAIN), 4)
         for x, y in zip(*batch)
     }
-    assert got == {code(x): int(y) for x, y in zip(*images)}
+    pairs = zip(*images)
+    expected = {code(x): int(y) for x, y in pairs}
+    assert got == expected
     same = [
         islice(batches(images, replace(PLAIN, pad=4, flip=True, cutmix=0.5), seed=3), 9)
         for _ in range(2)
     ]
-    assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(*same))
+    for a, b in zip(*same):
+        assert torch.equal(a[0], b[0])
+        assert torch.equal(a[1], b[1])
     mirrored = {
         code(x) for x, _ in islice(batches(images, replace(PLAIN, flip=True, batch_size=1)), 32)
     }
     assert mirrored < {code(part) for x in images.images for part in (x, x.flip(-1))}
     assert mirrored != set(got)
-    ones = ImageSet(
-        torch.arange(8, dtype=torch.uint8)[:, None, None, None].expand(8, 1, 8, 8).contiguous(),
-        torch.arange(8),
-    )
+    numbers = torch.arange(8, dtype=torch.uint8)[:, None, None, None]
+    pictures = numbers.expand(8, 1, 8, 8).contiguous()
+    ones = ImageSet(pictures, torch.arange(8))
     images, labels = next(batches(ones, replace(PLAIN, cutmix=1.0), classes=8))
     # of pixels, and of the label
-    shares = (images == torch.arange(8)[:, None, None]).float().mean((2, 3))
+    numbers = torch.arange(8)[:, None, None]
+    shares = (images == numbers).float().mean((2, 3))
     assert torch.allclose(shares, labels, atol=1e-6)
     assert len(shares.unique()) > 2
 
@@ -98,14 +106,16 @@ def test_accuracy_counts_every_image_once():
         pretrained_cfg = dict(mean=(0.0,), std=(1.0,))
 
         def forward(self, x):
-            return torch.nn.functional.one_hot(
-                (x[:, 0, 0, 0] * 255 / 25).round().long(), 10
-            ).float()
+            brightness = x[:, 0, 0, 0] * 255 / 25
+            one_hot = F.one_hot(brightness.round().long(), 10)
+            return one_hot.float()
 
-    wrong = ImageSet(easy(25).images, (torch.arange(25) + (torch.arange(25) < 5)) % 10)
-    assert all(
-        lab.accuracy(Guess(), wrong, size)[0] == pytest.approx(20 / 25) for size in (1000, 7)
-    )
+    labels = torch.arange(25)
+    changed = torch.arange(25) < 5
+    wrong = ImageSet(easy(25).images, (labels + changed) % 10)
+    for size in (1000, 7):
+        share = lab.accuracy(Guess(), wrong, size)[0]
+        assert share == pytest.approx(20 / 25)
 
 
 def test_the_same_seed_gives_the_same_curve_and_the_models_are_of_one_size():
@@ -114,7 +124,8 @@ def test_the_same_seed_gives_the_same_curve_and_the_models_are_of_one_size():
         learn(make_model("longhorn", "nano_patch2_8", 1), easy(), easy(20), config)
         for _ in range(2)
     ]
-    assert runs[0]["curve"] == runs[1]["curve"]
+    curve = runs[0]["curve"]
+    assert curve == runs[1]["curve"]
     assert runs[0]["loss"] == runs[1]["loss"]
     assert runs[0]["epochs"] == [0.5, 1.0]
     for size in ("nano_patch2_8", "tiny_patch4_32"):
@@ -161,20 +172,23 @@ def test_jobs_are_ordered_by_seed_and_only_a_gpu_measures(tmp_path):
     planned = {
         scale: list(lab.jobs(config, Results(tmp_path))) for scale, config in PRESETS.items()
     }
-    assert [(s["model"], s["seed"]) for s in planned["laptop"]] == [
-        (name, 1000 * m + 4 + i) for i in range(4) for m, name in enumerate(MODELS, 1)
-    ]
-    assert [s["job"] for s in planned["gpu"]] == ["training"] * 16 + ["speed"] * 4 + ["memory"] * 5
-    assert planned["gpu"][-1]["model"] == "deit, plain attention"
-    assert all(s["gpu"] for s in planned["gpu"])
+    result = [(s["model"], s["seed"]) for s in planned["laptop"]]
+    expected = [(name, 1000 * m + 4 + i) for i in range(4) for m, name in enumerate(MODELS, 1)]
+    assert result == expected
+    result = [s["job"] for s in planned["gpu"]]
+    expected = ["training"] * 16 + ["speed"] * 4 + ["memory"] * 5
+    assert result == expected
+    last = planned["gpu"][-1]
+    assert last["model"] == "deit, plain attention"
+    for s in planned["gpu"]:
+        assert s["gpu"]
 
 
 def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged(
     tmp_path, monkeypatch
 ):
-    sets = tuple(
-        ImageSet(part.images[:n], part.labels[:n]) for part, n in zip(lab.digits(), (96, 40))
-    )
+    parts = zip(lab.digits(), (96, 40))
+    sets = tuple(ImageSet(part.images[:n], part.labels[:n]) for part, n in parts)
     monkeypatch.setattr(lab, "digits", lambda: sets)
     tiny = dict(workers=0, epochs=1, evaluations=2, judged=2)
     partial = run(EXPERIMENT, folder=tmp_path, **tiny, minutes=0)
@@ -186,16 +200,20 @@ def test_a_tiny_run_has_the_structure_of_the_committed_records_and_can_be_judged
         read_record(Path(lab.__file__).parents[3] / f"nbs/lab/results/vision/{scale}.json")
         for scale in PRESETS
     ):
-        assert set(record["results"]) == set(committed["results"])
+        names = set(record["results"])
+        expected_names = set(committed["results"])
+        assert names == expected_names
         for key in ("top1", "top5", "loss", "curves", "seconds", "images_per_second", "parameters"):
             assert list(record["results"][key]) == list(committed["results"][key]) == list(MODELS)
-        assert committed["settings"] == {
+        expected = {
             name: value
             for name, value in to_plain(PRESETS[committed["scale"]]).items()
             if name != "judged"
         } | {"seeds": [0, 1, 2]}
+        assert committed["settings"] == expected
     judged = outcomes("vision", record)
     assert [c.label for c, _ in judged] == [
         f"{name} as good as Mamba, at one rate for all" for name in ("diagonal", "exact")
     ]
-    assert {(j.verdict, j.why) for _, j in judged} == {("not run", "4 seeds are needed")}
+    verdicts = {(j.verdict, j.why) for _, j in judged}
+    assert verdicts == {("not run", "4 seeds are needed")}

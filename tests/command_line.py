@@ -1,0 +1,13 @@
+"""Helpers of tests that run several commands."""
+
+from longhorn_kit import cli
+
+
+def fails(capsys, argv, code=1):
+    "Run a command that has to fail; returns its one line."
+    assert cli.main(argv) == code
+    out, err = capsys.readouterr()
+    assert err.startswith("longhorn: error: "), err
+    assert err.count("\n") == 1, err
+    assert "Traceback" not in out + err, err
+    return err.removeprefix("longhorn: error: ").strip()
