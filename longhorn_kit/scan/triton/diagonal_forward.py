@@ -119,7 +119,8 @@ def _state_offsets(d0, D, N: gl.constexpr, BD: gl.constexpr, STATE: gl.constexpr
 @gluon.jit
 def _row(ptr, d, D, GIVEN: gl.constexpr, RAGGED_D: gl.constexpr):
     # A number per channel d as a row of a tile, zeros without it.
-    row = gl.zeros(d.shape, gl.float32, d.type.layout)[None, :]
+    LAYOUT: gl.constexpr = d.type.layout
+    row = gl.zeros(d.shape, gl.float32, LAYOUT)[None, :]
     if GIVEN:
         row = _load(ptr, d, d < D, RAGGED_D).to(gl.float32)[None, :]
     return row
