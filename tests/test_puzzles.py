@@ -109,13 +109,13 @@ def changed_lines(number, mutant):
 @cache
 def equivalents():
     "Return puzzle -> changes that make no wrong answer. The file has the reason of each."
-    changes = {number: set() for number in NUMBERS}
+    result = {number: set() for number in NUMBERS}
     text = (ROOT / "tests/puzzle_equivalents.json").read_text(encoding="utf-8")
     reasons = json.loads(text)
     for changes in reasons.values():
         for number, lines in changes.items():
-            changes[int(number)].update(lines)
-    return changes
+            result[int(number)].update(lines)
+    return result
 
 
 # --- answers --------------------------------------------------------------------------------------
