@@ -122,7 +122,7 @@ def put_in_place(
 
 # %% ../nbs/machine/records.ipynb #records-009-3
 def recovered(path: str | Path) -> Path:
-    "Return the path to read: the folder's own, or the one to which a killed writer moved it."
+    "Return the path to read: the folder's, or where a killed writer moved the folder."
     old = Path(path).with_name(f".{Path(path).name}.old")
     return old if old.exists() and not Path(path).exists() else Path(path)
 
@@ -160,7 +160,7 @@ def final_name(
     except OSError as error:
         if error.strerror:
             raise cannot_write(path, error) from error
-        error.args = (str(error).replace(str(partial), str(path)),)  # a message already
+        error.args = (str(error).replace(str(partial), str(path)),)  # the error has only a message
         raise
 
 
@@ -209,14 +209,14 @@ def check_ranges(
     "Raise ValueError for the first attribute outside its range."
     for name, (low, high) in ranges.items():
         for number in value if isinstance(value := getattr(settings, name), tuple) else (value,):
-            if not low <= number <= high:  # nor is NaN
+            if not low <= number <= high:  # NaN fails too
                 raise ValueError(f"{name} is {number}; it must be from {low} to {high}")
 
 # %% ../nbs/machine/records.ipynb #records-016-3
 def check_same_settings(
     folder: str | Path,  # folder of a run
     stored: dict,  # settings of its run
-    settings: dict,  # settings of the run that wants the folder
+    settings: dict,  # settings of the new run
     names: Iterable[str],  # names of the settings that must agree
 ) -> None:
     "Raise ValueError for the first setting that differs from the run in a folder."
@@ -262,7 +262,7 @@ def without_machine_paths(text: str) -> str:
 PATH_START = r"(?:(?<![\w./~-])|(?<=file://))(?:/(?=[^/\s])|[A-Za-z]:[\\/]|\\\\)"
 # group: its last part
 FULL_PATH = re.compile(PATH_START + r"(?:[^\s/\\'\"<>|`]+[\\/]+)+([^\s/\\'\"<>|`]*)")
-# in the name of a file that is not UTF-8; JSON cannot hold them
+# from file names that are not UTF-8; JSON cannot store them
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -397,9 +397,9 @@ def read_whole(
 
 
 def with_name(error: OSError | ValueError, path: str, name: str) -> OSError | ValueError:
-    "Return the error with another name of a path in its text."
+    "Return the error with a path in its text renamed."
     if isinstance(error, OSError) and error.strerror:
-        # of the same class, by its number
+        # the number selects the class
         return OSError(error.errno, error.strerror, str(error.filename).replace(path, name))
     kind = OSError if isinstance(error, OSError) else ValueError
     return kind(str(error).replace(path, name))
@@ -421,7 +421,7 @@ def kept_open(folder: Path) -> Iterator[Path]:
 
 
 def stamps(folder: Path, names: Iterable[str]) -> list:  # names: patterns
-    "Return name, number, size and date of files, which differ after a file was replaced."
+    "Return name, number, size and date of files, which change when a file is replaced."
     result = []
     for path in sorted(file for name in names for file in folder.glob(name)):
         with suppress(OSError):  # it has just been removed
@@ -498,7 +498,7 @@ def write_record(path: str | Path, record: dict) -> Path:
 
 
 def as_recorded(value: Any) -> Any:
-    "Return a value as a record gives it back: plain, without full paths and control characters."
+    "Return a value as it is read from a record: plain, without full paths and control characters."
     return readable(to_plain(value))
 
 
@@ -745,7 +745,7 @@ def progress(
 
 # %% ../nbs/machine/records.ipynb #records-049-3
 def plural(count: int, noun: str) -> str:
-    "Write a count with its noun, such as `1 job` and `1,200 jobs`; nouns take -s."
+    "Write a count with its noun, such as `1 job` and `1,200 jobs`; plurals end in -s."
     return f"{count:,} {noun}" + "s" * (count != 1)
 
 # %% ../nbs/machine/records.ipynb #records-suggest

@@ -42,7 +42,7 @@ def widened(*tensors: Tensor | None) -> list:
 
 # %% ../../nbs/scan/10_reference.ipynb #10_reference-010-b
 def tied(out: Tensor, *tensors: Tensor | None) -> Tensor:
-    "Return `out`, which has no elements, as a function of the tensors: their gradients are zeros."
+    "Return the empty `out` as a function of the tensors, so that their gradients are zeros."
     for t in tensors:
         if t is not None:
             out = out + 0 * t.sum()

@@ -38,7 +38,7 @@ class Row:
     scale: str = ""  # of `SCALES`, with a variant's name in brackets, or of `BASES`
     about: str = ""  # how it was run
     file: str = ""  # path of the record
-    command: str = ""  # what runs it, again or for the first time
+    command: str = ""  # command that runs or repeats it
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n07
 def load_record(
@@ -65,7 +65,7 @@ def read_outcomes(claim: Claim, record: dict) -> list[tuple[Comparison, Judgemen
         return outcomes(claim.name, record)
     except ERRORS as error:
         raise ValueError(
-            f"the record lacks what {claim.name} compares ({type(error).__name__}: {error})"
+            f"the record lacks values that {claim.name} compares ({type(error).__name__}: {error})"
         ) from None
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-once
@@ -104,7 +104,7 @@ class Records:
 
 
 def _state_of(path):
-    "Return what changes when a file is replaced: its number, time and size."
+    "Return a file's number, time and size, which change when the file is replaced."
     if not path.exists():
         return path, None
     status = path.stat()
@@ -226,7 +226,7 @@ def _rows_of_times(
         record = records.read(path)
         newer = root / claim.later
         later = [records.read(newer)] if claim.later and newer.exists() else []
-        first, *_ = record["command"].split(";")  # after ; a note on single rows
+        first, *_ = record["command"].split(";")  # a note on single rows follows the semicolon
         command = claim.commands.get("gpu") or first
         gpu = record.get("gpu") or record["environment"]["gpu"]
         description = f"timed on one {gpu}"
@@ -262,7 +262,7 @@ def _rows_of_claim(
             rows.append(Row(claim, judgement=judgement, scale=scale, command=command))
     if rows:
         return rows
-    elsewhere = "not run here; what was recorded is in the repository"
+    elsewhere = "not run here; the recorded runs are in the repository"
     why = elsewhere if claim.has_code else "no code runs or judges it"
     return [Row(claim, judgement=_missing(claim, why))]
 
@@ -300,7 +300,7 @@ def measured_minutes() -> str:
 
 
 def _range(seconds):
-    "Return the least and the most of some times in whole minutes."
+    "Return the range of some times in whole minutes."
     least = round(min(seconds) / 60)
     most = round(max(seconds) / 60)
     return f"{least} min" if least == most else f"{least} to {most} min"
@@ -322,7 +322,7 @@ class Ledger(list):
 def ledger(
     runs: str | Path = "runs",  # folder of fresh runs
     results: str | Path | None = None,  # folder of recorded runs; None: the kit's
-    records: Records | None = None,  # what the same command has read and judged before
+    records: Records | None = None,  # records and judgements of the same command
 ) -> Ledger:
     "Return the rows of all claims: fresh runs, recorded ones, published numbers."
     results = Path(results) if results else results_folder()
@@ -341,13 +341,13 @@ def cells(row: Row) -> tuple[str, str, str, str, str]:  # comparison, published,
     paper = "–" if comparison.published is None else show(comparison.published, comparison.unit)
     n = str(judgement.n or "–") if comparison.differences else "–"
     here = effect(comparison, judgement) or "–"
-    if judgement.level != LEVEL:  # with looks, the bar is the one that the verdict was read from
+    if judgement.level != LEVEL:  # with looks, the interval is that of the verdict
         here += f", {100 * (1 - judgement.level):.3g} % interval"
     return label, paper, here, n, str(judgement)
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n27
 def reason(row: Row) -> str:
-    "Return the notes on a verdict, and why there is none, in brackets; or an empty text."
+    "Return the notes on a verdict, or the reason why it is missing, in brackets."
     judgement = row.judgement
     side = f"{judgement.side}, at {judgement.look} seeds" if judgement.side else ""
     texts = "; ".join(filter(None, (side, judgement.beside, judgement.why)))

@@ -77,7 +77,7 @@ def stdlib_files():
 
 # %% ../../../nbs/machine/data.ipynb #data-010
 MARKS = {
-    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first: one of them starts like UTF-16's
+    "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),  # first, as one starts like UTF-16's
     "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
 }
 
@@ -92,7 +92,7 @@ def wide_encoding(data):
         return None
     zeros = [
         head[i::4].count(0) / max(1, len(head[i::4])) for i in range(4)
-    ]  # of each place among four bytes
+    ]  # share of zeros at each position modulo four
     if min(zeros[:2]) > 0.9 or min(zeros[2:]) > 0.9:
         return "UTF-32"
     even = zeros[0::2]
@@ -192,7 +192,7 @@ class ZstdFile(io.RawIOBase):
         while not self.ready:
             self.data = self.data or self.file.read(
                 1 << 13
-            )  # few: a frame may expand many thousandfold
+            )  # few bytes: a frame may expand many thousandfold
             if not self.data and self.frame:
                 raise OSError("it is cut off")
             if not self.data:
@@ -233,7 +233,7 @@ def open_text(path):
 # %% ../../../nbs/machine/data.ipynb #data-027
 @contextmanager
 def file_trouble(path):
-    "Raise a failed read as ValueError or OSError that names the file."
+    "Turn the error of a failed read into a ValueError or OSError that names the file."
     try:
         yield
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -253,7 +253,7 @@ SPLIT_IT = "separate its documents by lines <|endoftext|>, or store them as JSON
 
 @lru_cache(maxsize=1)
 def largest_document():
-    "Return the bytes of the largest document: an eighth of the memory that this process may use."
+    "Return the size limit of a document in bytes: an eighth of this process's memory limit."
     import psutil
 
     limits = [psutil.virtual_memory().total]
@@ -275,7 +275,7 @@ def check_document(size, source):
 
 
 def bounded_lines(stream, name):  # name: of the stream, for the message
-    "Yield the lines of a stream; ValueError if one is larger than a document may be."
+    "Yield the lines of a stream; ValueError if a line exceeds the size limit of a document."
     most = largest_document()
     read = stream.readline
     while line := read(most + 1):
@@ -457,7 +457,7 @@ TEXT_ENDINGS = (".txt", ".text", ".md", ".jsonl", ".ndjson", ".parquet")  # also
 
 
 def leads_back(path):
-    "Check whether a path is a link to a folder on the way to it, whose files would come again."
+    "Check whether a path is a link to one of its parent folders, whose files would be read again."
     if not path.is_symlink():
         return False
     target = os.path.realpath(path)
@@ -465,9 +465,9 @@ def leads_back(path):
 
 
 def walked(folder):
-    "Yield (folder, its visible folders, its visible files) for a folder and all below it."
+    "Yield (folder, visible subfolders, visible files) for a folder and all folders below it."
 
-    def unreadable(error):  # os.walk would leave out the folder
+    def unreadable(error):  # os.walk would skip the folder silently
         raise error
 
     for root, folders, files in os.walk(folder, followlinks=True, onerror=unreadable):
@@ -484,7 +484,7 @@ UNSEEN = ("thumbs.db", "desktop.ini")  # hidden files of Windows
 
 
 def ending_of(path):
-    "Return the ending of a file's name in small letters, without that of a compression."
+    "Return the extension of a file in lower case, without that of a compression."
     name = path.name.lower()
     for compression in COMPRESSED:
         name = name.removesuffix(compression)
@@ -498,14 +498,14 @@ def warn_of_files(folder, others):  # once per process
 
 
 def texts_and_others(folder):
-    "Return the texts in a folder and in its folders, and all other files, both sorted."
+    "Return the texts in a folder and its subfolders, and all other files, both sorted."
     files = sorted(root / name for root, _, names in walked(folder) for name in names)
     texts = [path for path in files if ending_of(path) in TEXT_ENDINGS]
     return texts, [path for path in files if ending_of(path) not in TEXT_ENDINGS]
 
 
 def folder_files(folder):
-    "Return the texts in a folder and in its folders, sorted; FileNotFoundError without any."
+    "Return the texts in a folder and its subfolders, sorted; FileNotFoundError without any."
     texts, others = texts_and_others(folder)
     counts = Counter(map(ending_of, others))
     others = ", ".join(
@@ -523,7 +523,7 @@ def folder_files(folder):
 
 
 def with_twins_named(files, source):  # sorted files
-    "Return the files, and warn if two hold one text: by a link, or compressed in another way."
+    "Return the files; warn if two hold the same text, by a link or in different compressions."
     first = {}
     twins = []
     for path in files:
@@ -542,13 +542,13 @@ def with_twins_named(files, source):  # sorted files
 # %% ../../../nbs/machine/data.ipynb #data-028
 @cache
 def warn_once(message: str) -> None:
-    "Print a warning in the first process, once: a source is looked up several times."
+    "Print a warning once, in the first process: a source is looked up several times."
     if os.environ.get("RANK", "0") == "0":
         warn(message)
 
 
 def escaped_folder(path: Path) -> Path:
-    "Return a glob in which the part that exists under this very name is no pattern."
+    "Return a glob that takes the existing part of a path literally."
     for folder in path.parents:
         if folder.exists():
             return Path(glob.escape(str(folder))) / path.relative_to(folder)
@@ -688,7 +688,7 @@ MOVED = {"BPETokenizer", "ByteTokenizer", "CharTokenizer", "get_tokenizer", "rea
 
 
 def __getattr__(name):
-    "Return a name that is in `tokenizers` now, with a warning."
+    "Return a name that has moved to `tokenizers`, with a warning."
     if name not in MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = importlib.import_module(f"{__package__}.tokenizers")
@@ -741,7 +741,7 @@ def long_documents(path, least):
 
 
 def choose_long(documents_of, count):  # documents_of: file -> `long_documents` of it
-    "Choose documents of every file: equal shares, or more from others if one has too few."
+    "Choose documents in equal shares from every file; if one has too few, more from the others."
     share = -(-count // len(documents_of))
     chosen = {path: documents[:share] for path, documents in documents_of.items()}
     missing = count - sum(map(len, chosen.values()))
@@ -857,7 +857,7 @@ class Sampler:
         first = self.drawn + self.rank * self.batch_size
         starts = [self.start(first + row) for row in range(self.batch_size)]
         self.drawn += self.world * self.batch_size
-        import torch  # here: text is prepared without it
+        import torch  # imported here: preparing text does not need it
 
         rows = np.stack([self.tokens[start : start + self.context + 1] for start in starts])
         batch = torch.from_numpy(rows.astype(np.int64))

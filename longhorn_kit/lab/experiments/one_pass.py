@@ -65,14 +65,14 @@ class OnePass:
 
     groups: tuple[str, ...] = field(default=EVERYTHING, metadata={"place": True})
     data: str = field(default="", metadata={"place": True})  # the text, as for `longhorn train-lm`
-    tokens: int = 169_500_000  # to train on at most; no byte is read twice
+    tokens: int = 169_500_000  # largest number to train on; no byte is read twice
     val: int = 2_000_000  # held-out bytes, unless the text names its held-out part
     d_model: int = RECIPE["d_model"]
     context: int = RECIPE["context"]
     rows: int = RECIPE["rows"]  # sequences per step
     points: int = 16  # evaluations along the learning curve
     rates: tuple[float, ...] = RATES  # learning rates, in order; the walk starts in the middle
-    sd: float = PLAN_SD  # of one run, for what counts as an explosion
+    sd: float = PLAN_SD  # standard deviation of one run, to recognise an explosion
     gpu: bool = True
 
     stays = True  # on GPUs a process keeps its compiled model from job to job
@@ -201,7 +201,7 @@ def relative_errors(
 ) -> list[float]:
     "Return the relative error of an output and of each gradient."
     sizes = [max(float(tensor.norm()), 1e-30) for tensor in exact]
-    # nearly everything cancels in the gradient of a single number: compare it with all gradients
+    # the gradient of a single number nearly cancels: compare its error with all gradients
     whole = math.hypot(*sizes[1:])
     errors = []
     for result, reference, size in zip(results, exact, sizes):
@@ -285,7 +285,7 @@ def train_run(
     points: int
     | None = None,  # number of points of the curve after which to stop; None: at the end
 ) -> tuple[SequenceLM, dict]:
-    "Train a job's model; return it, and what the record keeps of its training."
+    "Train a job's model; return the model, and the training results for the record."
     model, checked = ready_model(json.dumps(s.model), s.context, s.gpu)
     tokens = tokens_on("cuda" if s.gpu else "cpu", json.dumps(source))
     batches = windows(tokens, s.context, s.rows, s.seed)
@@ -339,7 +339,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-042
 def draw_again(model, s):  # s: settings of the job
-    "Set a model's weights to those of a seed."
+    "Set a model's weights to the initial weights of a seed."
     model.load_state_dict(new_model(model.config, s.seed).state_dict())
     model.zero_grad(set_to_none=True)
     if s.gpu:
@@ -374,7 +374,7 @@ def summary_of(
     curve: list,  # see `take_point`
     clock: list,  # start of training, then see `take_point`
 ) -> dict:
-    "Return what the record keeps of a run."
+    "Return a run's entry in the record."
     tokens = [step * s.context * s.rows for step in steps]
     spans = [b - a for a, b in zip(clock[::2], clock[1::2])]
     first = int(len(spans) > 1)  # the first span compiles
@@ -478,7 +478,7 @@ def search_run(
     seed: int,
     results: Results,
 ) -> dict:
-    "Return what the record keeps of a finished run of the search."
+    "Return a finished run of the search as an entry of the record."
     row = results.get(job(position, seed))
     run = {"place": position, "lr": row["settings"]["lr"], "seed": seed}
     return run | {name: row[name] for name in SEARCHED}
@@ -490,7 +490,7 @@ def entry_of(
     config: OnePass,
     results: Results,
 ) -> tuple[dict, Search]:
-    "Return a model's runs so far, as the record keeps them, and its search."
+    "Return a model's entry in the record, with the runs so far, and its search."
     search = search_of(job, model, config, results)
     finished = [run for run in search.requested if run in search.losses]
     runs = [search_run(job, position, seed, results) for position, seed in finished]
@@ -517,7 +517,7 @@ def entry_of(
 
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-048-state
 class State:
-    "The models of a run, as far as its jobs are done."
+    "The models of a run, with the results of its finished jobs."
 
     def __init__(self, config: OnePass, results: Results):
         self.config = config
@@ -535,7 +535,7 @@ class State:
         self.looks = all_looks(self.pools, config.sd)
 
     def enter(self, model: Seeded, group: str) -> dict:
-        "Read a model's runs, and return them as the record keeps them."
+        "Read a model's runs, and return its entry in the record."
         # computed once: it builds the layer to check its options
         shape = shape_of(model, POOLS[group].blocks, self.config)
         job = partial(job_of, shape, self.same, self.config)
@@ -562,7 +562,7 @@ class State:
                     by_name[name]["search"].append(run)
                 else:
                     missing.append(job(tried, seed))
-            if len(missing) == len(needed):  # there are no further runs
+            if len(missing) == len(needed):  # no further finished runs
                 break
         self.missing += missing
         for entry in self.pools[group]:
@@ -626,7 +626,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
 
 
 def rerun_jobs(state: State) -> list[dict]:
-    "Return the runs that the group `reruns` asks for."
+    "Return the jobs of the group `reruns`."
     jobs = []
     if "reruns" not in state.config.groups:
         return jobs

@@ -141,7 +141,7 @@ class Parts:
 
 @dataclass
 class Run:
-    "A training run: parts that are built once, its state, and what is not yet written."
+    "A training run: parts that are built once, its state, and metrics not yet written."
 
     config: Recipe
     accelerator: Any  # from `make_accelerator`
@@ -166,7 +166,7 @@ class Run:
 
     @property
     def bare(self) -> LossOnly:
-        "The model before it was wrapped."
+        "The model without its wrapper."
         return self.parts.bare
 
     def where(self):
@@ -214,7 +214,7 @@ def token_weights(
     accelerator,
     votes=(),  # of this process, a bool each
 ):
-    "Return each micro-batch's share of all targets, 1 on average, and a function: votes by kind."
+    "Return each micro-batch's share of all targets, 1 on average, and a function for the votes."
     counts = torch.stack([(targets != -100).sum() for targets in micro_batches])
     local = torch.stack([counts.sum(), *(counts.new_tensor(int(vote)) for vote in votes)])
     totals = accelerator.reduce(local, "sum")  # a tensor: nothing waits for the device
@@ -355,7 +355,7 @@ def resume_run(run):
 
 
 def restore_run(run, path):  # path: of a checkpoint
-    "Restore the run from a checkpoint; `Damaged` in all processes if it is in one."
+    "Restore the run from a checkpoint; `Damaged` in all processes if one finds damage."
     with together():
         record, history = read_checkpoint(path)
     averages = run.average and run.average.weights
@@ -483,7 +483,7 @@ def train_loop(
 
 # %% ../../../nbs/machine/training.ipynb #training-031
 class Leader(NamedTuple):
-    "Facts of the main process about the folder of a run, for the others."
+    "Facts about a run's folder that the main process sends to the other processes."
 
     host: str
     probe: Path  # file that marks this start
@@ -501,7 +501,7 @@ def make_run(
     end=None,
     lengthens=False,
 ):
-    "Return a `Run` on which all processes agree; else ValueError in all, and no file is left."
+    "Return a `Run` on which all processes agree; else raise ValueError in all, and leave no file."
     accelerator = make_accelerator(config.cpu, config.precision)
     host = socket.gethostname()
     folder = Path(folder) if folder else None
@@ -536,7 +536,7 @@ def lengthen(
     attempt,  # with the record of earlier attempts; gets the ends
     lengthens,  # whether more steps may continue a finished run
 ):
-    "Return the settings that may differ: none, or those of the end if this start lengthens a run."
+    "Return the settings that may differ: none, or steps and warm-up if this start lengthens a run."
     done = attempt.record["config"]["steps"]
     attempt.ends = attempt.record.get("lengthened", [])
     if attempt.ends and not lengthens:
@@ -553,7 +553,7 @@ def lengthen(
 
 
 def check_settings(folder, config, attempt, lengthens):  # as in `lengthen`
-    "Raise ValueError if earlier attempts had other settings; print it if the run is lengthened."
+    "Raise ValueError if earlier attempts had other settings; print if the run is lengthened."
     attempt.record = read_record(folder / "config.json")
     now = to_plain(config)
     defaults = vars(type(config)())  # for fields that older runs lack
@@ -720,7 +720,7 @@ def train(
         with peers_watched(count, run.where), fork_rng(config.seed), graceful_shutdown() as stop:
             if run.folder:
                 resume_run(run)
-                with together():  # or other processes would wait for a failed one
+                with together():  # otherwise, other processes would wait for a failed one
                     open_tracker(run, stack)
                     record_attempt(run, beside or {})
             model.train()

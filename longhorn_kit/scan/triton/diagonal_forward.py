@@ -39,7 +39,7 @@ class Rule(NamedTuple):
     enters: Callable = None  # (x, w) -> the steps' tile of x; applied to a sum over n, it gives dx
     step: Callable = None  # (S, k, w, x, a) -> the next state
     drives: Callable = None  # (x, w) -> the driving term of a segment's state
-    alone: Callable = None  # a step of that state or of an adjoint, and of the product of gates
+    alone: Callable = None  # one step of that state or an adjoint, and of the gates' product
     slope: Callable = None  # v -> the factor of dv that depends on v alone
     rate_again: Callable = None  # (v, slope, |k|^2, inside, RAGGED_T) -> w in the backward
     step_at: Callable = None  # `step` that also loads its operands
@@ -52,7 +52,7 @@ class Rule(NamedTuple):
     bias_by: float = 1.0  # factor of the bias before `rate`
 
     @property
-    def cache_key(self):  # for Triton: a changed function is another kernel
+    def cache_key(self):  # for Triton: a changed function gives a new kernel
         return "-".join(str(getattr(part, "cache_key", part)) for part in self)
 
 # %% ../../../nbs/machine/triton_diagonal_forward.ipynb #triton_diagonal-025
@@ -70,7 +70,7 @@ def _token_rates(A, first, offsets, mask, none, RULE: gl.constexpr, RAGGED: gl.c
 
 @gluon.jit
 def _rates_buffer(sk, C: gl.constexpr, N: gl.constexpr, RULE: gl.constexpr):
-    # Shared memory for that tile; any buffer without one.
+    # Shared memory for that tile; without rates per token, any other buffer.
     return gl.allocate_shared_memory(gl.float32, [C, N], ROWS) if RULE.timed else sk
 
 
@@ -118,7 +118,7 @@ def _state_offsets(d0, D, N: gl.constexpr, BD: gl.constexpr, STATE: gl.constexpr
 
 @gluon.jit
 def _row(ptr, d, D, GIVEN: gl.constexpr, RAGGED_D: gl.constexpr):
-    # A number per channel d as a row of a tile, zeros without it.
+    # One number per channel d as a row of a tile; zeros if it is not given.
     LAYOUT: gl.constexpr = d.type.layout
     row = gl.zeros(d.shape, gl.float32, LAYOUT)[None, :]
     if GIVEN:
@@ -377,9 +377,9 @@ def _alone(G, P, A, t, sw, sd, sk, sq, sa, REVERSE: gl.constexpr, RULE: gl.const
 def _diagonal_adjoint_kernel(
     b,  # (B,T,D) logits of the rates
     z,  # (B,T,D) gates before their SiLU
-    v,  # (B,T,D) what drives the state: x, or in reverse the gradient of the output
+    v,  # (B,T,D) driving values: x, or in reverse the gradient of the output
     k,  # (B,T,N) keys
-    q,  # (B,T,N) what drives the state: keys, or in reverse queries
+    q,  # (B,T,N) driving vectors: keys, or in reverse queries
     A,  # (D,N) or (B,T,N) rates of the states, if the rule has them
     bias,  # (D,) added to the logits
     cu,  # (n+1,) first row of every packed sequence, and the end
@@ -410,7 +410,7 @@ def _diagonal_adjoint_kernel(
     RAGGED_D: gl.constexpr,  # the last block may lack channels
     ONE_STRIDE: gl.constexpr,  # x, b, z and g are contiguous
 ):
-    # A segment's state after a start from zero, or with REVERSE its adjoint; its product of gates.
+    # Compute a segment's state from zero, or with REVERSE its adjoint, and its product of gates.
     # v, q: its driving terms, x and k in the forward, dy and q in the backward.
     C: gl.constexpr = 8
     STATE: gl.constexpr = gl.BlockedLayout([4, 4], [4, 8], [NW, 1], [1, 0])
