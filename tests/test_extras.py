@@ -740,7 +740,7 @@ def test_where_triton_interprets():
         "longhorn_scan(*torch.ones(4, 1, 2, 3), backend='triton')"
     )
     done = run(*python, late, cwd=ROOT, PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    cause = "q is on cpu, and they need a GPU, or TRITON_INTERPRET=1"
+    cause = "q is on cpu; Triton kernels need a GPU, or TRITON_INTERPRET=1"
     assert f"ValueError: backend 'triton' cannot run this: {cause}" in done.stderr
 
 

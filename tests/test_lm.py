@@ -938,7 +938,7 @@ def test_untied_official_head_is_kept():
     options = dict(vocab_size=23, d_model=20, n_layer=1, mixer_options=dict(d_state=5))
     renamed = load_official_state_dict(state, LMConfig(**options, tie_embeddings=False))
     assert torch.equal(renamed["lm_head.weight"], state["transformer.lm_head.weight"])
-    with pytest.raises(ValueError, match="is not its embedding"):
+    with pytest.raises(ValueError, match="differs from the embedding"):
         load_official_state_dict(state, LMConfig(**options))
 
 

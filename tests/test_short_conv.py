@@ -526,7 +526,7 @@ WEIGHT = torch.zeros(3, 4, device=DEVICE)
         ),
         (
             lambda: causal_conv1d(X.double(), WEIGHT, backend="triton"),
-            "cannot run this: they take float32, bfloat16 and float16",
+            "cannot run this: Triton kernels take float32, bfloat16 and float16",
         ),
         (
             lambda: causal_conv1d(X, torch.zeros(3, 9, device=DEVICE), backend="triton"),

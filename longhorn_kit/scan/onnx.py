@@ -16,9 +16,9 @@ from .arguments import exporting
 
 # %% ../../nbs/machine/onnx.ipynb #onnx-n07
 def onnx_exporting() -> bool:
-    """Return whether `torch.onnx.export` traces.
+    """Return whether `torch.onnx.export` is tracing.
 
-    ValueError for its older form, which cannot write `Scan`."""
+    Raises ValueError for the older exporter (dynamo=False), which cannot write `Scan`."""
     exports = exporting() and torch.onnx.is_in_onnx_export()
     if exports and torch.jit.is_tracing():
         raise ValueError("the scans of longhorn_kit need torch.onnx.export(..., dynamo=True)")
@@ -29,9 +29,9 @@ def in_order(
     step: Callable,  # (state, one row of each sequence, *constants) -> [next state, read-out]
     state: Tensor,  # (B,...)
     sequences: list,  # tensors (B,T,...)
-    constants: tuple = (),  # tensors that every step gets
+    constants: tuple = (),  # tensors passed to every step
 ) -> tuple[Tensor, Tensor]:  # read-outs (B,T,...), last state
-    "Run a recurrence as ONNX's `Scan`."
+    "Run a recurrence in a form that exports as ONNX's `Scan`."
     rows = [t.detach().transpose(0, 1) for t in sequences]
     constants = tuple(t.detach() for t in constants)
     last, read_outs = scan_op(step, [state.detach()], rows, constants)

@@ -13,7 +13,7 @@ from torch import Tensor
 def swap_layout(
     t: Tensor,  # (B,T,C) ours, or (B,C,L) official
 ) -> Tensor:  # (B,C,L) or (B,T,C)
-    "Swap time and channels, in fresh contiguous memory."
+    "Swap time and channels and return a contiguous tensor."
     if t.dim() != 3:
         raise ValueError(f"t has shape {tuple(t.shape)}; expected three dimensions")
     return t.transpose(1, 2).contiguous()
@@ -37,7 +37,7 @@ def to_official(
     D_skip: Tensor | None = None,  # (D,)
     z: Tensor | None = None,  # (B,T,D) gate
 ) -> dict[str, Tensor | None]:  # u, q, k, dt, D, t_bias, z, in the official order
-    "Return `longhorn_scan`'s arguments in the official names, order and layout."
+    "Convert the arguments of `longhorn_scan` to the official names, order and layout."
     if q.dim() != 3 or x.dim() != 3:
         raise ValueError(
             f"q has shape {tuple(q.shape)}, x {tuple(x.shape)}; expected (B,T,N) and (B,T,D)"
@@ -72,7 +72,7 @@ def from_official(
     t_bias: Tensor | None = None,  # (D,)
     z: Tensor | None = None,  # (B,D,L) gate
 ) -> dict[str, Tensor | None]:  # q, k, x, b, b_bias, D_skip, z, in the kit's order
-    "Undo `to_official`."
+    "Invert `to_official`."
     if q.dim() != 3 or u.dim() != 3:
         raise ValueError(
             f"q has shape {tuple(q.shape)}, u {tuple(u.shape)}; expected (B,N,L) and (B,D,L)"
