@@ -1,4 +1,4 @@
-"""Measures of form for `test_house.py`: questions about the syntax tree of a module, and what ruff finds in it."""
+"""Measures of form for `test_house.py`: the syntax tree of a module, and what ruff reports."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""The teaching kernels of the pages on the diagonal and the exact scan, and the layouts of Gluon's page."""
+"""The teaching kernels of pages 13 and 14, and the layouts of Gluon's page."""
 
 import ast
 import json

@@ -668,9 +668,10 @@ def drawing_cells():
     for path in build.notebooks():
         for cell in build.read(path)["cells"]:
             source = re.sub(r"^[%!].*$", "", cell["source"], flags=re.M)
-            if cell["cell_type"] == "code" and re.search(r"\bplt\.|\bax\b|axes", source):
-                if path.stem != "plots" or "export" not in build.directives(cell):
-                    yield path.stem, source, ast.parse(source)
+            draws = cell["cell_type"] == "code" and re.search(r"\bplt\.|\bax\b|axes", source)
+            is_exported = path.stem == "plots" and "export" in build.directives(cell)
+            if draws and not is_exported:
+                yield path.stem, source, ast.parse(source)
 
 
 def test_pages_write_words_in_colours_that_can_be_read():
