@@ -32,8 +32,10 @@ NAMED = re.compile(r"\**\w+\s*[:=,]")  # the start of a line with a parameter or
 
 
 def comments(source: str) -> dict:
-    """Line number -> text of its comment. Lines that hold a comment alone belong to the parameter or field below, if
-    that has no other comment, and otherwise continue the comment above."""
+    """Line number -> text of its comment.
+
+    Lines that hold a comment alone belong to the parameter or field below, if that has no other
+    comment, and otherwise continue the comment above."""
     found = {}
     alone = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -77,9 +79,11 @@ def pieces(text: str) -> list:
 
 
 def share(text: str, types: dict) -> dict:
-    """Give a line's comment to its parameters, name -> type: by "name: text" and "name (shape)"; in their order if it
-    has as many parts as the line has parameters, or tensors, or parameters from the first tensor on; else to the only
-    one that may be None, for "None: text", or is a tensor, for "(shape)"; else to all."""
+    """Give a line's comment to its parameters, name -> type.
+
+    By "name: text" and "name (shape)"; in their order if it has as many parts as the line has
+    parameters, or tensors, or parameters from the first tensor on; else to the only one that may
+    be None, for "None: text", or is a tensor, for "(shape)"; else to all."""
     name = "|".join(map(re.escape, types))
     labels = list(
         re.finditer(rf"(?:^|(?<=[;,] ))((?:(?:{name}), )*(?:{name}))(?:: | (?=\())", text)
@@ -110,8 +114,9 @@ def share(text: str, types: dict) -> dict:
 
 
 def share_backwards(text: str, types: dict, own: int) -> dict:
-    """Give a comment to the last `own` parameters; or, if it is a list of shapes, one shape to each of the last ones: a
-    formatter splits a line of parameters, and leaves the comment beside the last."""
+    """Give a comment to the last `own` parameters; a list of shapes, one to each of the last ones.
+
+    A formatter splits a line of parameters, and leaves the comment beside the last."""
     names = list(types)
     parts = pieces(text)
     if own < len(parts) <= len(names) and all(part.startswith("(") for part in parts):
@@ -122,9 +127,11 @@ def share_backwards(text: str, types: dict, own: int) -> dict:
 def comments_of_arguments(
     arguments: ast.arguments, notes: dict, skip_first: bool, first: int, closing: str
 ) -> tuple:
-    """Return the comment of each parameter, and that of the result. The comment of the line `first`, which has the whole
-    signature, says of the result what follows an arrow, or a shape if no parameter is a tensor. If the signature is
-    wrapped and has only the comment of its last line, `closing`, that is the comment of the whole signature too."""
+    """Return the comment of each parameter, and that of the result.
+
+    The comment of the line `first`, which has the whole signature, says of the result what follows
+    an arrow, or a shape if no parameter is a tensor. If the signature is wrapped and has only the
+    comment of its last line, `closing`, that is the comment of the whole signature too."""
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     listed = list(zip(plain, defaults))[skip_first:]
@@ -229,7 +236,7 @@ def exported(source: str, module: str) -> list:
 
 
 def restructured(text: str) -> str:
-    "A comment or docstring as reStructuredText: code and mathematics are marked, and nothing else is markup."
+    "A comment or docstring as reStructuredText, with no markup but that of code and mathematics."
     pieces = re.split(r"(``.*?``|`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
     for i, piece in enumerate(pieces):
         if piece.startswith("$"):

@@ -1,9 +1,10 @@
-"""Build the site from the notebooks: `make docs`, or `python docs/build.py`; the result is docs/_site/index.html.
+"""Build the site from the notebooks: `make docs`, or `python docs/build.py`.
 
-The pages are the committed notebooks with their committed outputs. This script rewrites each notebook for a reader who
-does not run it: nbdev's directives and hidden cells go, solutions and imports are folded, figures get their captions,
-exported functions an entry by Sphinx's autodoc, to which conf.py adds the comments of their parameters. No page is executed
-and nothing is fetched.
+The result is docs/_site/index.html. The pages are the committed notebooks with their committed
+outputs. This script rewrites each notebook for a reader who does not run it: nbdev's directives and
+hidden cells go, solutions and imports are folded, figures get their captions, exported functions an
+entry by Sphinx's autodoc, to which conf.py adds the comments of their parameters. No page is
+executed and nothing is fetched.
 """
 
 import ast
@@ -86,6 +87,7 @@ def module_of(notebook: dict) -> str | None:
     for cell in notebook["cells"]:
         if name := directives(cell).get("default_exp"):
             return f"longhorn_kit.{name.strip()}"
+    return None
 
 
 def entries_of(cell: dict, module: str | None) -> list:
@@ -135,7 +137,7 @@ def markdown_cell(name: str, source: str) -> dict:
     return {"cell_type": "markdown", "id": name, "metadata": {}, "source": source}
 
 
-# --- links and captions -------------------------------------------------------------------------------------------
+# --- links and captions ---------------------------------------------------------------------------
 
 
 def local_links(source: str, path: Path) -> str:
@@ -161,7 +163,9 @@ def local_links(source: str, path: Path) -> str:
 
 
 def with_elements(output: dict) -> dict:
-    "Return an output with the pictures of the kit as SVG elements: their text can be searched, their colours follow the page."
+    """Return an output with the pictures of the kit as SVG elements.
+
+    Their text can be searched, and their colours follow the page."""
     from longhorn_kit.lab.claims.forest import inline
 
     data = output.get("data", {})
@@ -176,7 +180,9 @@ def plain(markdown: str) -> str:
 
 
 def give_captions(cells: list) -> None:
-    "The italic paragraph after a figure becomes its caption, and its first sentence what a screen reader says."
+    """The italic paragraph after a figure becomes its caption.
+
+    Its first sentence is what a screen reader says."""
     heading = ""
     phone = False
     for cell, following in zip(cells, [*cells[1:], None]):
@@ -210,7 +216,7 @@ def give_captions(cells: list) -> None:
             following["source"] = following["source"][match.end() :].lstrip("\n")
 
 
-# --- a page -------------------------------------------------------------------------------------------------------
+# --- a page ---------------------------------------------------------------------------------------
 
 
 def fold(cell: dict, prompt: str) -> None:
@@ -240,7 +246,9 @@ def colab_address(path: Path) -> str:
 
 
 def furniture(path: Path, module: str | None) -> str:
-    "Return the line under the title: for whom a machine page is, and links to Colab, notebook and module once published."
+    """Return the line under the title.
+
+    It says for whom a machine page is, and links to Colab, notebook and module once published."""
     name = path.relative_to(NOTEBOOKS).as_posix()
     code = f"Module <code>{module}</code>"
     links = ['<span class="machine">For contributors</span>'] * name.startswith("machine/")
@@ -258,31 +266,35 @@ def furniture(path: Path, module: str | None) -> str:
     return f'<p class="furniture">{" ".join(links)}</p>'
 
 
+def for_reader(cell: dict, path: Path) -> dict:
+    "A cell without its marks: setup and solutions are folded, links lead to pages of the site."
+    old = cell["metadata"]
+    cell = {**cell, "metadata": {}}
+    if cell["cell_type"] != "code":
+        cell.pop("outputs", None)
+        cell["source"] = local_links(cell["source"], path)
+        return cell
+    cell["outputs"] = [with_elements(output) for output in cell.get("outputs", [])]
+    cell["source"] = DIRECTIVE.sub("", cell["source"])
+    tags = old.get("tags", ())
+    if "phone" in tags:
+        cell["metadata"]["phone"] = True
+    if old.get("jupyter", {}).get("source_hidden"):  # the mark by which JupyterLab folds a cell
+        fold(cell, "Solution" if "solution" in tags else "Code")
+    elif not cell["outputs"] and only_imports(cell["source"]):
+        fold(cell, "Imports")
+    return cell
+
+
 def page(notebook: dict, path: Path) -> dict:
     "The notebook as a reader of the site should see it."
     cells = []
     module = module_of(notebook)
     for number, cell in enumerate(notebook["cells"]):
-        cell = {**cell, "metadata": {}}
-        marks = directives(cell)
-        old = notebook["cells"][number]["metadata"]
-        if {"hide", "default_exp"} & set(marks):
+        if {"hide", "default_exp"} & set(directives(cell)):
             continue
         entries = entries_of(cell, module)
-        cell["outputs"] = [with_elements(output) for output in cell.get("outputs", [])]
-        if cell["cell_type"] != "code":
-            del cell["outputs"]
-        if cell["cell_type"] == "code":
-            cell["source"] = DIRECTIVE.sub("", cell["source"])
-            cell["metadata"].update({"phone": True} if "phone" in old.get("tags", ()) else {})
-            if old.get("jupyter", {}).get(
-                "source_hidden"
-            ):  # the mark by which JupyterLab folds a cell
-                fold(cell, "Solution" if "solution" in old.get("tags", ()) else "Code")
-            elif not cell.get("outputs") and only_imports(cell["source"]):
-                fold(cell, "Imports")
-        else:
-            cell["source"] = local_links(cell["source"], path)
+        cell = for_reader(cell, path)
         if number == 0:
             cell["source"] = with_number(cell["source"], path)
         constants = [f'<span id="{e.full_name}"></span>' for e in entries if e.kind == "data"]
@@ -300,9 +312,10 @@ def page(notebook: dict, path: Path) -> dict:
 
 
 def with_anchors(source: str) -> str:
-    "Entries of the glossary and of the references that can be linked to: #term-state, #arxiv-2407.14207."
+    "Entries of glossary and references that can be linked to: #term-state, #arxiv-2407.14207."
     source = re.sub(
-        r"^- \*\*(.+?)\*\*( \((of an? [^)]+)\))?",  # two words of one spelling: "checkpoint (of a run)"
+        # two words of one spelling: "checkpoint (of a run)"
+        r"^- \*\*(.+?)\*\*( \((of an? [^)]+)\))?",
         lambda m: (
             f'- <span id="term-{slug(m[1] + " " + (m[3] or ""))}"></span>**{m[1]}**{m[2] or ""}'
         ),
@@ -335,12 +348,12 @@ def contents() -> str:
     }
     parts["Reference"] = list(REFERENCE)
     return "\n\n".join(
-        ":::{toctree}\n:hidden:\n:caption: %s\n\n%s\n:::" % (title, "\n".join(names))
+        f":::{{toctree}}\n:hidden:\n:caption: {title}\n\n" + "\n".join(names) + "\n:::"
         for title, names in parts.items()
     )
 
 
-# --- the package --------------------------------------------------------------------------------------------------
+# --- the package ----------------------------------------------------------------------------------
 
 
 def public_names() -> dict:
@@ -387,11 +400,12 @@ def public_section() -> str:
 
 
 def package_page(books: dict) -> str:
-    "The public names with their signatures; then every other name with its first sentence, module by module."
+    "The public names with their signatures; then, by module, every other with its first sentence."
     lines = [
         "# The package",
         "",
-        "> The public names of `longhorn_kit`, then every internal function and class, with the notebook that defines it.",
+        "> The public names of `longhorn_kit`, then every internal function and class, "
+        "with the notebook that defines it.",
         "",
         "## Public names",
         "",
@@ -427,11 +441,13 @@ def package_page(books: dict) -> str:
     return "\n".join(lines)
 
 
-# --- all pages ----------------------------------------------------------------------------------------------------
+# --- all pages ------------------------------------------------------------------------------------
 
 
 def write_pages(folder: Path) -> dict:
-    "Every notebook as a page in `folder`/pages; returns what `survey` found, which is in `folder`/names.json too."
+    """Every notebook as a page in `folder`/pages.
+
+    Returns what `survey` found, which is in `folder`/names.json too."""
     pages = folder / "pages"
     books = {path: read(path) for path in notebooks()}
     for path, notebook in books.items():
@@ -455,22 +471,26 @@ def write_pages(folder: Path) -> dict:
     return names
 
 
-COLAB = """# Colab only: fetch the kit as it was when this notebook was published, and install what Colab lacks.
-!git clone -q {repository} /content/longhorn-kit && git -C /content/longhorn-kit checkout -q {commit}
+COLAB = """# Colab only: fetch the kit as it was when this notebook was published, \
+and install what Colab lacks.
+!git clone -q {repository} /content/longhorn-kit \
+&& git -C /content/longhorn-kit checkout -q {commit}
 %cd -q /content/longhorn-kit/{folder}
 %pip install -q -e "/content/longhorn-kit[colab]"
 import sys; sys.path.insert(0, "/content/longhorn-kit")"""
 
 
 def write_colab(folder: Path) -> None:
-    "The notebooks with a first cell that installs the kit in Colab; the workflow puts them on the branch `colab`."
+    """The notebooks with a first cell that installs the kit in Colab.
+
+    The workflow puts them on the branch `colab`."""
     for path in notebooks():
         notebook = read(path)
         place = path.relative_to(NOTEBOOKS)
         for cell in notebook["cells"]:
             if cell["cell_type"] == "markdown":  # what links to a notebook leads to it in Colab
 
-                def absolute(m):
+                def absolute(m, path=path):
                     return f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
 
                 cell["source"] = LINK.sub(absolute, local_links(cell["source"], path))
@@ -492,7 +512,7 @@ def write_colab(folder: Path) -> None:
         )
 
 
-# --- README ---------------------------------------------------------------------------------------------------------
+# --- README ---------------------------------------------------------------------------------------
 
 
 def index_cell(name: str) -> dict:
@@ -540,7 +560,8 @@ def front_files() -> dict:
 
 FINDINGS = """<picture>
 <source media="(max-width: 600px)" srcset="docs/static/findings-narrow.svg">
-<img src="docs/static/findings.svg" alt="One row per comparison: who is ahead, by how much, with the interval">
+<img src="docs/static/findings.svg" \
+alt="One row per comparison: who is ahead, by how much, with the interval">
 </picture>
 
 <details><summary>The same rows as a table</summary>
@@ -569,14 +590,16 @@ def readme_blocks() -> dict:
         "found": found,
         "reproduce": reproduced(),
         "speed": speed(),
-        "minutes": f"`longhorn reproduce` took {measured_minutes()}. After its first job it prints how long your machine takes.",
+        "minutes": f"`longhorn reproduce` took {measured_minutes()}. "
+        "After its first job it prints how long your machine takes.",
     }
 
 
 def reading_minutes(notebook: dict) -> int:
-    """Return how long a page takes to read: 200 words or 20 lines of code per minute, and one minute per equation.
+    """Return how long a page takes to read.
 
-    Exercises state their times, and folded cells are not read. Above five minutes it is a multiple of five."""
+    A minute is 200 words, 20 lines of code, or one equation. Exercises state their times, and
+    folded cells are not read. Above five minutes it is a multiple of five."""
     words = 0
     lines = 0
     equations = 0
@@ -617,7 +640,7 @@ def write_minutes() -> None:
 
 
 def addressed() -> dict:
-    "Return README.md, pyproject.toml and CITATION.cff, with the repository's address if it is published."
+    "Return README.md, pyproject.toml and CITATION.cff, with the address of a published repository."
     badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     badge = (
         f"{badge}({colab_address(NOTEBOOKS / 'index.ipynb')})\n"
@@ -636,7 +659,9 @@ def addressed() -> dict:
     }
     return {
         name: re.sub(
-            pattern, lambda m: m[1] + (line if REPOSITORY else ""), (ROOT / name).read_text("utf-8")
+            pattern,
+            lambda m, line=line: m[1] + (line if REPOSITORY else ""),
+            (ROOT / name).read_text("utf-8"),
         )
         for name, (pattern, line) in lines.items()
     }
@@ -653,18 +678,20 @@ def write_readme() -> None:
     for mark, block in readme_blocks().items():
         text = re.sub(
             rf"(<!-- {mark}: make readme -->\n).*?(<!-- end {mark} -->)",
-            lambda m: f"{m[1]}{block}\n{m[2]}",
+            lambda m, block=block: f"{m[1]}{block}\n{m[2]}",
             text,
             flags=re.S,
         )
     (ROOT / "README.md").write_text(text, encoding="utf-8")
 
 
-# --- the whole ------------------------------------------------------------------------------------------------------
+# --- the whole ------------------------------------------------------------------------------------
 
 
 def build(site: Path = SITE, work: Path = WORK) -> int:
-    "Build the site; returns Sphinx's exit status. The old site stays until the new one is complete."
+    """Build the site; returns Sphinx's exit status.
+
+    The old site stays until the new one is complete."""
     from sphinx.cmd.build import main as sphinx
 
     shutil.rmtree(work, ignore_errors=True)
@@ -691,7 +718,6 @@ if __name__ == "__main__":
         sys.exit(write_readme())
     status = build()
     if status == 0:
-        print(
-            f"The site is {SITE.relative_to(Path.cwd()) if SITE.is_relative_to(Path.cwd()) else SITE}/index.html"
-        )
+        shown = SITE.relative_to(Path.cwd()) if SITE.is_relative_to(Path.cwd()) else SITE
+        print(f"The site is {shown}/index.html")
     sys.exit(status)

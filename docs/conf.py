@@ -1,4 +1,7 @@
-"""Sphinx configuration of the site; build.py prepares the pages and says in names.json what they can link to."""
+"""Sphinx configuration of the site.
+
+build.py prepares the pages and says in names.json what they can link to.
+"""
 
 import json
 import re
@@ -72,7 +75,9 @@ def source_of(module):
 
 
 def linkcode_resolve(domain, info):
-    "Where the source of a documented name is: its line in the generated module, once the repository is published."
+    """Where the source of a documented name is.
+
+    This is its line in the generated module, once the repository is published."""
     if not REPOSITORY:
         return None
     module, name = info["module"], info["fullname"]
@@ -89,7 +94,9 @@ def linkcode_resolve(domain, info):
 
 
 class Restructured(SphinxDirective):
-    "reStructuredText in MyST. MyST's own `eval-rst` puts 10,000 empty lines per cell of the notebook before the text."
+    """reStructuredText in MyST.
+
+    MyST's own `eval-rst` puts 10,000 empty lines per cell of the notebook before the text."""
 
     has_content = True
 
@@ -126,7 +133,9 @@ def comments_of(what, thing, entry):
 
 
 def with_comments(app, what, name, thing, options, lines):
-    "Give autodoc the docstring and, for every parameter, the comment beside it in the source: its shape and meaning."
+    """Give autodoc the docstring and, for every parameter, the comment beside it in the source.
+
+    The comment says the parameter's shape and meaning."""
     if what == "data":  # the docstring would be that of `dict`
         lines[:] = ["Name -> class of every layer; a key is the ``mixer`` of an ``LMConfig``.", ""]
         return
@@ -147,7 +156,9 @@ def without_entry(app, what, name, thing, skip, options):
 
 
 def fold_parameters(app, doctree, doc):
-    "Parameters stand behind a line that opens them; the page of the package and public names show them."
+    """Parameters stand behind a line that opens them.
+
+    The page of the package and public names show them."""
     for text in list(doctree.findall(nodes.Text)):
         if text == " -- ":  # between a parameter and its comment
             text.parent.replace(text, nodes.Text(" – "))
@@ -167,7 +178,9 @@ def fold_parameters(app, doctree, doc):
 
 
 def leave_mathematics_alone(app, doctree):
-    "Hand display mathematics to MathJax as it is written; Sphinx would wrap lines in an environment that takes no tag."
+    """Hand display mathematics to MathJax as it is written.
+
+    Sphinx would wrap lines in an environment that takes no tag."""
     for node in doctree.findall(nodes.math_block):
         if not node.get("no-wrap"):
             text = node.astext()
@@ -248,7 +261,9 @@ def page_after(node, doc):
 
 
 def link_numbers(app, doctree, doc):
-    "(3) leads to the equation with this number, of this page or of the one named next; arXiv numbers to the references."
+    """(3) leads to the equation with this number, of this page or of the one named next.
+
+    arXiv numbers lead to the references."""
     skip = (
         nodes.literal,
         nodes.literal_block,
@@ -300,7 +315,9 @@ LINES = re.compile(r'<dl>\s*((?:<dd>.*?</dd>\s*)+)</dl>(?=\s*<span class="sig-pa
 
 
 def for_screen_readers(app, name, template, context, doctree):
-    "Mend what Sphinx, its theme and myst-nb write: names that hide a text, headings without a level, lists of one kind."
+    """Mend what Sphinx, its theme and myst-nb write.
+
+    These are names that hide a text, headings without a level, and lists of one kind."""
 
     def lines(match):
         return f"<div>{match[1].replace('<dd>', '<div>').replace('</dd>', '</div>')}</div>"

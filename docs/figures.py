@@ -1,7 +1,8 @@
-"""Pack the figures in the notebooks: PNG with 256 colours, less than half the size; `make outputs` runs this.
+"""Pack the figures in the notebooks: PNG with 256 colours, less than half the size.
 
-A figure has few colours and many blends of them at its edges. The 128 most frequent colours stay exact, the rest
-become the nearest of these and of 128 that an octree chooses. A photograph keeps all its colours.
+`make outputs` runs this. A figure has few colours and many blends of them at its edges. The 128
+most frequent colours stay exact, the rest become the nearest of these and of 128 that an octree
+chooses. A photograph keeps all its colours.
 """
 
 import base64
@@ -16,7 +17,9 @@ PHOTOGRAPH = 20_000  # colours
 
 
 def pack(data: bytes) -> bytes:
-    "Return a PNG with at most 256 colours, or the data if they are that already or show a photograph."
+    """Return a PNG with at most 256 colours.
+
+    Data that are this already, or show a photograph, come back as they are."""
     image = Image.open(io.BytesIO(data))
     if image.mode == "P":
         return data
@@ -40,7 +43,9 @@ def pack(data: bytes) -> bytes:
 
 
 def shows_photograph(output: dict) -> bool:
-    "Does an output of PNG keep all its colours? A packed one has a palette, which is type 3 in its header."
+    """Does an output of PNG keep all its colours?
+
+    A packed one has a palette, which is type 3 in its header."""
     return base64.b64decode("".join(output["data"]["image/png"]))[25] != 3
 
 

@@ -1,9 +1,10 @@
 """How much a page has to say about a word: the site's search orders its results by this.
 
-Sphinx's own index knows which pages contain a word, and not how often, or whether a page defines it. This extension counts
-the words of every page, gives more weight to definitions, headings and code in the text, and weighs them as BM25 does: a
-word of few pages counts more, the tenth occurrence less than the second, and a long page needs more of them. The result is
-a table of whole numbers in `_static/relevance.js`, which `scorer.js` adds up for the words of a query.
+Sphinx's own index knows which pages contain a word, and not how often, or whether a page defines
+it. This extension counts the words of every page, gives more weight to definitions, headings and
+code in the text, and weighs them as BM25 does: a word of few pages counts more, the tenth
+occurrence less than the second, and a long page needs more of them. The result is a table of whole
+numbers in `_static/relevance.js`, which `scorer.js` adds up for the words of a query.
 """
 
 import json
@@ -16,7 +17,8 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.search.en import SearchEnglish
 
-# The weight of a word by its place. A page that explains a name has it in its text as code; one that uses it, in its cells.
+# The weight of a word by its place. A page that explains a name has it in its text as code; one
+# that uses it, in its cells.
 WEIGHTS = {
     "definition": 40,
     "title": 20,
@@ -38,7 +40,7 @@ LESSON = re.compile(r"\w+/\d|index$")
 
 
 def words(text: str) -> list:
-    "The names in a text, in small letters; a dotted name and its parts; plain words as their stems."
+    "The names in a text in small letters; a dotted name and its parts; plain words as their stems."
     result = []
     for name in NAME.findall(text.lower()):
         parts = name.split(".") if "." in name else []
