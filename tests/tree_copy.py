@@ -17,10 +17,18 @@ FORM = (  # of `make test`: tests/run.sh
 )
 
 
+def private_folders():
+    "Return the hidden folders of this checkout that git ignores."
+    listing = "git ls-files --others --ignored --exclude-standard --directory"
+    done = subprocess.run(listing.split(), cwd=ROOT, capture_output=True, text=True)
+    return [name.rstrip("/") for name in done.stdout.splitlines() if name.startswith(".")]
+
+
 def copy_of_the_tree(folder):
     "Copy the tree, with links to this environment where `make` looks for it, and return its path."
     left_out = (".git", ".venv", "runs", "build", "dist", "node_modules", "_site", "_build")
-    ignored = shutil.ignore_patterns(*left_out, "__pycache__", ".*_cache", ".ipynb_checkpoints")
+    caches = ("__pycache__", ".*_cache", ".ipynb_checkpoints")
+    ignored = shutil.ignore_patterns(*left_out, *caches, *private_folders())
     copy = folder / "kit"
     shutil.copytree(ROOT, copy, ignore=ignored)
     (copy / ".venv").mkdir()
