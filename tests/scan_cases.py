@@ -280,3 +280,13 @@ def captured(run):
     with torch.cuda.graph(graph):
         results = run()
     return graph, results
+
+
+def assert_channels_are_equal(result, expected, channels):
+    "Compare output, final state and gradients of some channels, bit for bit."
+    out, final, grads = result
+    right_out, right_final, right_grads = expected
+    assert torch.equal(out[..., channels], right_out[..., channels])
+    assert torch.equal(final[:, channels], right_final[:, channels])
+    for name in ("x", "b", "z", *PER_CHANNEL):
+        assert torch.equal(grads[name][..., channels], right_grads[name][..., channels])
