@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...compat import mend_interpreter
 from .launch import launch
 
 # %% ../../../nbs/machine/triton_portable.ipynb #17_triton_portable-007
@@ -22,6 +23,8 @@ from .launch import launch
 DIAGONAL, EXACT, DECOUPLED, S6_TIMED, S6, S6_GIVEN = (tl.constexpr(i) for i in range(6))
 RULES = {"diagonal": 0, "exact": 1, "decoupled": 2, "s6_time_varying": 3, "s6": 4, "s6_given": 5}
 INTERPRETED = triton.knobs.runtime.interpret  # the kernels below run in Python, on the CPU
+if INTERPRETED:
+    mend_interpreter()
 
 # %% ../../../nbs/machine/triton_portable.ipynb #17_triton_portable-009
 @triton.jit

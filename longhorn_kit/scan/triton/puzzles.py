@@ -26,6 +26,10 @@ from triton.runtime import interpreter
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder
 from triton.runtime.jit import JITFunction
 
+from ...compat import mend_interpreter
+
+mend_interpreter()  # a check also runs in the interpreter where kernels are compiled
+
 # %% ../../../nbs/machine/puzzles.ipynb #puzzles-006
 class Fault(Exception):
     "An answer is wrong; the message explains how, in one or two sentences."
