@@ -42,7 +42,6 @@ def start() -> int:  # exit code
     return main()
 
 # %% ../../nbs/machine/start.ipynb #start-module-2
-#| eval: false
-# not where this page is run in JupyterLab
-if __name__ == "__main__" and "ipykernel" not in sys.modules:
+# a page that is run has no package
+if __name__ == "__main__" and __package__:
     sys.exit(start())
