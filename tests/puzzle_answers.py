@@ -803,13 +803,15 @@ def chunk_rows_kernel(
         column = tl.sum(tl.where(here, gram, 0.0), 1)
         here = (t == s)[:, None]
         u = tl.sum(tl.where(here, U, 0.0), 0)
-        U -= eps * column[:, None] * u[None, :]
+        share = eps * column[:, None] * u[None, :]
+        U -= tl.where((t > s)[:, None], share, 0.0)
+    bad = U != U - 0.0 * U  # infinite or NaN
     later_key = t[:, None] < t[None, :]
     products = tl.dot(q, k.T, input_precision="ieee")
     A = tl.where(later_key, 0.0, products)
-    within = tl.dot(A, U, input_precision="ieee")
+    within = tl.dot(A, tl.where(bad, 0.0, U), input_precision="ieee")
     from_start = tl.dot(q, S.T, input_precision="ieee")
-    y = within + from_start
+    y = tl.where(bad, float("nan"), within + from_start)
     put_tile(y_ptr, y, t, d, T, D)
     written = tl.dot(U.T, k, input_precision="ieee")
     put_tile(S_ptr, S + written, d, n, D, N)

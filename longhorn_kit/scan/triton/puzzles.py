@@ -559,8 +559,10 @@ class Check:
             )
         got = array.double().cpu().numpy().ravel()
         right = expected.cpu().numpy().ravel()
-        wrong = ~(np.abs(got - right) <= self.TOLERANCE * (1 + np.abs(right)))
+        with np.errstate(invalid="ignore"):  # inf - inf
+            wrong = ~(np.abs(got - right) <= self.TOLERANCE * (1 + np.abs(right)))
         wrong &= np.abs(right) < self.HUGE
+        wrong |= ~np.isfinite(right) & (np.abs(got) < self.HUGE)
         if wrong.any():
             i = int(np.argmax(wrong))
             hint = ""
