@@ -39,7 +39,7 @@ class MatrixCache(NamedTuple):
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-008-c
 class MatrixMixer(Mixer):
-    "A layer with a matrix state: subclasses define `inputs` (what fades and what is written)."
+    "A layer with a matrix state; a subclass defines `inputs`, the arguments of its scan."
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class MatrixMixer(Mixer):
         n_heads: int,  # H
         d_key: int,  # N, per head
         d_value: int,  # P, per head
-        past: tuple = (0, 0),  # (C,W) inputs that the layer needs from before
+        past: tuple = (0, 0),  # (C,W) earlier inputs that the layer needs
     ):
         super().__init__(d_model)
         self.n_heads = n_heads
@@ -83,7 +83,7 @@ class MatrixMixer(Mixer):
         return y if gate is None else y * F.silu(gate)
 
     def check_cache(self, cache: Any, rows: int) -> Any:
-        "Return the cache of `rows` sequences; a `ValueError` if it belongs to another layer."
+        "Return the cache of `rows` sequences; raise `ValueError` if it is another layer's."
         check_tensor("cache.S", getattr(cache, "S", cache), (rows, self.n_heads, "P", "N"))
         check_tensor("cache.past", cache.past, (rows, *self.past_shape))
         return cache
@@ -105,7 +105,7 @@ class MatrixMixer(Mixer):
             scan, gate, past = self.inputs(x, cache)
         else:
             scan, gate, past = self.inputs(x, cache, text)
-            for name in ("k", "log_decay"):  # padding writes nothing and fades nothing
+            for name in ("k", "log_decay"):  # padding leaves the state unchanged
                 if name in scan:
                     scan[name] = text.fill(scan[name])
             read = text.length
@@ -163,7 +163,7 @@ def start_small(
     layer: nn.Linear,  # stacked projections
     *sizes: int,  # rows of each
 ):
-    "Start with Xavier's values times 2^-2.5 for each projection, as RetNet and GLA do."
+    "Initialise each projection with Xavier's values times 2^-2.5, as RetNet and GLA do."
     for part in layer.weight[: sum(sizes)].split(sizes):
         nn.init.xavier_uniform_(part, gain=2**-2.5)
 
@@ -288,7 +288,7 @@ class TokenShift(MatrixMixer):
         self,
         d_model: int,
         n_heads: int | None,
-        *powers: float,  # per projection: the token before counts 1 - share^power in a channel
+        *powers: float,  # per projection: the previous token has weight 1 - share^power
     ):
         H, N, _ = head_sizes(d_model, n_heads, 1, 1, 64)
         super().__init__(d_model, H, N, N, (d_model, 1))
@@ -311,7 +311,7 @@ class TokenShift(MatrixMixer):
         past: Tensor,  # (B,d_model,1) the token before x
         text: TextMask | None = None,
     ) -> tuple[Tensor, Tensor]:  # like x, like past
-        "Return the token before minus this one, and the new past."
+        "Return the previous token minus this one, and the new past."
         if text is not None:
             aligned = text.align(x)
             delta, _ = self.shift(aligned, past)
@@ -380,8 +380,8 @@ class RWKV6(TokenShift):
         self,
         d_model: int,  # width of input and output
         n_heads: int | None = None,  # None: of a size near 64
-        mix_rank: int = 32,  # of what the token adds to its mixtures
-        decay_rank: int = 64,  # of what the token adds to its decay
+        mix_rank: int = 32,  # of the token's part in its mixtures
+        decay_rank: int = 64,  # of the token's part in its decay
     ):
         check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
         powers = (0.5, 0.5, 0.5, 0.5, 0.25, 0.25)  # for the low rank, then w, k, v, r and g
@@ -414,7 +414,7 @@ class RWKV6(TokenShift):
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-039
 class ConvMixer(MatrixMixer):
-    "A matrix mixer whose queries, keys and values pass a short causal convolution with SiLU."
+    "A matrix mixer with a short causal convolution and SiLU on queries, keys and values."
 
     def __init__(
         self,
@@ -520,15 +520,15 @@ class DeltaNet(ConvMixer):
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-050
 @register_mixer("gated_deltanet")
 class GatedDeltaNet(ConvMixer):
-    "The delta rule from a faded state, and an output gate. Source: Yang et al., arXiv 2412.06464."
+    "The delta rule on a decayed state, and an output gate. Source: Yang et al., arXiv 2412.06464."
 
     def __init__(
         self,
         d_model: int,  # width of input and output
         n_heads: int = 6,  # number of heads
         d_conv: int = 4,  # width of the convolution
-        d_key: int | None = None,  # per head; None: 3/4 of d_model in all
-        d_value: int | None = None,  # per head; None: 3/2 of d_model in all
+        d_key: int | None = None,  # per head; None: 3/4 of d_model in total
+        d_value: int | None = None,  # per head; None: 3/2 of d_model in total
     ):
         H, N, P = head_sizes(d_model, n_heads, 3 / 4, 3 / 2, 128)
         N = N if d_key is None else d_key

@@ -128,7 +128,7 @@ class Direction(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        "Set the parameters outside PyTorch's layers."
+        "Initialise the parameters that do not belong to a PyTorch layer."
         nn.init.ones_(self.D_skip)
         if self.A_log is not None:
             rates = torch.arange(1.0, self.A_log.shape[1] + 1, device=self.A_log.device)
@@ -137,7 +137,7 @@ class Direction(nn.Module):
             nn.init.constant_(self.key_scale, 2.0)
 
     def call_conv(self, u: Tensor):
-        "Convolve (B,T,D) by a call of the layer."
+        "Convolve (B,T,D) by calling the layer as a module."
         convolved = self.conv1d(u.transpose(1, 2))[..., : u.shape[1]]
         return F.silu(convolved).transpose(1, 2)
 
@@ -145,7 +145,7 @@ class Direction(nn.Module):
         if torch.jit.is_scripting():
             x = self.call_conv(u)
         else:
-            is_proxy = not isinstance(self.conv1d.weight, Tensor)  # of torch.fx
+            is_proxy = not isinstance(self.conv1d.weight, Tensor)  # a proxy of torch.fx
             if is_proxy or is_plain(self.conv1d):
                 x = vision_conv(u, self.conv1d.weight, self.conv1d.bias)
             else:
@@ -157,7 +157,7 @@ class Direction(nn.Module):
             else:
                 k = vision_keys(k, self.key_scale)
         k = k.contiguous()
-        q = q.contiguous()  # the scan reads whole rows
+        q = q.contiguous()  # the scan needs contiguous rows
         skip = self.D_skip
         A_log = self.A_log
         scan = self.scan
@@ -309,7 +309,7 @@ class VisionBase(VisionTools):
         self.head = nn.Linear(self.embed_dim, num_classes) if num_classes > 0 else nn.Identity()
 
     def _start(self):
-        "Draw the first weights; updates of blocks add up, so each is divided by sqrt(depth)."
+        "Draw the initial weights; the updates of all blocks add up, so divide each by sqrt(depth)."
         self.init_weights(needs_reset=False)
         for block in self.blocks:
             start_with(block.mixer.out_proj, divide_weight, math.sqrt(len(self.blocks)))
@@ -337,7 +337,7 @@ class VisionLonghorn(VisionBase):
         fc_norm: bool | None = None,  # norm after pooling; None: unless pooling takes the token
         final_norm: bool = True,  # False: no norm after the blocks
         dynamic_img_size: bool = False,  # take images of any size, interpolating positions
-        dynamic_img_pad: bool = False,  # and pad them to whole patches
+        dynamic_img_pad: bool = False,  # also pad them to full patches
         drop_rate: float = 0.0,  # dropout before the classifier
         pos_drop_rate: float = 0.0,  # dropout after the positions
         drop_path_rate: float = 0.0,  # stochastic depth of the last block; 0 for the first
