@@ -66,7 +66,7 @@ def read_weights(
     path: Path,  # a safetensors file
     config: LMConfig,  # of the model
 ) -> dict:  # name -> tensor
-    "Return the tensors of a file; ValueError if the file is damaged or has another config."
+    "Return the tensors of a file; raise ValueError if it is damaged or has another config."
     with open(path, "rb"):
         pass  # a missing or unreadable file raises an OSError that names the file
     try:
@@ -99,10 +99,10 @@ def check_digest(
 # %% ../../nbs/machine/model_files.ipynb #model_files-010
 def check_state(
     state: dict,  # name -> tensor
-    expected: dict,  # name -> tensor of the right shape
+    expected: dict,  # name -> tensor of the expected shape
     source: str | Path,  # origin of `state`, for the message
 ):
-    "Raise ValueError at the first tensor that is missing, unknown or wrong in shape."
+    "Raise ValueError for the first tensor that is missing, unknown or of the wrong shape."
     for name in expected | state:
         if name not in state:
             raise ValueError(f"{source} lacks {name}")
@@ -150,7 +150,7 @@ SequenceLM.from_pretrained = classmethod(load_model)
 
 # %% ../../nbs/machine/model_files.ipynb #model_files-014-b2
 def stored_metrics(run: Path) -> list:  # folder of a finished run -> one dict per line
-    "Return a run's metrics; ValueError if the file differs from that of the last checkpoint."
+    "Return a run's metrics; raise ValueError unless the file is the last checkpoint's."
     last = max(run.glob("checkpoints/step-*/checkpoint.json"))
     path = run / "metrics.jsonl"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -162,7 +162,7 @@ def stored_metrics(run: Path) -> list:  # folder of a finished run -> one dict p
 def run_facts(folder: str | Path) -> dict:  # name -> value
     """Return the model card's rows from the records of the training run.
 
-    Empty if a record is missing, damaged or of another model."""
+    The result is empty if a record is missing, damaged or from another model."""
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         return read_run_facts(Path(folder))
     return {}
@@ -274,7 +274,7 @@ def load_official_state_dict(
     state_dict: dict,  # name -> tensor, of the official Longhorn or Mamba model
     config: LMConfig,  # config of the target model, which has no MLP
 ) -> dict:  # name -> tensor, for `SequenceLM(config).load_state_dict`
-    "Rename an official state dict to the kit's names; ValueError if a tensor does not fit."
+    "Rename an official state dict to the kit's names; raise ValueError if a tensor does not fit."
     official_mixers = ("longhorn", "longhorn_exact", "longhorn_decoupled", "mamba")
     if config.d_mlp or config.mixer not in official_mixers:
         raise ValueError(f"the official code has no {config.mixer} model with d_mlp={config.d_mlp}")
@@ -325,7 +325,7 @@ def match_parameters(
     target: int,  # number of parameters
     tolerance: float = 0.01,  # largest relative difference
 ) -> LMConfig:  # with another `d_mlp` or `d_model` if necessary
-    "Return a config of the same kind and about this size; ValueError if none is close enough."
+    "Return a config of the same kind and about this size; raise ValueError if none is close."
     check_sizes(target=target)
 
     def gap(candidate):
@@ -339,7 +339,7 @@ def match_parameters(
     attempts = sorted(widths, key=gap)
     if filled.d_mlp >= least_mlp:
         attempts.insert(0, filled)
-    attempts += [filled, fill_mlp(widths[0], target)]  # a thin MLP: only if nothing else fits
+    attempts += [filled, fill_mlp(widths[0], target)]  # a thin MLP, only if nothing else fits
     for candidate in attempts:
         if gap(candidate) <= tolerance:
             return candidate

@@ -66,29 +66,29 @@ def pick_columns(
     x: Tensor,  # (B,T,C)
     columns: Tensor,  # (B,S), from 0 to T-1
 ) -> Tensor:  # (B,S,C)
-    "Return x at these columns of each row."
+    "Return these columns of each row of x."
     # `take_along_dim` would fix the sizes of an exported graph
     return x.gather(1, columns[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class TextMask(NamedTuple):
-    "Which tokens of padded rows are text; a mixer skips the others."
+    "Mask of the text in padded rows; a mixer skips all other tokens."
 
     mask: Tensor  # (B,T) bool
-    order: Tensor  # (B,T) columns of the text, then the others
+    order: Tensor  # (B,T) columns of the text, then all other columns
     back: Tensor  # (B,T) the inverse of `order`
     length: Tensor  # (B,) tokens of text
 
     @classmethod
     def read(cls, mask: Tensor) -> "TextMask":  # (B,T) bool
-        "Return the orders and lengths that belong to a mask."
+        "Return the orders and lengths for a mask."
         columns = torch.arange(mask.shape[1], device=mask.device, dtype=torch.int32)
-        keys = columns - mask.int() * 2**30  # no two are equal: ONNX has no stable sort
+        keys = columns - mask.int() * 2**30  # all different, since ONNX has no stable sort
         order = keys.argsort(dim=1)
         return cls(mask, order, order.argsort(1), mask.sum(1))
 
     def align(self, x: Tensor) -> Tensor:  # (B,T,C)
-        "Move the text of each row to its start."
+        "Move the text to the start of each row."
         return pick_columns(x, self.order)
 
     def restore(self, y: Tensor) -> Tensor:  # (B,T,C)
@@ -200,7 +200,7 @@ class Mixer(nn.Module, ABC):
         return run_sequences(lambda cut, _: self.run(*cut), (x,), lengths, None, False)
 
     def run_padded(self, x: Tensor, slot: CacheSlot | None, text: TextMask) -> Tensor:
-        "Run the text of padded rows, with or without a cache; other outputs mean nothing."
+        "Run the text of padded rows, with or without a cache; other outputs are undefined."
         check_stream(x, 3, self.d_model, weight_of(self.out_proj))
         cache = slot and slot.before
         if slot is not None and cache is None:
@@ -212,7 +212,7 @@ class Mixer(nn.Module, ABC):
         return y
 
     def run_aligned(self, x: Tensor, cache: Any, keep_cache: bool, text: TextMask) -> tuple:
-        "Move the text of rows to the start, run it in pieces; each row keeps its text's cache."
+        "Move the text to the start of each row and run it in pieces; keep each text's cache."
         x = text.align(x)
         if not keep_cache:
             y, _ = self.run(x)
@@ -249,7 +249,7 @@ def check_stream(
     d_model: int,
     weight: Tensor | None = None,  # of the layer; None: any dtype is right
 ) -> Tensor:
-    "Return `x`, or raise a `ValueError` with the right shape or dtype."
+    "Return `x`, or raise a `ValueError` with the expected shape or dtype."
     check_tensor("x", x, (*"BT"[: dims - 1], d_model))
     if weight is None or not weight.is_floating_point() or x.dtype == weight.dtype:
         return x
@@ -266,7 +266,7 @@ def replace_rows(
     old: Tensor,  # (B,..)
     new: Tensor,  # like old
 ) -> Tensor:
-    "Return `old` with these rows of `new`."
+    "Return `old` with these rows replaced by those of `new`."
     if old.shape != new.shape:
         raise ValueError(
             "texts that end in different places cannot share this mixer's growing cache; "
@@ -385,8 +385,10 @@ class ScanMixer(ScanProjections):
         return self.out_proj(y), ScanCache(past, S)
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
-        "Run packed documents at once, or one by one where the convolution cannot."
-        reads_bounds = torch.compiler.is_compiling() and not x.is_cuda  # a compiler cannot
+        "Run packed documents at once, or one by one if the convolution cannot."
+        reads_bounds = (
+            torch.compiler.is_compiling() and not x.is_cuda
+        )  # a compiler cannot read bounds
         if reads_bounds or not is_plain(self.conv1d):
             return super().run_packed(x, cu_seqlens)
         y, _ = self.run(x, cu_seqlens=cu_seqlens)
@@ -411,7 +413,7 @@ class ScanMixer(ScanProjections):
 def to_length(
     k: Tensor,  # (..,N) keys
     s: Tensor,  # (1,) their new length
-    shortest: float = 1e-12,  # a shorter key counts as zero
+    shortest: float = 1e-12,  # shorter keys are treated as zero
 ) -> Tensor:  # (..,N) contiguous
     "Return `s k / |k|` of equation (7), in plain PyTorch."
     k_wide = wide(k)
@@ -424,7 +426,7 @@ def normalize_keys(
     k: Tensor,  # (..,N)
     s: Tensor,  # (1,)
 ) -> Tensor:  # like k
-    "Return `to_length(k, s)`, on a GPU from one kernel."
+    "Return `to_length(k, s)`; on a GPU, one kernel computes it."
     if not kernels_run(k, s):
         return to_length(k, s)
     from longhorn_kit.scan.triton import pointwise as triton_pointwise

@@ -68,7 +68,7 @@ AUTO_MAP = {
 
 
 class LonghornConfig(PreTrainedConfig):
-    "Hold the fields of `LMConfig` for transformers."
+    "Configuration of transformers with the fields of `LMConfig`."
 
     model_type = "longhorn"
     attribute_map = {
@@ -89,13 +89,13 @@ class LonghornConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     use_cache: bool = True
     tie_word_embeddings: bool = True
-    num_attention_heads: int = 1  # no layer reads it; peft's prompt tuning asks for a number
+    num_attention_heads: int = 1  # unused by the layers; peft's prompt tuning needs a number
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
 
     def lm_config(self) -> LMConfig:
-        "Return the kit's config; ValueError if it is wrong."
+        "Return the kit's config; raise ValueError if it is invalid."
         names = [f.name for f in fields(LMConfig) if hasattr(self, f.name)]
         values = {name: getattr(self, name) for name in names}
         values["mixer_options"] = self.mixer_options or {}
@@ -125,7 +125,7 @@ class MixerCacheLayer(CacheLayerMixin):
     def set(
         self,
         cache: Any,  # of the mixer
-        columns: int,  # read so far, with padding
+        columns: int,  # columns read so far, with padding
     ):
         "Store the mixer's cache."
         named = hasattr(cache, "_fields")
@@ -140,7 +140,7 @@ class MixerCacheLayer(CacheLayerMixin):
 
     def crop(
         self,
-        tokens_to_remove: int,  # 0 or their number keeps all, minus their number removes all
+        tokens_to_remove: int,  # 0 or the token count keeps all, its negative removes all
     ):
         "Keep all tokens or remove all, counted as transformers does."
         if tokens_to_remove == -self.columns:
@@ -153,7 +153,7 @@ class MixerCacheLayer(CacheLayerMixin):
             )
 
     def change(self, function):
-        "Replace every tensor of the state by the function of it."
+        "Apply a function to every tensor of the state."
         self.state = None if self.state is None else tree_map(function, self.state)
 
     def reorder_cache(self, beam_idx):
@@ -238,7 +238,7 @@ def text_starts(
     text: TextMask | None,
     given: dict,  # some of the arguments in `PACKED`
 ) -> Tensor:  # (B,T) bool
-    "Return where texts start."
+    "Return a mask of the tokens at which texts start."
     starts = torch.zeros(h.shape[:2], dtype=torch.bool, device=h.device)
     starts[:, :1] = True
     for name, value in given.items():
@@ -257,7 +257,7 @@ def text_changes(
     h: Tensor,  # (B,T,d_model)
     text: TextMask | None,
 ) -> Tensor:  # (B,T) bool
-    "Return which text tokens do not continue the text token before."
+    "Return a mask of the text tokens that do not continue the previous one."
     check_integers(name, value)
     if value.shape not in (h.shape[:2], (1, h.shape[1])):
         shape = tuple(h.shape[:2])
@@ -284,7 +284,7 @@ def pack(
     given: dict,  # some of the arguments in `PACKED`
 ) -> tuple | None:  # order (B*T,) or None, bounds (n+1,)
     "Return the order and the bounds of all texts in one row; None if every row is one text."
-    if h.shape[1] == 1:  # a step starts nothing within its row
+    if h.shape[1] == 1:  # a single token starts no text within its row
         given = {name: value for name, value in given.items() if name.startswith("cu_seq")}
     if not given:
         return None
@@ -431,7 +431,7 @@ def is_loaded(parameter: nn.Parameter) -> bool:
 
 @contextmanager
 def drawn_wide():
-    "Context manager: draw weights in float32 at least; yields the dtype that transformers set."
+    "Context manager that draws weights in at least float32; yields the dtype that was set before."
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))
     try:
@@ -595,7 +595,7 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict
     ) -> None:
-        "Make no positions: after padding behind a prompt, those of transformers would start again."
+        "Return no positions: after padding behind a prompt, transformers' positions would restart."
 
     @can_return_tuple
     def forward(
@@ -615,7 +615,7 @@ class LonghornForCausalLM(LonghornPreTrainedModel, GenerationMixin):
     ) -> Any:
         """Return logits, loss and cache; the other arguments are those of `LonghornModel`.
 
-        Labels (B,T) are the tokens, shifted here; -100 is left out."""
+        Labels (B,T) are the tokens, shifted here; -100 is ignored."""
         of_loss = {name: options.pop(name) for name in LOSS if name in options}
         options |= dict(position_ids=position_ids, cu_seqlens=cu_seqlens, seq_idx=seq_idx)
         out = self.model(
@@ -685,12 +685,12 @@ def from_transformers(model: LonghornForCausalLM) -> SequenceLM:
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-031-b
 def is_package(name: str) -> bool:
-    "Check whether a name is that of a package, whose modules can be imported from it."
+    "Check whether a name is a package, from which modules can be imported."
     return find_spec(name).submodule_search_locations is not None
 
 
 def absolute_source(name: str) -> str:
-    "Return the source of a module, its relative imports made absolute."
+    "Return the source of a module with absolute imports instead of relative ones."
     parent = name.rpartition(".")[0]
     package = name if is_package(name) else parent
 
@@ -721,7 +721,7 @@ def own_sources(
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-031-e
 CLASSES = "LonghornConfig, LonghornForCausalLM, LonghornForSequenceClassification, LonghornModel"
-# The last line stands apart: `absolute_source` would take it for an import of this module.
+# The last line is separate: `absolute_source` would take it for an import of this module.
 FALLBACK = f"    from .longhorn_source import {CLASSES}"
 REMOTE = f"""try:
     from longhorn_kit.models.transformers import {CLASSES}
@@ -825,7 +825,7 @@ def export_folder(
 
 
 def padding_note(tokenizer: Any) -> str:
-    "Return what a model card says about padding; nothing without a padding token."
+    "Return a model card's note on padding; empty without a padding token."
     if getattr(tokenizer, "pad_token", None) is None:
         return ""
     pad = tokenizer.pad_token_id

@@ -41,7 +41,7 @@ class VisionWeights(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, mode: str = "", needs_reset: bool = True):
-        """Draw all weights, as the constructor does; in float32 the same seed gives the same ones.
+        """Draw all weights as the constructor does; in float32, equal seeds give equal weights.
 
         `needs_reset=False` draws only positions, class token, filters of the patches and head.
         `mode` is timm's argument; it changes nothing here."""
@@ -60,7 +60,7 @@ class VisionWeights(nn.Module):
         self.init_weights()
 
     def init_head(self):
-        "Draw the classifier's first weights."
+        "Draw the classifier's initial weights."
         if isinstance(self.head, nn.Linear):
             trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
@@ -119,7 +119,7 @@ class VisionTools(VisionWeights):
 
     @torch.jit.ignore
     def reset_classifier(self, num_classes, global_pool=None):
-        "Replace the classifier; the norm stays before or after pooling, where it is."
+        "Replace the classifier; the norm keeps its position before or after pooling."
         if global_pool is not None:
             self._check_pool(global_pool)
             self.global_pool = global_pool
@@ -165,7 +165,7 @@ class VisionTools(VisionWeights):
 
     @torch.jit.ignore
     def prune_intermediate_layers(self, indices=1, prune_norm=False, prune_head=True):
-        "Drop the blocks after the last in `indices`; return the indices that stay."
+        "Drop the blocks after the last in `indices`; return the indices that remain."
         keep, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         self._note(depth=len(self.blocks))
@@ -261,7 +261,7 @@ def input_of(size: str) -> dict:  # a name in `SIZES`
 
 # %% ../../nbs/machine/vision_timm.ipynb #vision_timm-012
 def checkpoint_filter_fn(state_dict: dict, model: nn.Module) -> dict:
-    "Return a checkpoint's weights at the model's sizes; ValueError without a square grid."
+    "Return a checkpoint's weights at the model's sizes; raise ValueError without a square grid."
     inner = state_dict.get("model", state_dict)
     state = dict(state_dict.get("state_dict", inner))
     embed = model.patch_embed

@@ -284,7 +284,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def compiles() -> bool:
-    "Return whether this machine has the library."
+    "Check whether this machine has the library."
     return library() is not None
 
 
@@ -296,7 +296,7 @@ STEPS = 32  # per checkpoint, unless the caller chooses
 
 
 class Sizes(ctypes.Structure):
-    "The struct of the same name."
+    "The C++ struct of the same name."
 
     _fields_ = [(name, ctypes.c_long) for name in ("B", "T", "D", "N", "chunk")]
 
@@ -338,7 +338,7 @@ def forward(
     A: Tensor | None,  # (N,D) rates of S6
     S: Tensor,  # (B,N,D) initial state, which becomes the final state
 ) -> tuple[Tensor, Tensor, Tensor]:
-    "Return read-outs (B,T,D), final state (B,N,D), checkpoints (chunks,B,N,D), none unless kept."
+    "Return read-outs (B,T,D), final state (B,N,D), checkpoints (chunks,B,N,D), empty unless kept."
     y = torch.empty_like(x)
     marks = x.new_empty(-(-x.shape[1] // chunk) if keep else 0, *S.shape)
     call("scan_forward", form, chunk, q, k, x, v, A, S, y, marks if keep else None)

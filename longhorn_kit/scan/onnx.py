@@ -16,7 +16,7 @@ from .arguments import exporting
 
 # %% ../../nbs/machine/onnx.ipynb #onnx-n07
 def onnx_exporting() -> bool:
-    """Return whether `torch.onnx.export` is tracing.
+    """Check whether `torch.onnx.export` is tracing.
 
     Raises ValueError for the older exporter (dynamo=False), which cannot write `Scan`."""
     exports = exporting() and torch.onnx.is_in_onnx_export()

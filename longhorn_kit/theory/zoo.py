@@ -276,7 +276,7 @@ def _slope(
     k,  # (N,) or (C,N)
     x,  # (D,) or (C,D)
 ):
-    # The gradient of half the squared error.
+    # Return the gradient of half the squared error.
     return gradient_of(lambda S: (k @ S.mT - x).square().sum() / 2, S)
 
 
@@ -416,7 +416,7 @@ def verify(
         result = layer.step(S, k, x, **gates)
         expected = layer.oracle(S, k, x, **gates)
         differences.append((result - expected).abs().max())
-    return torch.stack(differences).max().item()  # Python's max would pass over a NaN
+    return torch.stack(differences).max().item()  # Python's max could skip a NaN
 
 # %% ../../nbs/machine/zoo.ipynb #04_zoo-071
 FAMILIES = {
@@ -428,7 +428,7 @@ FAMILIES = {
 
 # %% ../../nbs/machine/zoo.ipynb #04_zoo-072
 def zoo_markdown(layers: Iterable | None = None) -> str:
-    "Return rows (None: the whole zoo) as a Markdown table with links to the papers."
+    "Return rows (None: the complete zoo) as a Markdown table with links to the papers."
     lines = ["| layer | one step minimises | update | source |", "|---|---|---|---|"]
     for layer in ZOO.values() if layers is None else layers:
         links = ", ".join(f"[{number}](https://arxiv.org/abs/{number})" for number in layer.arxiv)

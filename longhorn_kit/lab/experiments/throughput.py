@@ -52,7 +52,7 @@ def seconds_of(
     run: Any,  # from `run_to_time`
     steps: int,
 ) -> float:
-    "Time some steps, in seconds."
+    "Return the time of training steps in seconds."
     started = time.monotonic()
     for _ in range(steps):
         train_step(run)
@@ -70,7 +70,7 @@ class Throughput:
     mixers: tuple[str, ...] = (*MAIN, *SECOND, *OTHERS)
     contexts: tuple[int, ...] = (1024, 8192, 32768)
     compiled: tuple[bool, ...] = (False, True)  # operation by operation, and with torch.compile
-    tokens: int = 65536  # per step, at any context
+    tokens: int = 65536  # per step, for every context
     gpu: bool = True
 
     def __post_init__(self):
@@ -78,7 +78,7 @@ class Throughput:
 
 # %% ../../../nbs/lab/34_throughput.ipynb #34_throughput-n09
 def jobs(config: Throughput, results: Results) -> Iterator[dict]:
-    "Yield all mixers at the shortest context, at longer ones, then compiled."
+    "Yield jobs for all mixers at the shortest context, then at longer ones, then compiled."
     for compile, context, mixer in product(config.compiled, config.contexts, config.mixers):
         yield dict(
             mixer=mixer,
@@ -101,7 +101,7 @@ KINDS = (  # kind of a kernel, by its name; the first match counts
 
 
 def kind_of(kernel: str) -> str:  # its name
-    "Return a kernel's kind, by its name."
+    "Return the kind of a kernel from its name."
     for kind, pattern in KINDS:
         if re.search(pattern, kernel.lower()):
             return kind
@@ -133,9 +133,9 @@ def time_step(
     context: int,
     compile: bool,
     tokens: int,  # per step
-    steps: int = 8,  # timed
-    warm: int = 4,  # before
-    settle: float = 2.0,  # seconds of steps before: idle GPUs lower their clocks
+    steps: int = 8,  # timed steps
+    warm: int = 4,  # untimed steps before them
+    settle: float = 2.0,  # seconds of untimed steps at the start: idle GPUs lower their clocks
 ) -> dict:
     "Return a step's tokens per second, memory, and shares of time."
     run, config = run_to_time(preset, mixer, context, compile, tokens)
@@ -163,7 +163,7 @@ MEASURED = ("parameters", "tokens_per_second", "ms", "ready_seconds", "engine", 
 
 
 def run_job(settings: dict, folder: Path) -> dict:
-    "Time one training step; too little memory is a result too."
+    "Time one training step; running out of memory is a result too."
     timed = {name: settings[name] for name in ("mixer", "context", "compile", "tokens")}
     preset = LM_PRESETS[settings["preset"]]
     recipe = replace(preset.train, cpu=not settings["gpu"])
@@ -174,7 +174,7 @@ def run_job(settings: dict, folder: Path) -> dict:
 
 # %% ../../../nbs/lab/34_throughput.ipynb #34_throughput-n24
 def summarize(config: Throughput, results: Results) -> dict:
-    "Return a row per timing, and the steps without enough memory."
+    "Return a row per timing, and the steps that ran out of memory."
     rows = []
     failed = []
     for settings in jobs(config, results):

@@ -94,7 +94,7 @@ class Config:
     "One scale of the experiment."
 
     size: str = "nano_patch2_8"  # of the models, a key of `DEITS`
-    data: str = "digits"  # or what `cifar10` reads
+    data: str = "digits"  # or a source that `cifar10` reads
     models: tuple = MODELS
     # seeds of each model; a verdict needs 4, 8 or 16
     judged: int = field(default=LOOKS[0], metadata={"place": True})
@@ -104,7 +104,7 @@ class Config:
     min_lr_ratio: float = 0.01  # of the last learning rate to the highest
     warmup: float = 0.1  # share of the steps in which the rate rises
     weight_decay: float = 0.05  # decoupled; not for tokens, positions, norms and biases
-    smoothing: float = 0.1  # of the labels
+    smoothing: float = 0.1  # label smoothing
     pad: int = 1  # pixels an image may move, in any direction
     flip: bool = False  # mirror half of the images
     cutmix: float = 0.0  # chance of CutMix for a batch
@@ -292,10 +292,10 @@ def cut(
 def cutmix(
     images: Tensor,  # (B,C,H,W)
     labels: Tensor,  # (B,classes)
-    chance: float,  # that a batch is mixed
+    chance: float,  # probability that a batch is mixed
     generator: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    "Paste into each image a box of its partner in the reversed batch, and mix their labels."
+    "Paste a box of the partner in the reversed batch into each image, and mix their labels."
     number, share, top, left = torch.rand(4, generator=generator).tolist()
     if number >= chance:  # the batch stays unmixed
         return images, labels
@@ -309,7 +309,7 @@ def cutmix(
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-029
 class _Exam:
-    "Scores of a model on held-out images along its training, and the time between them."
+    "Held-out scores of a model during its training, and the time between evaluations."
 
     def __init__(self, model: nn.Module, test: ImageSet):
         self.model = model
@@ -322,7 +322,7 @@ class _Exam:
         self.clock = time.monotonic()
 
     def __call__(self, loss: Tensor) -> None:
-        "Stop the clock, and test the model; RuntimeError if the training loss is not finite."
+        "Stop the clock and test the model; raise RuntimeError if the loss is not finite."
         self.seconds.append(time.monotonic() - self.clock)
         if not loss.isfinite():
             raise RuntimeError(
@@ -333,7 +333,7 @@ class _Exam:
         self.start()
 
     def summary(self, points: list[int], loss: float, per_epoch: int, batch_size: int) -> dict:
-        "Return what the record keeps; `points` are the steps at which the model was tested."
+        "Return the values for the record; `points` are the steps of the evaluations."
         rates = []
         for before, step, seconds in zip([0, *points], points, self.seconds):
             rates.append(batch_size * (step - before) / seconds)
@@ -356,7 +356,7 @@ def learn(
     s: Any,  # Config, or a job's settings
     seed: int = 0,  # of the pictures
 ) -> dict:
-    "Train a model and return its scores; RuntimeError if the loss is not finite."
+    "Train a model and return its scores; raise RuntimeError if the loss is not finite."
     normalize = normalizer(model.pretrained_cfg, train.images.device)
     exam = _Exam(model, test)
 

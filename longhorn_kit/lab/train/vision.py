@@ -176,7 +176,7 @@ def vision_config(
     preset: str,  # a key of `VISION_PRESETS`
     **overrides: Any,  # fields of `VisionConfig`, except steps, warmup and eval_every
 ) -> VisionConfig:
-    "Return the settings of a run; ValueError for an unknown name."
+    "Return the settings of a run; raise ValueError for an unknown name."
     presets = list(VISION_PRESETS)
     if preset not in presets:
         raise ValueError(f"unknown preset {preset!r}{suggest(preset, presets)}")
@@ -198,7 +198,7 @@ def vision_config(
 
 
 def with_steps(config: VisionConfig, images: int) -> VisionConfig:  # images: to train on
-    "Return the settings with their steps; a last step that is not full is left out."
+    "Return the settings with their steps; an incomplete last batch is dropped."
     if images < config.batch_size:
         raise ValueError(f"{images} training images are fewer than batch_size={config.batch_size}")
     epoch = images // config.batch_size
@@ -275,7 +275,7 @@ def validate(
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-018
 def weights_of(source: str | Path) -> Path:  # a run, the folder of a model, or a file
-    "Return the file of weights; ValueError if it is damaged, OSError if it is missing."
+    "Return the file of weights; raise ValueError if it is damaged, OSError if it is missing."
     path = Path(source)
     if not path.is_file():
         path = model_folder(source) / "model.safetensors"
@@ -288,7 +288,7 @@ def with_weights(
     path: Path,  # of the weights
     **options: Any,  # of `timm.create_model`
 ) -> nn.Module:
-    "Return a model with weights from a file, resized by timm; ValueError if they do not fit."
+    "Return a model with weights from a file, resized by timm; raise ValueError on a misfit."
     model = timm.create_model(name, **options)
     head = model.pretrained_cfg["classifier"]
     head = head if isinstance(head, str) else head[0]
@@ -365,7 +365,7 @@ def save_model(model: nn.Module, config: VisionConfig, classes: list, folder: Pa
 
 # %% ../../../nbs/machine/vision_training.ipynb #vision_training-024
 def facts_of(images: dict) -> dict:  # -> content of images.json
-    "Return the facts by which the images of two runs are compared."
+    "Return the facts that identify the images of a run."
     classes = as_recorded(list(images["classes"]))
     names = zlib.crc32(repr(classes).encode())
     return {**images, "classes": f"{len(classes)} with names of checksum {names:x}"}
@@ -390,7 +390,7 @@ def run_parts(
     out: Path,  # folder of the run
     accelerator: Any,  # from `make_accelerator`
 ) -> tuple:  # classifier, sampler, held-out images, facts
-    "Return the arguments of `train`; ValueError or OSError if settings or images do not fit."
+    "Return the arguments of `train`; raise ValueError or OSError for unusable settings or images."
     if (out / "lm_config.json").exists():
         raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")
     train_reader, reader = open_data(config.data)
@@ -416,7 +416,7 @@ def run_parts(
 
 def train_vision(
     preset: str,  # a key of `VISION_PRESETS`
-    out: str | Path,  # folder of the run; resumed if it holds one
+    out: str | Path,  # folder of the run; resumed if it contains one
     quiet: bool = False,  # no progress bar
     **overrides: Any,  # fields of `VisionConfig`
 ) -> dict:  # summary of `train`, with the last metrics
@@ -451,7 +451,7 @@ def eval_vision(
     workers: int = 4,  # processes that load images
     cpu: bool = False,  # stay on the CPU
 ) -> dict:  # top1, top5, val_images, skipped
-    "Evaluate a model on held-out images; ValueError or OSError if they do not fit."
+    "Evaluate a model on held-out images; raise ValueError or OSError if they do not fit."
     with together():
         accelerator = make_accelerator(cpu)
         path = weights_of(weights)
@@ -480,7 +480,7 @@ def read_model(
     path: Path,  # of the weights
     config: VisionConfig,
 ) -> tuple:  # content of config.json, model, settings
-    "Return a model of train-vision; ValueError if its folder holds none."
+    "Return a model of train-vision; raise ValueError if its folder contains none."
     folder = path.parent
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} has no config.json; expected a folder that train-vision wrote")
@@ -508,7 +508,7 @@ def check_sizes_of(
     record: dict,  # content of config.json
     path: Path,  # of config.json
 ) -> None:
-    "Raise ValueError if a model's sizes cannot be meant, before anything of these sizes is built."
+    "Raise ValueError for impossible sizes of a model, before anything of these sizes is built."
     described = isinstance(record, dict) and isinstance(record.get("pretrained_cfg"), dict)
     size = record["pretrained_cfg"].get("input_size") if described else None
     is_size = isinstance(size, list) and len(size) == 3
