@@ -393,7 +393,7 @@ def count_parameters(config: LMConfig) -> int:
     with torch.device("meta"):
         one = Backbone(replace(config, n_layer=1)).num_parameters()
         two = Backbone(replace(config, n_layer=2)).num_parameters()
-    per_block = two - one  # all blocks are alike
+    per_block = two - one  # all blocks have the same size
     return one + (config.n_layer - 1) * per_block
 
 # %% ../../nbs/machine/language_model.ipynb #22_lm-031-c

@@ -248,7 +248,7 @@ def loss_in_slices(
     targets: Tensor,  # (M,); negative: left out
     chunk: int,  # rows of h per slice
     dtype: torch.dtype,  # of products
-    learns: bool,  # compute gradients too
+    learns: bool,  # also compute gradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Return the mean loss, the sum's gradients for h and weight, and 1 / number of targets."
     write = cross_entropy_

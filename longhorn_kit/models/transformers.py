@@ -644,7 +644,7 @@ class LonghornForSequenceClassification(GenericForSequenceClassification, Longho
     `pad_token_id` marks the tokens behind it."""
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-025
-# In two parts: a copy in a folder replaces the package's name in its texts, too.
+# In two parts: a copy in a folder also replaces the package's name in its texts.
 PUBLIC = "longhorn" + "_kit"
 PACKAGE = LMConfig.__module__.partition(".")[0]
 

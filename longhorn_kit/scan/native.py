@@ -307,7 +307,7 @@ def call(
     chunk: int,  # steps per checkpoint
     *tensors: Tensor | None,  # the function's arguments: q, k (B,T,N), x (B,T,D), ...
 ) -> None:
-    "Run a function of the library on all rows of a batch, in as many threads as PyTorch uses."
+    "Run a function of the library on all rows of a batch, in PyTorch's number of threads."
     B, T, D = tensors[2].shape
     N = tensors[0].shape[-1]
     function = getattr(library(), name)

@@ -163,7 +163,7 @@ MEASURED = ("parameters", "tokens_per_second", "ms", "ready_seconds", "engine", 
 
 
 def run_job(settings: dict, folder: Path) -> dict:
-    "Time one training step; running out of memory is a result too."
+    "Time one training step; running out of memory is also a result."
     timed = {name: settings[name] for name in ("mixer", "context", "compile", "tokens")}
     preset = LM_PRESETS[settings["preset"]]
     recipe = replace(preset.train, cpu=not settings["gpu"])

@@ -65,7 +65,7 @@ class VisionConfig(Recipe):
 
     model: str = "longhorn_vim_tiny_patch16_224"  # a name in timm
     data: str = ""  # "digits", a folder, "hf:NAME" or "wds:FOLDER"
-    img_size: int = 0  # pixels per side; 0: as the model's name says
+    img_size: int = 0  # pixels per side; 0: the size in the model's name
     init_from: str = ""  # weights to start from: a run, a model's folder or a file
     epochs: int = 300  # passes over the training images
     warmup_epochs: int = 5  # epochs until `lr` is reached
