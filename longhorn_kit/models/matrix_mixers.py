@@ -83,7 +83,7 @@ class MatrixMixer(Mixer):
         return y if gate is None else y * F.silu(gate)
 
     def check_cache(self, cache: Any, rows: int) -> Any:
-        "Return the cache of `rows` sequences; raise `ValueError` if it is another layer's."
+        "Return the cache of `rows` sequences; raise `ValueError` for another layer's cache."
         check_tensor("cache.S", getattr(cache, "S", cache), (rows, self.n_heads, "P", "N"))
         check_tensor("cache.past", cache.past, (rows, *self.past_shape))
         return cache
@@ -354,7 +354,7 @@ class RWKV5(TokenShift):
     def __init__(
         self,
         d_model: int,  # width of input and output
-        n_heads: int | None = None,  # None: of a size near 64
+        n_heads: int | None = None,  # None: heads of a size near 64
     ):
         super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25)  # for k, v, r and g
         position, log_rates = slow_to_fast(self.n_heads)
@@ -379,9 +379,9 @@ class RWKV6(TokenShift):
     def __init__(
         self,
         d_model: int,  # width of input and output
-        n_heads: int | None = None,  # None: of a size near 64
-        mix_rank: int = 32,  # of the token's part in its mixtures
-        decay_rank: int = 64,  # of the token's part in its decay
+        n_heads: int | None = None,  # None: heads of a size near 64
+        mix_rank: int = 32,  # rank of the projections to the mixtures
+        decay_rank: int = 64,  # rank of the projection to the decays
     ):
         check_sizes(mix_rank=mix_rank, decay_rank=decay_rank)
         powers = (0.5, 0.5, 0.5, 0.5, 0.25, 0.25)  # for the low rank, then w, k, v, r and g

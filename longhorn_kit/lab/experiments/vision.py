@@ -39,7 +39,7 @@ from ..train.fit import fit
 from ...records import check_ranges
 
 # isort: split
-# after the kit's models: they mend torchvision, which timm imports
+# after the kit's models, which repair torchvision's import in timm
 from timm.optim import param_groups_weight_decay
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-014
