@@ -925,10 +925,10 @@ def test_train_then_generate(text, tmp_path, cache, capsys):
     config = json.loads((tmp_path / "a run" / "config.json").read_text())
     result = config["config"]["steps"]
     assert result == 4
-    assert "holds a run of train-lm" in fails(
+    assert "contains a run of train-lm" in fails(
         capsys, ["train-vision", "--preset", "digits", "--out", str(tmp_path / "a run")]
     )
-    assert "holds a language model" in fails(
+    assert "contains a language model" in fails(
         capsys, ["eval-vision", str(tmp_path / "a run"), "--data", "digits"]
     )
     with pytest.raises(

@@ -522,9 +522,9 @@ def check_generation(
 # %% ../../nbs/machine/language_model.ipynb #22_lm-042
 @documented
 class SequenceLM(Decoder):
-    "A causal language model over any mixer: `model(tokens, targets)` trains, `generate` decodes."
+    "A causal language model with any mixer: `model(tokens, targets)` trains, `generate` decodes."
 
-    save_pretrained: Callable[..., None]  # these two are in `models.files`
+    save_pretrained: Callable[..., None]  # these two are defined in `models.files`
     from_pretrained: ClassVar[Callable[..., "SequenceLM"]]
 
     @renamed_argument("n_new", "max_new_tokens")

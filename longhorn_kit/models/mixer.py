@@ -121,7 +121,7 @@ class TextMask(NamedTuple):
 
 # %% ../../nbs/machine/mixer.ipynb #20_mixer-031
 class Mixer(nn.Module, ABC):
-    "Base of all mixers: `forward` trains, `prefill` and `step` decode."
+    "Base class of all mixers: `forward` trains, `prefill` and `step` decode."
 
     reads_text = False  # the methods of a subclass take a `TextMask`
 
@@ -193,7 +193,7 @@ class Mixer(nn.Module, ABC):
         run_each = torch.compiler.disable(self.run_each)
         return run_each(x, cu_seqlens)
 
-    def run_each(self, x: Tensor, cu_seqlens: Tensor) -> Any:  # lengths are sizes of tensors
+    def run_each(self, x: Tensor, cu_seqlens: Tensor) -> Any:  # tensor sizes depend on bounds
         "Run packed documents one by one."
         lengths = check_cu_seqlens(cu_seqlens, x, "x", "d_model")
         lengths = [length for length in lengths if length != 0] or [0]
@@ -247,7 +247,7 @@ def check_stream(
     x: Tensor,
     dims: int,  # 3 for a sequence (B,T,d_model), 2 for a token (B,d_model)
     d_model: int,
-    weight: Tensor | None = None,  # of the layer; None: any dtype is right
+    weight: Tensor | None = None,  # of the layer; None: accept any dtype
 ) -> Tensor:
     "Return `x`, or raise a `ValueError` with the expected shape or dtype."
     check_tensor("x", x, (*"BT"[: dims - 1], d_model))
@@ -386,9 +386,8 @@ class ScanMixer(ScanProjections):
 
     def run_packed(self, x: Tensor, cu_seqlens: Tensor | None) -> Any:
         "Run packed documents at once, or one by one if the convolution cannot."
-        reads_bounds = (
-            torch.compiler.is_compiling() and not x.is_cuda
-        )  # a compiler cannot read bounds
+        # a compiler cannot read the bounds
+        reads_bounds = torch.compiler.is_compiling() and not x.is_cuda
         if reads_bounds or not is_plain(self.conv1d):
             return super().run_packed(x, cu_seqlens)
         y, _ = self.run(x, cu_seqlens=cu_seqlens)

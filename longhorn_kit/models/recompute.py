@@ -150,7 +150,7 @@ def convolve_step(
 
 # %% ../../nbs/machine/memory.ipynb #memory-011
 class Halves(torch.autograd.Function):
-    "Both halves of `F.linear(h, weight)`; the backward adds both gradients of h in place."
+    "Both halves of `F.linear(h, weight)`; the backward pass adds both gradients of h in place."
 
     @staticmethod
     def forward(ctx, h, weight):
@@ -194,7 +194,7 @@ def with_product(
 ) -> Any:
     """Return `use(*split_bias(layer, x))`.
 
-    In training on a GPU, the backward pass repeats the product instead of keeping it."""
+    In training on a GPU, the backward pass repeats the product instead of storing it."""
     if not (repeats(x) and is_plain(layer)):
         return use(*split_bias(layer, x))
     if torch.compiler.is_compiling():
@@ -204,7 +204,7 @@ def with_product(
 
         product = checkpoint(linear, x, use_reentrant=False, preserve_rng_state=False)
         return use(product, layer.bias)
-    dtype = product_dtype(x.device.type, x.dtype)  # the backward runs outside of autocast
+    dtype = product_dtype(x.device.type, x.dtype)  # the backward pass runs outside of autocast
 
     def linear_in_dtype(x, weight):
         return F.linear(x.to(dtype), weight.to(dtype))

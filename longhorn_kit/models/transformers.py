@@ -307,7 +307,7 @@ def pack(
 
 
 def pack_traced(h: Tensor, text: TextMask | None, given: dict) -> tuple | None:
-    """Return `pack` while the call is traced.
+    """Return the result of `pack` in a traced call.
 
     Bounds stay as they are; nothing else may start a text within a row."""
     bounds = [value for name, value in given.items() if name.startswith("cu_seq")]
@@ -359,7 +359,7 @@ class LonghornBlock(Block, GradientCheckpointingLayer):
 
 
 def checkpoint_unless_kept(save_memory, run, h, past, keep, *others):
-    "Run a block by the checkpointing function `save_memory`, or directly if its cache is kept."
+    "Run a block through the checkpointing function `save_memory`, or directly if its cache is kept."
     if keep:
         return run(h, past, keep, *others)
     return save_memory(run, h, past, keep, *others)
@@ -379,7 +379,7 @@ class LonghornPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        return False  # the model makes its own
+        return False  # the model creates its cache itself
 
     @classmethod
     def from_pretrained(
@@ -503,7 +503,7 @@ class LonghornModel(LonghornPreTrainedModel):
         """Return the stream, the cache and the hidden states.
 
         Packed texts are marked by bounds (n+1,) in the concatenated rows (`cu_seqlens`), by
-        `seq_idx` (B,T), or by `position_ids` (B,T) that start again."""
+        `seq_idx` (B,T), or by `position_ids` (B,T) that restart."""
         packing = {name: options.pop(name) for name in PACKED if options.get(name) is not None}
         check_options(options)
         h = self.embed(input_ids, inputs_embeds)

@@ -255,7 +255,7 @@ INPUTS = {  # images as timm's data tools should prepare them
 
 
 def input_of(size: str) -> dict:  # a name in `SIZES`
-    "Return the inputs of a size, which end its name."
+    "Return the input settings for the pixels at the end of a size's name."
     _, _, pixels = size.rpartition("_")
     return INPUTS[pixels]
 

@@ -384,7 +384,7 @@ def selective_state_update(
     dt_softplus: bool = False,  # Delta = softplus(dt + dt_bias)
     state_batch_indices: Tensor | None = None,  # (B,) rows of a pool; -1: padding, output 0
 ) -> Tensor:
-    """Run mamba-ssm's `selective_state_update`: return out, shaped as x, in x.dtype.
+    """Run mamba-ssm's `selective_state_update`: return out with the shape and dtype of x.
 
     Raises ValueError, naming the argument that does not fit."""
     check_state_update(state, x, dt, A, B, C, D, z, dt_bias)
@@ -500,7 +500,7 @@ def check_inner(
     of_channels,  # name -> (D,) or None
     of_states,  # name -> (N,) or None
 ):
-    "Raise ValueError, naming the argument, unless those of `mamba_inner_fn` fit together."
+    "Raise ValueError, naming the argument, unless the arguments of `mamba_inner_fn` fit."
     check_rates(A)
     check_choice("checkpoint_lvl", checkpoint_lvl, (0, 1))
     check_tensor("A", A, ("D", "N"))
@@ -595,7 +595,7 @@ def without_shortcut(forward: Callable) -> Callable:
     def run(self, *args, **options):
         if self.activation in ACTIVATIONS or not self.training:
             return forward(self, *args, **options)
-        self.training = False  # the shortcut is for training; layers inside keep their mode
+        self.training = False  # the shortcut is for training; inner layers keep their mode
         try:
             return forward(self, *args, **options)
         finally:

@@ -123,13 +123,11 @@ class VisionPreset(NamedTuple):
 
 VISION_PRESETS = {
     "imagenet-vim-tiny": VisionPreset(
-        "8 GPUs, ViM's recipe; ViM-Tiny itself reports 76.1 % top 1 with Mamba's scan; "
-        "not run by us",
+        "8 GPUs, ViM's recipe; ViM reports 76.1 % top 1 for Tiny with Mamba's scan; not run by us",
         VisionConfig(weight_decay=0.1),
     ),
     "imagenet-vim-small": VisionPreset(
-        "8 GPUs, ViM's recipe; ViM-Small itself reports 80.5 % top 1 with Mamba's scan; "
-        "not run by us",
+        "8 GPUs, ViM's recipe; ViM reports 80.5 % top 1 for Small with Mamba's scan; not run by us",
         VisionConfig(model="longhorn_vim_small_patch16_224", batch_size=512, drop_path=0.05),
     ),
     "cifar10": VisionPreset(
@@ -392,7 +390,7 @@ def run_parts(
 ) -> tuple:  # classifier, sampler, held-out images, facts
     "Return the arguments of `train`; raise ValueError or OSError for unusable settings or images."
     if (out / "lm_config.json").exists():
-        raise ValueError(f"{out} holds a run of train-lm; use another folder or delete it")
+        raise ValueError(f"{out} contains a run of train-lm; use another folder or delete it")
     train_reader, reader = open_data(config.data)
     config = with_steps(config, len(train_reader))
     classes = list(train_reader.classes)
@@ -487,7 +485,7 @@ def read_model(
     record = read_json(folder / "config.json")
     if isinstance(record, dict) and "vocab_size" in record:
         raise ValueError(
-            f"{folder} holds a language model; eval-vision needs a model of train-vision"
+            f"{folder} contains a language model; eval-vision needs a model of train-vision"
         )
     check_sizes_of(record, folder / "config.json")
     cfg = record["pretrained_cfg"]
