@@ -359,7 +359,7 @@ class LonghornBlock(Block, GradientCheckpointingLayer):
 
 
 def checkpoint_unless_kept(save_memory, run, h, past, keep, *others):
-    "Run a block through the checkpointing function `save_memory`, or directly if its cache is kept."
+    "Run a block with the checkpointing function `save_memory`, or directly if its cache is kept."
     if keep:
         return run(h, past, keep, *others)
     return save_memory(run, h, past, keep, *others)
