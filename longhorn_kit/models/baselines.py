@@ -78,7 +78,7 @@ class Mamba(ScanMixer):
         dt_low_rank: Tensor,  # (B,T,rank)
         z: Tensor,  # (B,T,d_inner) gate
         text: TextMask | None = None,
-        **options: Any,  # of `selective_scan`
+        **options: Any,  # options of `selective_scan`
     ) -> Any:
         "Return the outputs (B,T,d_inner), with the state after them if `options` request it."
 
@@ -98,7 +98,7 @@ class Mamba(ScanMixer):
         dt_low_rank_t: Tensor,  # (B,rank)
         z_t: Tensor,  # (B,d_inner)
         S: Tensor,  # (B,d_inner,N)
-        **options: Any,  # of `selective_step`
+        **options: Any,  # options of `selective_step`
     ) -> tuple[Tensor, Tensor]:
         "Return the output (B,d_inner) of one token and the state after it."
         dt_t, bias = split_bias(self.dt_proj, dt_low_rank_t)

@@ -64,7 +64,7 @@ def save_model(model: Backbone, folder: str | Path) -> None:
 # %% ../../nbs/machine/model_files.ipynb #model_files-008
 def read_weights(
     path: Path,  # a safetensors file
-    config: LMConfig,  # of the model
+    config: LMConfig,  # config of the model
 ) -> dict:  # name -> tensor
     "Return the tensors of a file; raise ValueError if it is damaged or has another config."
     with open(path, "rb"):
@@ -84,9 +84,9 @@ def read_weights(
 
 
 def check_digest(
-    path: Path,  # for the message
-    metadata: dict,  # of the file
-    state: dict,  # its tensors by name
+    path: Path,  # path for the message
+    metadata: dict,  # metadata of the file
+    state: dict,  # name -> tensor of the file
 ) -> None:
     "Raise ValueError if tensors or metadata have changed since the kit wrote them."
     without_digest = {"format", "config"}  # files of early versions
@@ -239,7 +239,7 @@ HOW_TO_LOAD = (
 
 def model_card(
     config: LMConfig,
-    facts: dict,  # from `run_facts`
+    facts: dict,  # result of `run_facts`
 ) -> str:
     "Return the text of a README.md."
     blocks = "1 block" if config.n_layer == 1 else f"{config.n_layer} blocks"

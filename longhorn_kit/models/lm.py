@@ -53,9 +53,9 @@ class LMConfig:
     mixer: str = "longhorn"  # a key of `MIXERS`
     mixer_options: dict = field(default_factory=dict)  # the mixer's options
     d_mlp: int = 0  # hidden size of every block's SwiGLU MLP; 0: no MLP
-    dropout: float = 0.0  # on the embedding and on what every block adds
+    dropout: float = 0.0  # dropout on the embedding and on every block's output
     tie_embeddings: bool = True  # read out with the embedding matrix
-    norm_eps: float = 1e-5  # in every RMSNorm
+    norm_eps: float = 1e-5  # epsilon of every RMSNorm
 
     def __post_init__(self):
         check_config(self)
@@ -119,7 +119,7 @@ class RMSNorm(nn.Module):
     def forward(
         self,
         h: Tensor,  # (..,d_model)
-        y: Tensor | None = None,  # to add to h first
+        y: Tensor | None = None,  # added to h first
     ) -> Any:
         """Return the norm of h; or with y the pair `h + y` and its norm.
 
@@ -215,8 +215,8 @@ class Backbone(nn.Module):
         self,
         config: LMConfig,  # sizes, mixer, options
         *,
-        device: Device = None,  # of the parameters
-        dtype: Dtype = None,  # of the parameters; some stay in float32
+        device: Device = None,  # device of the parameters
+        dtype: Dtype = None,  # dtype of the parameters; some stay in float32
     ):
         super().__init__()
         self.config = config
@@ -292,7 +292,8 @@ class Backbone(nn.Module):
     ) -> Tensor:
         "Return the features (..,d_model)."
         y = torch.zeros_like(h, dtype=product_dtype(h.device.type, self.norm.weight.dtype))
-        if not in_functorch():  # like every later y: one compiled graph serves all blocks
+        # a gradient like every later y has, so that all blocks share one compiled graph
+        if not in_functorch():
             y.requires_grad_(h.requires_grad)
         for block, slot in zip(self.blocks, slots):
             h, y = block(h, y, cu_seqlens, slot)
@@ -316,7 +317,7 @@ class Backbone(nn.Module):
         tokens: Tensor,  # (B,T)
         targets: Tensor,  # (B,T)
         cu_seqlens: Tensor | None = None,
-        chunk: int = 0,  # logits at a time; 0: all, or 8192 on a GPU
+        chunk: int = 0,  # positions per slice; 0: all, or 8192 on a GPU
     ) -> Tensor:
         "Return the loss of `forward` without storing all logits at once."
         h = self.features(tokens, cu_seqlens)
@@ -431,7 +432,7 @@ class Decoder(Backbone):
     def prefill(
         self,
         tokens: Tensor,  # (B,T)
-        cache: list | None = None,  # of the tokens before; None: the text starts here
+        cache: list | None = None,  # cache of the earlier tokens; None: the text starts here
         last_only: bool = False,  # logits of the last token only, (B,1,V)
     ) -> tuple[Tensor, list]:
         "Return the logits (B,T,V) of tokens and the cache after them."
@@ -561,7 +562,7 @@ class SequenceLM(Decoder):
         temperature: float = 1.0,  # 0: the most probable token
         top_k: int | None = None,  # keep the k most probable tokens
         top_p: float | None = None,  # keep the smallest set with this probability
-        seed: int | None = None,  # of the draws; same seed, same tokens
+        seed: int | None = None,  # seed of the draws; same seed, same tokens
     ) -> Tensor:
         "Return prompt and continuation, (B,T+max_new_tokens), drawn as by `sample`."
         new = list(self.stream(tokens, max_new_tokens, temperature, top_k, top_p, seed))

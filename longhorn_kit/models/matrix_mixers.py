@@ -356,7 +356,7 @@ class RWKV5(TokenShift):
         d_model: int,  # width of input and output
         n_heads: int | None = None,  # None: heads of a size near 64
     ):
-        super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25)  # for k, v, r and g
+        super().__init__(d_model, n_heads, 0.5, 0.5, 0.25, 0.25)  # powers for k, v, r and g
         position, log_rates = slow_to_fast(self.n_heads)
         self.decay = nn.Parameter(log_rates)
         self.bonus = nn.Parameter(0.5 * (1 - position))
@@ -423,7 +423,7 @@ class ConvMixer(MatrixMixer):
         d_key: int,  # N, per head
         d_value: int,  # P, per head
         d_conv: int,  # width of the convolution
-        channels: int | None = None,  # of the convolution; None: all keys, queries and values
+        channels: int | None = None,  # convolved channels; None: keys, queries and values
         bias: bool = False,
     ):
         check_sizes(d_conv=d_conv)
@@ -554,7 +554,7 @@ class GatedDeltaNet(ConvMixer):
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-060
 def scan_backend(
     mixer: nn.Module,
-    dtype: Dtype = None,  # of the activations; None: autocast's, or that of the weights
+    dtype: Dtype = None,  # dtype of the activations; None: autocast's, or the weights'
 ) -> str:
     "Return the backend of a layer's recurrence, on the device of its weights, for a record."
     weight = weight_of(mixer.out_proj)

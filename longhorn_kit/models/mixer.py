@@ -140,7 +140,7 @@ class Mixer(nn.Module, ABC):
     def run(
         self,
         x: Tensor,  # (B,T,d_model)
-        cache: Any = None,  # of the tokens before x
+        cache: Any = None,  # cache of the tokens before x
         keep_cache: bool = False,
     ) -> tuple:
         "Return the outputs (B,T,d_model), and the cache after x or None."
@@ -149,7 +149,7 @@ class Mixer(nn.Module, ABC):
     def empty_cache(
         self,
         batch_size: int,
-        device: Device = None,  # None: that of the weights
+        device: Device = None,  # None: the weights' device
         dtype: Dtype = None,
     ) -> Any:
         "Return the cache before the first token."
@@ -172,7 +172,7 @@ class Mixer(nn.Module, ABC):
         x: Tensor,  # (B,T,d_model), or (B,d_model) for a step
         cu_seqlens: Tensor | None = None,  # (n+1,) bounds of n documents in one row
         slot: CacheSlot | None = None,  # decode with the cache in this slot
-        text: TextMask | None = None,  # which tokens of padded rows are text
+        text: TextMask | None = None,  # mask of the text in padded rows
     ) -> Tensor:
         "Return the outputs, of the shape of x."
         if text is not None:
@@ -247,7 +247,7 @@ def check_stream(
     x: Tensor,
     dims: int,  # 3 for a sequence (B,T,d_model), 2 for a token (B,d_model)
     d_model: int,
-    weight: Tensor | None = None,  # of the layer; None: accept any dtype
+    weight: Tensor | None = None,  # weight of the layer; None: accept any dtype
 ) -> Tensor:
     "Return `x`, or raise a `ValueError` with the expected shape or dtype."
     check_tensor("x", x, (*"BT"[: dims - 1], d_model))
@@ -328,7 +328,7 @@ class ScanProjections(Mixer):
         self,
         h_t: Tensor,  # (B,d_model)
         past: Tensor,  # (B,d_inner,d_conv-1)
-        **options: Any,  # of `convolve_step`
+        **options: Any,  # options of `convolve_step`
     ) -> tuple:
         "Project one token; see `project`."
         x, z = self.in_proj(h_t).chunk(2, -1)
@@ -451,8 +451,8 @@ class Longhorn(ScanMixer):
         rate: str = "vector",  # a step size per channel; "scalar": one for all
         key_norm: bool = False,  # k <- s k / |k| with a learnt s; not in the paper
         *,
-        device: Device = None,  # of the parameters
-        dtype: Dtype = None,  # of the parameters
+        device: Device = None,  # device of the parameters
+        dtype: Dtype = None,  # dtype of the parameters
     ):
         super().__init__(d_model, d_state, d_conv, expand)
         if form not in FORMS:
@@ -481,7 +481,7 @@ class Longhorn(ScanMixer):
         dt_low_rank: Tensor,  # (B,T,rank)
         z: Tensor,  # (B,T,d_inner) gate
         text: TextMask | None = None,
-        **options: Any,  # of `longhorn_scan`
+        **options: Any,  # options of `longhorn_scan`
     ) -> Any:
         "Return the outputs (B,T,d_inner), with the state after them if `options` request it."
         if text is not None:
@@ -502,7 +502,7 @@ class Longhorn(ScanMixer):
         dt_t: Tensor,  # (B,rank)
         z_t: Tensor,  # (B,d_inner)
         S: Tensor,  # (B,d_inner,N)
-        **options: Any,  # of `longhorn_step`
+        **options: Any,  # options of `longhorn_step`
     ) -> tuple[Tensor, Tensor]:
         "Return the output (B,d_inner) of one token and the state after it."
         if self.rate == "scalar":

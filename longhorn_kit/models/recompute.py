@@ -247,7 +247,7 @@ def loss_in_slices(
     weight: Tensor,  # (V,d)
     targets: Tensor,  # (M,); negative: left out
     chunk: int,  # rows of h per slice
-    dtype: torch.dtype,  # of products
+    dtype: torch.dtype,  # dtype of the products
     learns: bool,  # also compute gradients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "Return the mean loss, the sum's gradients for h and weight, and 1 / number of targets."

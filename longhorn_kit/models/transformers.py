@@ -124,7 +124,7 @@ class MixerCacheLayer(CacheLayerMixin):
 
     def set(
         self,
-        cache: Any,  # of the mixer
+        cache: Any,  # cache of the mixer
         columns: int,  # columns read so far, with padding
     ):
         "Store the mixer's cache."
@@ -329,7 +329,7 @@ def run_blocks(
     pasts: list,  # per block, a cache or None
     keep: bool,  # return new caches, not None
     text: TextMask | None = None,
-    bounds: Tensor | None = None,  # (n+1,) of packed texts
+    bounds: Tensor | None = None,  # (n+1,) bounds of packed texts
 ) -> tuple[list, list]:
     "Return the stream before each block and after the last one, and new caches."
     stream = [h]
@@ -350,7 +350,7 @@ class LonghornBlock(Block, GradientCheckpointingLayer):
         past: Any = None,  # cache
         keep: bool = False,  # return the cache after h, not None
         text: TextMask | None = None,
-        bounds: Tensor | None = None,  # (n+1,) of packed texts
+        bounds: Tensor | None = None,  # (n+1,) bounds of packed texts
     ) -> tuple:
         "Return the stream after this block, and the cache."
         slot = CacheSlot(past) if keep else None
@@ -385,8 +385,8 @@ class LonghornPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls,
         pretrained_model_name_or_path: str | Path | None,
-        *more: Any,  # of transformers
-        **options: Any,  # of transformers
+        *more: Any,  # arguments of transformers
+        **options: Any,  # options of transformers
     ) -> Any:
         "Load a model as transformers does; warn if another version of the kit exported it."
         if pretrained_model_name_or_path is not None:
@@ -525,10 +525,10 @@ class LonghornModel(LonghornPreTrainedModel):
 
     def pick_cache(
         self,
-        cache: Any,  # as given
-        use_cache: bool | None,  # as given
-        packed: tuple | None,  # from `pack`
-        rows: int,  # of the batch
+        cache: Any,  # cache in the call
+        use_cache: bool | None,  # argument of the call
+        packed: tuple | None,  # result of `pack`
+        rows: int,  # size of the batch
     ) -> LonghornCache | None:
         "Return the cache to read and write, a new one if none is given; None without a cache."
         if cache is not None and not isinstance(cache, LonghornCache):
@@ -783,7 +783,7 @@ def write_code(folder: str | Path):
 
 def warn_of_other_version(
     folder: str | Path,
-    options: dict,  # of `from_pretrained`
+    options: dict,  # options of `from_pretrained`
 ):
     "Warn if a folder, or a repository of the hub, contains the code of another version of the kit."
     names = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
@@ -805,9 +805,9 @@ def warn_of_other_version(
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-032
 def export_folder(
     model: nn.Module,  # `SequenceLM` or `LonghornForCausalLM`
-    folder: str | Path,  # to write
-    tokenizer: Any = None,  # of transformers, saved beside it
-    facts: dict | None = None,  # rows for the model card, from `run_facts`
+    folder: str | Path,  # folder to write
+    tokenizer: Any = None,  # transformers' tokenizer, saved with the model
+    facts: dict | None = None,  # rows for the model card: the result of `run_facts`
 ) -> Path:
     "Write a folder that transformers loads with trust_remote_code=True, with or without the kit."
     model = to_transformers(model) if isinstance(model, SequenceLM) else model

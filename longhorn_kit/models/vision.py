@@ -108,7 +108,7 @@ class Direction(nn.Module):
     def __init__(
         self,
         d_inner: int,  # D
-        rank: int,  # of the projection to the step sizes
+        rank: int,  # rank of the projection to the step sizes
         d_state: int,  # N
         d_conv: int,  # width of the convolution
         scan: str,  # a name in `SCANS`
@@ -209,7 +209,7 @@ class VimBlock(nn.Module):
         self,
         d_model: int,
         drop_path: float = 0.0,  # probability that an image skips the block
-        **options,  # of `TwoWayMixer`
+        **options,  # options of `TwoWayMixer`
     ):
         super().__init__()
         self.norm = nn.RMSNorm(d_model, eps=1e-5)
@@ -246,7 +246,7 @@ class VisionBase(VisionTools):
         in_chans: int,
         dim: int,
         class_token: bool,
-        **options,  # of `PatchEmbed`
+        **options,  # options of `PatchEmbed`
     ):
         "Add the projection of patches, the class token and the positions."
         if self.dynamic_img_size:
@@ -284,9 +284,9 @@ class VisionBase(VisionTools):
     def _stack(
         self,
         depth: int,
-        drop_path_rate: float,  # of the last block
+        drop_path_rate: float,  # rate of the last block
         reduction: int,  # pixels per token
-        **options,  # of `VimBlock`
+        **options,  # options of `VimBlock`
     ):
         "Add the blocks, and the names by which timm extracts their features."
         rates = torch.linspace(0, drop_path_rate, depth, device="cpu").tolist()
@@ -334,7 +334,7 @@ class VisionLonghorn(VisionBase):
         scan: str = "longhorn",  # a name in `SCANS`
         d_state: int = 16,  # N
         class_token: bool = True,  # needed by global_pool="token"
-        fc_norm: bool | None = None,  # norm after pooling; None: unless pooling takes the token
+        fc_norm: bool | None = None,  # norm after pooling; None: with average or maximum pooling
         final_norm: bool = True,  # False: no norm after the blocks
         dynamic_img_size: bool = False,  # take images of any size, interpolating positions
         dynamic_img_pad: bool = False,  # also pad them to full patches
@@ -343,8 +343,8 @@ class VisionLonghorn(VisionBase):
         drop_path_rate: float = 0.0,  # stochastic depth of the last block; 0 for the first
         key_norm: bool = False,  # as in `Longhorn`, with a length per direction; not for "mamba"
         *,
-        device: Device = None,  # of the parameters
-        dtype: Dtype = None,  # of the parameters
+        device: Device = None,  # device of the parameters
+        dtype: Dtype = None,  # dtype of the parameters
     ):
         super().__init__()
         self.num_classes = num_classes

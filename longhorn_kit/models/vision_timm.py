@@ -295,7 +295,7 @@ def own_weights(state_dict: dict, model: nn.Module) -> dict:
 def register_vim(model_class, name: str):
     "Make `timm.create_model(name)` work."
 
-    def build(pretrained=False, **options):  # of the model or of timm's builder
+    def build(pretrained=False, **options):  # options of the model or of timm's builder
         has_weights = options.get("pretrained_cfg_overlay") or options.get("pretrained_cfg")
         if pretrained and not has_weights:
             raise ValueError(

@@ -89,7 +89,7 @@ def fla_function(
 _log = logging.getLogger(__name__)
 
 
-@functools.cache  # once per function
+@functools.cache  # one warning per function
 def _tunes_first(name):
     # Warn that the first call of a function takes long.
     _log.warning(

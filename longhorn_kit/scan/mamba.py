@@ -215,7 +215,7 @@ def conv_of_runs(x, weight, bias, seq_idx, initial_states, activation):
     fit = dict(like="x and weight", device=x.device)
     check_optional("initial_states", initial_states, (B, D, W - 1), **fit)
     bounds = bounds_of(seq_idx, W)
-    starts = torch.arange(0, seq_idx.numel() + 1, L, device=x.device)  # of rows
+    starts = torch.arange(0, seq_idx.numel() + 1, L, device=x.device)  # starts of rows
     # The first run of each row, and the number of runs.
     runs = torch.searchsorted(bounds, starts.to(bounds.dtype))
     states = None
@@ -379,8 +379,8 @@ def selective_state_update(
     B: Tensor,  # (B,N), or (B,G,N) for G groups of channels
     C: Tensor,  # (B,N) or (B,G,N)
     D: Tensor | None = None,  # (D,) or (H,P) weight of the skip connection
-    z: Tensor | None = None,  # gate, as x
-    dt_bias: Tensor | None = None,  # as D
+    z: Tensor | None = None,  # gate, shape of x
+    dt_bias: Tensor | None = None,  # shape of D
     dt_softplus: bool = False,  # Delta = softplus(dt + dt_bias)
     state_batch_indices: Tensor | None = None,  # (B,) rows of a pool; -1: padding, output 0
 ) -> Tensor:
@@ -389,7 +389,7 @@ def selective_state_update(
     Raises ValueError, naming the argument that does not fit."""
     check_state_update(state, x, dt, A, B, C, D, z, dt_bias)
     N = state.shape[-1]
-    axes = state.dim() - 2  # of channels: one, or heads and channels
+    axes = state.dim() - 2  # number of channel axes: one, or heads and channels
     groups = B.shape[1] if B.dim() == 3 else 1
     keys, queries = (M.reshape(len(x), groups, N).unbind(1) for M in (B, C))
     pool = state.flatten(1, -2).tensor_split(groups, 1)
@@ -435,8 +435,8 @@ def recomputed(
     on = on and hooks._saved_tensors_hooks_is_enabled()
     # The hooks of a checkpoint must see every tensor.
     on = on and not hooks._top_saved_tensors_default_hooks(False)
-    makers = {}  # by address of a result: its size, `make`, and the tensors with their versions
-    results = {}  # by address: recomputed results
+    makers = {}  # address of a result -> its size, `make`, and the tensors with their versions
+    results = {}  # address of a result -> the recomputed result
 
     def note(make, *tensors):
         t = make(*tensors)
@@ -544,7 +544,7 @@ def mamba_inner_fn(
     b_rms_weight: Tensor | None = None,  # (N,) normalizes B
     c_rms_weight: Tensor | None = None,  # (N,) normalizes C
     dt_rms_weight: Tensor | None = None,  # (D,) normalizes the step sizes
-    b_c_dt_rms_eps: float = 1e-6,  # of the three normalizations
+    b_c_dt_rms_eps: float = 1e-6,  # epsilon of the three normalizations
 ) -> Tensor:
     """Run mamba-ssm's `mamba_inner_fn`, a Mamba layer after its first projection: return (B,L,E).
 

@@ -249,7 +249,7 @@ FLAGS = (
     "-fno-trapping-math",
     "-Wno-psabi",  # lanes are passed to no other library
 )
-INSTRUCTIONS = {  # those that PyTorch uses -> flags
+INSTRUCTIONS = {  # PyTorch's instruction set -> compiler flags
     "AVX512": ("-march=x86-64-v4", "-mprefer-vector-width=512"),
     "AVX2": ("-march=x86-64-v3",),
 }
@@ -279,7 +279,7 @@ def library() -> ctypes.CDLL | None:
     "Return the compiled scans, or None if this machine cannot compile them."
     try:
         return ctypes.CDLL(str(build(LANES + STEP + FORWARD + BACKWARD + ENTRIES)))
-    except (OSError, subprocess.SubprocessError, RuntimeError):  # the last: no home folder
+    except (OSError, subprocess.SubprocessError, RuntimeError):  # RuntimeError: no home folder
         return None
 
 
@@ -292,7 +292,7 @@ compiles._dynamo_marked_constant = True  # called while tracing
 
 # %% ../../nbs/machine/native.ipynb #native-019
 FORMS = ("diagonal", "exact", "s6")  # in the order of `Form`
-STEPS = 32  # per checkpoint, unless the caller chooses
+STEPS = 32  # default number of steps per checkpoint
 
 
 class Sizes(ctypes.Structure):
@@ -303,7 +303,7 @@ class Sizes(ctypes.Structure):
 
 def call(
     name: str,  # function of the library
-    form: str,  # of `FORMS`
+    form: str,  # one of `FORMS`
     chunk: int,  # steps per checkpoint
     *tensors: Tensor | None,  # the function's arguments: q, k (B,T,N), x (B,T,D), ...
 ) -> None:
@@ -324,11 +324,11 @@ def call(
         return
     bounds = [B * i // parts for i in range(parts + 1)]
     with ThreadPoolExecutor(parts) as pool:
-        list(pool.map(run, bounds[:-1], bounds[1:]))  # the list raises their errors
+        list(pool.map(run, bounds[:-1], bounds[1:]))  # list() raises the errors of the threads
 
 
 def forward(
-    form: str,  # of `FORMS`
+    form: str,  # one of `FORMS`
     chunk: int,  # steps per checkpoint
     keep: bool,  # keep the checkpoints
     q: Tensor,  # (B,T,N) queries
@@ -346,7 +346,7 @@ def forward(
 
 
 def backward(
-    form: str,  # of `FORMS`
+    form: str,  # one of `FORMS`
     chunk: int,  # steps per checkpoint
     marks: Tensor,  # (chunks,B,N,D) checkpoints of the forward
     q: Tensor,  # q, k, x, v and A as in `forward`

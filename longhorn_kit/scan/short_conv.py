@@ -33,7 +33,7 @@ from .reference import no_autocast, tied, widened
 
 # %% ../../nbs/machine/short_conv.ipynb #09_short_conv-009
 CONV_BACKENDS = ("auto", "triton", "torch")
-MAX_WIDTH = 8  # of a filter in the Triton kernels
+MAX_WIDTH = 8  # largest filter of the Triton kernels
 
 
 def torch_conv(
@@ -79,7 +79,7 @@ def conv_obstacle(
 
 # %% ../../nbs/machine/short_conv.ipynb #09_short_conv-019
 def pick_conv_backend(
-    backend: str,  # of `CONV_BACKENDS`
+    backend: str,  # one of `CONV_BACKENDS`
     *tensors,  # x, weight and the other tensors of the call, or None
 ) -> str:
     "Return the backend that runs; raise ValueError if it is unknown, or `triton` cannot run."
@@ -110,7 +110,7 @@ def causal_conv1d(
     output_final_state: bool = False,  # return `(y, final_state)`
     cu_seqlens: Tensor | None = None,  # (n+1,) integer bounds of packed sequences; B must be 1
     backend: str = "auto",  # "auto", "triton" or "torch"
-    twice: bool = False,  # y as a pair over the same memory, for two readers
+    twice: bool = False,  # return y as a pair of tensors over the same memory
 ) -> Tensor | Any:
     """Run a causal convolution and SiLU: y (B,T,D) in x.dtype, or (y, final_state (B,D,W-1)).
 

@@ -50,7 +50,7 @@ def _unit(keys):
 class Layer:
     "One row of the zoo: the objective of a layer, its update, and its source."
 
-    name: str  # in its paper
+    name: str  # name in the paper
     family: str  # "adds", "fades", "explicit" or "implicit"
     objective: str  # LaTeX
     update: str  # LaTeX
@@ -73,7 +73,7 @@ class Layer:
 def draw_gates(
     layer: Layer,
     D: int,  # rows of the state
-    N: int,  # its columns
+    N: int,  # columns of the state
     generator: torch.Generator | None = None,
 ) -> dict:  # parameter name -> tensor, for `layer.step`
     "Draw each parameter of a layer uniformly from its range; `kappa` has length one."
@@ -97,7 +97,7 @@ def _gated(
     arxiv,
     step,
     choose,  # choose(k, **gates) -> the lemma's (a, c)
-    gates,  # as in `Layer`, and so is `more`
+    gates,  # as in `Layer`, like `more`
     rest=None,  # LaTeX of 1 - a
     **more,
 ):

@@ -49,7 +49,7 @@ def run_to_time(
 
 # %% ../../../nbs/lab/34_throughput.ipynb #34_throughput-n06
 def seconds_of(
-    run: Any,  # from `run_to_time`
+    run: Any,  # result of `run_to_time`
     steps: int,
 ) -> float:
     "Return the time of training steps in seconds."
@@ -100,7 +100,7 @@ KINDS = (  # kind of a kernel, by its name; the first match counts
 )
 
 
-def kind_of(kernel: str) -> str:  # its name
+def kind_of(kernel: str) -> str:  # name of the kernel
     "Return the kind of a kernel from its name."
     for kind, pattern in KINDS:
         if re.search(pattern, kernel.lower()):

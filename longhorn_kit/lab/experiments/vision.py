@@ -44,7 +44,7 @@ from timm.optim import param_groups_weight_decay
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-014
 def cifar10(
-    source: str = "uoft-cs/cifar10",  # on the hub, or a folder
+    source: str = "uoft-cs/cifar10",  # name on the hub, or a folder
 ) -> tuple[ImageSet, ImageSet]:  # training, held out
     "Return CIFAR-10, (50000,3,32,32) and (10000,3,32,32), from the hub or from a folder."
     from datasets import Image, load_dataset
@@ -61,7 +61,7 @@ def cifar10(
 
 # %% ../../../nbs/lab/37_vision.ipynb #37_vision-026
 def normalizer(
-    cfg: dict,  # of a timm model, with mean and std per channel
+    cfg: dict,  # config of a timm model, with mean and std per channel
     device: str | torch.device,
 ) -> Callable:
     "Return a function that normalizes images (B,C,H,W) uint8 for a model."
@@ -93,7 +93,7 @@ def accuracy(
 class Config:
     "One scale of the experiment."
 
-    size: str = "nano_patch2_8"  # of the models, a key of `DEITS`
+    size: str = "nano_patch2_8"  # size of the models, a key of `DEITS`
     data: str = "digits"  # or a source that `cifar10` reads
     models: tuple = MODELS
     # seeds of each model; a verdict needs 4, 8 or 16
@@ -101,15 +101,15 @@ class Config:
     epochs: int = 5  # passes over the training images
     batch_size: int = 32  # images per step
     lr: float = 4e-3  # highest learning rate
-    min_lr_ratio: float = 0.01  # of the last learning rate to the highest
+    min_lr_ratio: float = 0.01  # ratio of the last learning rate to the highest
     warmup: float = 0.1  # share of the steps in which the rate rises
-    weight_decay: float = 0.05  # decoupled; not for tokens, positions, norms and biases
+    weight_decay: float = 0.05  # decoupled decay, not of tokens, positions, norms and biases
     smoothing: float = 0.1  # label smoothing
     pad: int = 1  # pixels an image may move, in any direction
     flip: bool = False  # mirror half of the images
-    cutmix: float = 0.0  # chance of CutMix for a batch
+    cutmix: float = 0.0  # probability of CutMix for a batch
     clip: float = 1.0  # largest norm of the gradient
-    evaluations: int = 5  # of the held-out images, evenly spread
+    evaluations: int = 5  # number of evaluations, evenly spread
     gpu: bool = False  # train on a GPU, in bfloat16, and measure speed and memory there
 
     def __post_init__(self):
@@ -351,10 +351,10 @@ class _Exam:
 
 def learn(
     model: nn.Module,  # trained in place
-    train: ImageSet,  # on the model's device
-    test: ImageSet,  # held out
+    train: ImageSet,  # training images on the model's device
+    test: ImageSet,  # held-out images
     s: Any,  # Config, or a job's settings
-    seed: int = 0,  # of the pictures
+    seed: int = 0,  # seed of the pictures
 ) -> dict:
     "Train a model and return its scores; raise RuntimeError if the loss is not finite."
     normalize = normalizer(model.pretrained_cfg, train.images.device)

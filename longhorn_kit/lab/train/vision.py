@@ -72,10 +72,10 @@ class VisionConfig(Recipe):
     batch_size: int = 1024  # images per step, over all processes and micro-batches
     lr: float = 1e-3  # highest learning rate
     min_lr_ratio: float = 0.01  # last learning rate, as a share of `lr`
-    weight_decay: float = 0.05  # on the tensors that `decay` names
+    weight_decay: float = 0.05  # weight decay of the tensors that `decay` names
     decay: str = "official"  # timm's rule; or "matrices"
-    beta2: float = 0.999  # AdamW: memory of the mean squared gradient
-    clip: float = 0.0  # largest gradient norm; 0 does not clip
+    beta2: float = 0.999  # AdamW: decay of the mean squared gradient
+    clip: float = 0.0  # largest gradient norm; 0: no clipping
     ema: float = 0.99996  # decay of the averaged weights, which are then the result; 0: none
     drop_path: float = 0.0  # stochastic depth of the last block
     smoothing: float = 0.1  # label smoothing
@@ -85,14 +85,14 @@ class VisionConfig(Recipe):
     color_jitter: float = 0.3  # used without RandAugment
     erase: float = 0.25  # probability of random erasing
     flip: float = 0.5  # probability of a mirrored image
-    smallest_crop: float = 0.08  # of a training image, as a share of its area
+    smallest_crop: float = 0.08  # smallest crop of a training image, as a share of its area
     crop_pct: float = 0.875  # side of the evaluated centre crop, as a share
     repeats: int = 3  # augmented copies of an image in a step
     seed: int = 0  # seed of initial weights, order and augmentation
     workers: int = 10  # processes that load images, per GPU
-    steps: FromEpochs = 2  # of all epochs
-    warmup: FromEpochs = 0  # of the warm-up epochs
-    eval_every: FromEpochs = 1  # of an epoch
+    steps: FromEpochs = 2  # steps of all epochs
+    warmup: FromEpochs = 0  # steps of the warm-up epochs
+    eval_every: FromEpochs = 1  # steps of an epoch
 
     may_change = Recipe.may_change | {"data", "workers"}
 
@@ -195,7 +195,9 @@ def vision_config(
     return config
 
 
-def with_steps(config: VisionConfig, images: int) -> VisionConfig:  # images: to train on
+def with_steps(
+    config: VisionConfig, images: int
+) -> VisionConfig:  # images: number of training images
     "Return the settings with their steps; an incomplete last batch is dropped."
     if images < config.batch_size:
         raise ValueError(f"{images} training images are fewer than batch_size={config.batch_size}")
@@ -236,10 +238,10 @@ class Classifier(LossOnly):
 @torch.no_grad()
 def validate(
     model: Classifier,
-    images: Images,  # held out
+    images: Images,  # held-out images
     rows: int,  # images per batch and process
     workers: int,  # processes that load images
-    accelerator: Any,  # from `make_accelerator`
+    accelerator: Any,  # result of `make_accelerator`
 ) -> dict:
     "Return top-1 and top-5 accuracy and the readable images, over all processes."
     device = next(model.parameters()).device
@@ -282,9 +284,9 @@ def weights_of(source: str | Path) -> Path:  # a run, the folder of a model, or 
 
 
 def with_weights(
-    name: str,  # of a model in timm
-    path: Path,  # of the weights
-    **options: Any,  # of `timm.create_model`
+    name: str,  # name of a model in timm
+    path: Path,  # path of the weights
+    **options: Any,  # options of `timm.create_model`
 ) -> nn.Module:
     "Return a model with weights from a file, resized by timm; raise ValueError on a misfit."
     model = timm.create_model(name, **options)
@@ -300,12 +302,12 @@ def with_weights(
         classes = len(state.get(f"{head}.weight", ()))
         overlay = dict(state_dict=dict(state), num_classes=classes)
         return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **options)
-    except Exception as error:  # of pickle, torch, safetensors or timm
+    except Exception as error:  # error of pickle, torch, safetensors or timm
         message = (str(error).strip().splitlines() or [type(error).__name__])[-1].strip()
         raise ValueError(f"{path} does not fit {name}: {message}") from None
 
 
-def check_square(state: dict, path: Path) -> None:  # weights, and their file
+def check_square(state: dict, path: Path) -> None:  # weights and their path
     "Raise ValueError for positions of another shape: an equal number of them would be misread."
     file = path.with_name("config.json")
     record = read_json(file) if file.exists() else {}
@@ -386,7 +388,7 @@ def measure(batches: ImageBatches, val: Images, accelerator):
 def run_parts(
     config: VisionConfig,
     out: Path,  # folder of the run
-    accelerator: Any,  # from `make_accelerator`
+    accelerator: Any,  # result of `make_accelerator`
 ) -> tuple:  # classifier, sampler, held-out images, facts
     "Return the arguments of `train`; raise ValueError or OSError for unusable settings or images."
     if (out / "lm_config.json").exists():
@@ -475,7 +477,7 @@ def eval_vision(
 
 
 def read_model(
-    path: Path,  # of the weights
+    path: Path,  # path of the weights
     config: VisionConfig,
 ) -> tuple:  # content of config.json, model, settings
     "Return a model of train-vision; raise ValueError if its folder contains none."
@@ -504,7 +506,7 @@ LARGEST_SIDE = 1 << 13  # pixels
 
 def check_sizes_of(
     record: dict,  # content of config.json
-    path: Path,  # of config.json
+    path: Path,  # path of config.json
 ) -> None:
     "Raise ValueError for impossible sizes of a model, before anything of these sizes is built."
     described = isinstance(record, dict) and isinstance(record.get("pretrained_cfg"), dict)
@@ -521,9 +523,9 @@ def check_sizes_of(
 
 def check_classes(
     data: str,  # source, as in `open_part`
-    classes: dict,  # of the data: name -> number
+    classes: dict,  # classes of the data: name -> number
     names: Iterable[str],  # the model's classes
-    path: Path,  # of the weights
+    path: Path,  # path of the weights
 ) -> None:
     "Raise ValueError if a class of the data has another number in the model."
     numbers = {str(name): i for i, name in enumerate(names)}
