@@ -259,7 +259,7 @@ def test_a_growing_cache_that_does_not_know_of_padding_is_refused_in_one_sentenc
     mask = scattered().bool()
     with pytest.raises(
         ValueError,
-        match="texts that end in different places cannot share this mixer's growing cache",
+        match="texts that end at different positions cannot share this mixer's growing cache",
     ):
         x = torch.randn(5, 14, 6)
         text = TextMask.read(mask)
@@ -1051,7 +1051,7 @@ def test_a_compiled_graph_takes_any_mask_and_refuses_what_it_cannot_see(mixer):
         assert_close(out.logits, expected)
     places = torch.arange(14)[None]
     assert_close(compiled(tokens, position_ids=places, use_cache=False).logits, hf(tokens).logits)
-    with pytest.raises(RuntimeError, match="position_ids packs texts; give cu_seqlens"):
+    with pytest.raises(RuntimeError, match="position_ids packs texts; pass cu_seqlens"):
         compiled(tokens, position_ids=places % 7, use_cache=False)
 
 

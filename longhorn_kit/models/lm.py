@@ -292,7 +292,7 @@ class Backbone(nn.Module):
     ) -> Tensor:
         "Return the features (..,d_model)."
         y = torch.zeros_like(h, dtype=product_dtype(h.device.type, self.norm.weight.dtype))
-        # a gradient like every later y has, so that all blocks share one compiled graph
+        # y needs a gradient as in later blocks, so that all blocks share one compiled graph
         if not in_functorch():
             y.requires_grad_(h.requires_grad)
         for block, slot in zip(self.blocks, slots):

@@ -269,8 +269,8 @@ def replace_rows(
     "Return `old` with these rows replaced by those of `new`."
     if old.shape != new.shape:
         raise ValueError(
-            "texts that end in different places cannot share this mixer's growing cache; "
-            "give texts of one length at a time, or keep no cache"
+            "texts that end at different positions cannot share this mixer's growing cache; "
+            "pass texts of equal length, or do not keep the cache"
         )
     ones = [1] * (old.dim() - 1)
     return torch.where(rows.view(-1, *ones), new, old)

@@ -177,7 +177,7 @@ class MixerCacheLayer(CacheLayerMixin):
         return self.columns + query_length, 0
 
     def offload(self):
-        raise ValueError("a recurrent state is small; it is not offloaded")
+        raise ValueError("a recurrent state is small and is not offloaded")
 
     prefetch = offload
     lazy_initialization = offload
@@ -218,7 +218,7 @@ def read_mask(
         if not bool((zeros | ones).all()):
             raise ValueError(
                 "attention_mask has values other than 0 and 1; "
-                "give packed texts as cu_seqlens or seq_idx"
+                "pass packed texts as cu_seqlens or seq_idx"
             )
     return TextMask.read(new.bool())
 
@@ -319,7 +319,7 @@ def pack_traced(h: Tensor, text: TextMask | None, given: dict) -> tuple | None:
         return None, bounds[0]
     for name, value in given.items():
         changes = text_changes(name, value, h, text)
-        torch._assert_async(~changes.any(), f"{name} packs texts; give cu_seqlens")
+        torch._assert_async(~changes.any(), f"{name} packs texts; pass cu_seqlens")
     return None
 
 # %% ../../nbs/machine/transformers.ipynb #24_transformers-016
@@ -533,7 +533,7 @@ class LonghornModel(LonghornPreTrainedModel):
         "Return the cache to read and write, a new one if none is given; None without a cache."
         if cache is not None and not isinstance(cache, LonghornCache):
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__}; leave it out; the model makes a "
+                f"past_key_values is a {type(cache).__name__}; leave it out: the model creates a "
                 "LonghornCache. peft's prefix tuning gives keys and values of attention, which a "
                 "recurrent state does not have; its prompt tuning works"
             )

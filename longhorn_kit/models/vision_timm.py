@@ -300,7 +300,7 @@ def register_vim(model_class, name: str):
         if pretrained and not has_weights:
             raise ValueError(
                 f"{name} has no published weights; train it, or load your own weights "
-                "of N classes by pretrained_cfg_overlay=dict(file=PATH, num_classes=N)"
+                "of N classes with pretrained_cfg_overlay=dict(file=PATH, num_classes=N)"
             )
         scan, size = name.split("_vim_")
         in_chans, _, _ = input_of(size)["input_size"]
