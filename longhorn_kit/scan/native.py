@@ -29,7 +29,7 @@ typedef float lanes __attribute__((vector_size(64))); // 16 channels
 typedef int words __attribute__((vector_size(64)));
 const long WIDTH = 16;
 
-static lanes get(const float *from, long left) { // left: channels up to the end of the row
+static lanes get(const float *from, long left) { // left: channels to the end of the row
     lanes v = {};
     if (left >= WIDTH) std::memcpy(&v, from, sizeof v);
     else std::memcpy(&v, from, sizeof(float) * left);
@@ -77,7 +77,7 @@ static lanes rate_of(Sizes s, const float *k, lanes v) { // v: logits, in S6 the
 
 template <Form form> // fill gate and after (N), and return the value that is written
 static lanes step(Sizes s, const float *k, const lanes *A, lanes rate, lanes value,
-                  const lanes *before, lanes *gate, lanes *after) { // A (N): of these channels
+                  const lanes *before, lanes *gate, lanes *after) { // A (N): their rates
     if (form == EXACT)
         for (long n = 0; n < s.N; n++) value -= k[n] * before[n];
     lanes written = rate * value;
@@ -97,7 +97,7 @@ static void forward(Sizes s, long row, const float *q, const float *k, const flo
                     const float *v, const float *A, float *S, float *y, float *marks) {
     lanes *state = new lanes[3 * s.N];
     lanes *gate = state + s.N;
-    lanes *rates = gate + s.N; // these channels of A
+    lanes *rates = gate + s.N; // A of these channels
     for (long d = 0; d < s.D; d += WIDTH) {
         long left = s.D - d;
         float *whole = S + row * s.N * s.D + d;
@@ -134,7 +134,7 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
     lanes *G = new lanes[(2 * s.chunk + 4) * N + 2 * s.chunk];
     lanes *states = G + N; // (chunk + 1, N)
     lanes *gates = states + (s.chunk + 1) * N; // (chunk, N)
-    lanes *rates = gates + s.chunk * N; // (N,) these channels of A
+    lanes *rates = gates + s.chunk * N; // (N,) A of these channels
     lanes *drates = rates + N; // (N,)
     lanes *written = drates + N; // (chunk,)
     lanes *step_sizes = written + s.chunk; // (chunk,)
@@ -181,7 +181,7 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
                         dkey -= 2 * key[n] * rate * dgate;
                     }
                     if (form == S6) {
-                        dgate *= gate[n]; // now of the exponent
+                        dgate *= gate[n]; // now the gradient of the exponent
                         drate += dgate * rates[n];
                         drates[n] += dgate * rate;
                     }
@@ -194,7 +194,7 @@ static void backward(Sizes s, long row, const float *q, const float *k, const fl
                     dk[token * N + n] += sum(dkey);
                 }
                 drate += value * dwritten;
-                if (form != S6) { // from the rate to its key and logit
+                if (form != S6) { // gradients of key and logit through the rate
                     lanes logit = get(v + token * s.D + d, left);
                     logit = logit < -80 ? lanes{} - 80 : logit;
                     drate *= rate * rate;
