@@ -189,12 +189,12 @@ class Block(nn.Module):
 
 # %% ../../nbs/machine/language_model.ipynb #22_lm-017-b
 def draw_embedding(layer: nn.Module):
-    "Start with the official code's embedding."
+    "Draw the embedding as the official code does."
     nn.init.normal_(layer.weight, std=0.02)
 
 
 def divide_weight(layer: nn.Module, by: float):
-    "Start with a smaller weight."
+    "Divide the weight by a number."
     layer.weight /= by
 
 

@@ -78,7 +78,7 @@ class MatrixMixer(Mixer):
         y: Tensor,  # (B,T,H,P)
         gate: Any,  # (B,T,H*P), or None
     ) -> Tensor:  # (B,T,H*P)
-        "Normalise the heads, and gate them."
+        "Normalise the heads, then apply the gate."
         y = head_norm(y, getattr(self, "norm_weight", None)).flatten(2)
         return y if gate is None else y * F.silu(gate)
 
@@ -277,7 +277,7 @@ class HGRN2(MatrixMixer):
 
 # %% ../../nbs/models/25_matrix_mixers.ipynb #25_matrix_mixers-029-c
 def start_within(layer: nn.Linear, bound: float):
-    "Start with uniform weights between -bound and bound."
+    "Draw uniform weights between -bound and bound."
     nn.init.uniform_(layer.weight, -bound, bound)
 
 
@@ -327,7 +327,7 @@ class TokenShift(MatrixMixer):
         return dict(q=q, k=k, x=x), self.g_proj(g)
 
     def read_out(self, y: Tensor, gate: Tensor) -> Tensor:
-        "Normalise each head by a group norm, and gate."
+        "Normalise each head with a group norm, then apply the gate."
         rows = y.flatten(0, 1).flatten(1).to(self.norm.weight.dtype)
         normed = self.norm(rows).unflatten(0, y.shape[:2])
         return normed.to(y.dtype) * F.silu(gate)
@@ -340,7 +340,7 @@ def slow_to_fast(size: int) -> tuple[Tensor, Tensor]:  # (size,) twice
 
 
 def start_slow_to_fast(layer: nn.Linear):
-    "Start with the rates of `slow_to_fast` as biases."
+    "Set the biases to the rates of `slow_to_fast`."
     _, log_rates = slow_to_fast(len(layer.bias))
     layer.bias.copy_(log_rates)
 
@@ -488,7 +488,7 @@ class Mamba2(ConvMixer):
         return dict(q=q, k=k, x=written, log_decay=log_decay), (x, z), past
 
     def read_out(self, y: Tensor, gate: Any) -> Tensor:
-        "Add the skip, gate, and normalise all heads together."
+        "Add the skip, apply the gate, and normalise all heads together."
         x, z = gate
         y = (y + self.D_skip[:, None] * x).flatten(2)
         return head_norm(y * F.silu(z), self.norm_weight).to(z.dtype)
