@@ -22,10 +22,10 @@ class Symbol:
     "One row of the symbol table."
 
     name: str  # in the kit's code
-    formula: str  # in our formulas, LaTeX
+    formula: str  # LaTeX symbol in our formulas
     shape: str  # sizes separated by commas; empty for a size
     meaning: str
-    paper: str = ""  # in the paper, LaTeX; empty if it has no symbol
+    paper: str = ""  # LaTeX symbol in the paper; empty if the paper has none
     official: str = ""  # name and layout in the official code
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-018
@@ -80,7 +80,7 @@ def shape_of(
     name: str,  # a key of `SYMBOLS`
     **sizes: int,  # B, T, D, N as needed
 ) -> tuple[int, ...]:
-    "Return the shape of a symbol at given sizes; `()` for a size."
+    "Return the shape of a symbol for given sizes, or `()` for a size; errors raise ValueError."
     if name not in SYMBOLS:
         raise ValueError(f"no symbol {name!r}; known: {', '.join(SYMBOLS)}")
     shape = SYMBOLS[name].shape
