@@ -68,7 +68,7 @@ def recall_matrix(
     step: Callable,  # update `step(S, k, x, beta) -> S`
     keys: Tensor,  # (...,P,N) keys, in the order of writing
     beta: float = 1.0,  # step size
-    passes: int = 1,  # number of times the whole list is written
+    passes: int = 1,  # number of times that the list is written
 ) -> Tensor:  # (...,P,P) entry (i,j): share of value j in the answer to key i; perfect: identity
     "Write all pairs, then return each key's answer as a mixture of the values."
     pairs, state_size = keys.shape[-2:]
