@@ -32,14 +32,21 @@ class Symbol:
 SYMBOLS = {
     symbol.name: symbol
     for symbol in (
-        Symbol("B", "B", "", "batch: sequences side by side"),
-        Symbol("T", "T", "", "time: steps of a sequence", official="L"),
-        Symbol("D", "D", "", "channels: numbers in a value (the layer's inner width)", "d"),
-        Symbol("N", "N", "", "state size: numbers per channel, and length of a key", "m", "dstate"),
-        Symbol("q", "q_t", "B,T,N", "query: what to look up", "q_t", "q (B,N,L)"),
-        Symbol("k", "k_t", "B,T,N", "key: where to write", "k_t", "k (B,N,L)"),
+        Symbol("B", "B", "", "batch: number of sequences"),
+        Symbol("T", "T", "", "time: number of steps", official="L"),
+        Symbol("D", "D", "", "channels: length of a value (the layer's inner width)", "d"),
         Symbol(
-            "x", "x_t", "B,T,D", "input, which is also the value to remember", "x_t", "u (B,D,L)"
+            "N",
+            "N",
+            "",
+            "state size: state entries per channel, and length of a key",
+            "m",
+            "dstate",
+        ),
+        Symbol("q", "q_t", "B,T,N", "query: vector that reads the state", "q_t", "q (B,N,L)"),
+        Symbol("k", "k_t", "B,T,N", "key: address of a value", "k_t", "k (B,N,L)"),
+        Symbol(
+            "x", "x_t", "B,T,D", "input of the scan, which is also the value", "x_t", "u (B,D,L)"
         ),
         Symbol("b", "b_t", "B,T,D", "step-size logit, before the sigmoid", official="dt (B,D,L)"),
         Symbol("b_bias", "b_0", "D", "learned offset of the logits", official="t_bias (D)"),
@@ -57,7 +64,7 @@ SYMBOLS = {
             "weight of the direct path from input to output",
             official="D (D)",
         ),
-        Symbol("z", "z_t", "B,T,D", "gate of the output, through SiLU", official="z (B,D,L)"),
+        Symbol("z", "z_t", "B,T,D", "gate of the output, before SiLU", official="z (B,D,L)"),
         Symbol("out", "o_t", "B,T,D", "output: the gated read-out", official="out (B,D,L)"),
     )
 }
