@@ -113,9 +113,8 @@ def gpu_table(record, compiled=None):
         "share of the floor, S1",
     ]
     lines = [
-        f"Milliseconds, forward / backward, on one {record['gpu']} (torch {record['torch']}, "
-        f"triton {record['triton']}, "
-        f"commit {record['commit']}).",
+        f"The table shows forward / backward in milliseconds on one {record['gpu']} "
+        f"(torch {record['torch']}, triton {record['triton']}, commit {record['commit']}).",
         "",
         f"| {' | '.join(columns)} |",
         "|---" * len(columns) + "|",
@@ -157,9 +156,9 @@ def gpu_table(record, compiled=None):
         rules = list(dict.fromkeys(r["rule"] for r in steps))
         lines += [
             "",
-            f"Decoding ({linked('18_triton_step')}): the convolution's step and the scan's, one "
-            "layer in a CUDA graph, "
-            "microseconds and, in brackets, how many times the bytes' floor.",
+            "The next table shows the time of a decoding step "
+            f"({linked('18_triton_step')}: convolution and scan of one layer in a CUDA graph) in "
+            "microseconds and, in brackets, its ratio to the floor of the bytes.",
             "",
             "| B, D, N | " + " | ".join(rules) + " |",
             "|---" * (1 + len(rules)) + "|",
@@ -209,11 +208,10 @@ def cpu_table(record):
     ]
     lines += [
         "",
-        f"{e['rounds']} rounds, {e['threads']} threads, torch {e['torch']}, commit "
-        f"{str(e['commit'])[:7]}; other programs "
-        f"used up to {busy:.1f} cores meanwhile. The aim is 0.20 of the loop's time and 0.25 of "
-        "mambapy's, and half of their memory; "
-        + ("missed by " + ", ".join(missed) + "." if missed else "reached everywhere."),
+        f"The run had {e['rounds']} rounds and {e['threads']} threads (torch {e['torch']}, commit "
+        f"{str(e['commit'])[:7]}), and other programs used up to {busy:.1f} cores. The goals are "
+        "0.20 of the loop's time, 0.25 of mambapy's time, and half of their memory. "
+        + (f"They are missed in these cases: {', '.join(missed)}." if missed else "All are met."),
     ]
     return lines
 
@@ -221,9 +219,10 @@ def cpu_table(record):
 def releases_table(record):
     "One line for each release of Triton that was tried."
     lines = [
-        f"At commit {record['commit']}, for sm_90.",
+        f"The table shows the result at commit {record['commit']}, for sm_90.",
         "",
-        "| Triton | kernels that compile | that do not | with spills | most bytes spilled |",
+        "| Triton | kernels that compile | kernels that fail | kernels with spills | "
+        "most bytes spilled |",
         "|---|---|---|---|---|",
     ]
     return lines + [

@@ -15,7 +15,7 @@ def effective_rate(
     k: Tensor,  # (...,N) key
     beta: Tensor,  # (...,D) or (...,1) step size in [0,1]
 ) -> Tensor:  # (...,D) or (...,1) rate eps
-    "Return the implicit step's rate, `beta / (1 + beta |k|^2)`."
+    "Return the rate of the implicit step, `beta / (1 + beta |k|^2)`."
     return beta / (1 + beta * k.square().sum(-1, keepdim=True))
 
 # %% ../../nbs/theory/02_closed_forms.ipynb #02_closed_forms-014

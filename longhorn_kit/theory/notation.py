@@ -22,24 +22,31 @@ class Symbol:
     "One row of the symbol table."
 
     name: str  # in the kit's code
-    formula: str  # in our formulas, LaTeX
+    formula: str  # LaTeX symbol in our formulas
     shape: str  # sizes separated by commas; empty for a size
     meaning: str
-    paper: str = ""  # in the paper, LaTeX; empty if it has no symbol
+    paper: str = ""  # LaTeX symbol in the paper; empty if the paper has none
     official: str = ""  # name and layout in the official code
 
 # %% ../../nbs/theory/00_notation.ipynb #00_notation-018
 SYMBOLS = {
     symbol.name: symbol
     for symbol in (
-        Symbol("B", "B", "", "batch: sequences side by side"),
-        Symbol("T", "T", "", "time: steps of a sequence", official="L"),
-        Symbol("D", "D", "", "channels: numbers in a value (the layer's inner width)", "d"),
-        Symbol("N", "N", "", "state size: numbers per channel, and length of a key", "m", "dstate"),
-        Symbol("q", "q_t", "B,T,N", "query: what to look up", "q_t", "q (B,N,L)"),
-        Symbol("k", "k_t", "B,T,N", "key: where to write", "k_t", "k (B,N,L)"),
+        Symbol("B", "B", "", "batch: number of sequences"),
+        Symbol("T", "T", "", "time: number of steps", official="L"),
+        Symbol("D", "D", "", "channels: length of a value (the layer's inner width)", "d"),
         Symbol(
-            "x", "x_t", "B,T,D", "input, which is also the value to remember", "x_t", "u (B,D,L)"
+            "N",
+            "N",
+            "",
+            "state size: state entries per channel, and length of a key",
+            "m",
+            "dstate",
+        ),
+        Symbol("q", "q_t", "B,T,N", "query: vector that reads the state", "q_t", "q (B,N,L)"),
+        Symbol("k", "k_t", "B,T,N", "key: address of a value", "k_t", "k (B,N,L)"),
+        Symbol(
+            "x", "x_t", "B,T,D", "input of the scan, which is also the value", "x_t", "u (B,D,L)"
         ),
         Symbol("b", "b_t", "B,T,D", "step-size logit, before the sigmoid", official="dt (B,D,L)"),
         Symbol("b_bias", "b_0", "D", "learned offset of the logits", official="t_bias (D)"),
@@ -57,7 +64,7 @@ SYMBOLS = {
             "weight of the direct path from input to output",
             official="D (D)",
         ),
-        Symbol("z", "z_t", "B,T,D", "gate of the output, through SiLU", official="z (B,D,L)"),
+        Symbol("z", "z_t", "B,T,D", "gate of the output, before SiLU", official="z (B,D,L)"),
         Symbol("out", "o_t", "B,T,D", "output: the gated read-out", official="out (B,D,L)"),
     )
 }
@@ -80,7 +87,7 @@ def shape_of(
     name: str,  # a key of `SYMBOLS`
     **sizes: int,  # B, T, D, N as needed
 ) -> tuple[int, ...]:
-    "Return the shape of a symbol at given sizes; `()` for a size."
+    "Return the shape of a symbol for given sizes, or `()` for a size; errors raise ValueError."
     if name not in SYMBOLS:
         raise ValueError(f"no symbol {name!r}; known: {', '.join(SYMBOLS)}")
     shape = SYMBOLS[name].shape
