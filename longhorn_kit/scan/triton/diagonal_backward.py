@@ -49,9 +49,9 @@ from longhorn_kit.scan.triton.gluon import (
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal-049
 @gluon.jit
 def _meet(a, b, LANES: gl.constexpr):
-    # Sum a and b (2,...) over their first dimension, one bit of the lane number. Row 0 of the result
-    # is from a, row 1 from b. Two lanes at distance `LANES` exchange: each passes on the part that
-    # the other lane adds up.
+    # Sum a and b (2,...) over their first dimension, one bit of the lane number. Row 0 of the
+    # result is from a, row 1 from b. Two lanes at distance `LANES` exchange: each passes on the
+    # part that the other lane adds up.
     return gl.inline_asm_elementwise(
         "{ .reg .pred upper; .reg .b32 lane; .reg .f32 mine, given; mov.u32 lane, %laneid;"
         " and.b32 lane, lane, " + LANES + ";"
@@ -67,8 +67,8 @@ def _meet(a, b, LANES: gl.constexpr):
 
 @gluon.jit
 def _over_n(v):
-    # Sum the tiles (4 NW, D) of four steps, one row per lane along n, to (4 steps, NW, D), which has
-    # one part per warp.
+    # Sum the tiles (4 NW, D) of four steps, one row per lane along n, to (4 steps, NW, D), with one
+    # part per warp.
     NW: gl.constexpr = v[0].shape[0] // 4
     D: gl.constexpr = v[0].shape[1]
     tiles = ()
@@ -276,7 +276,7 @@ def _parts_layout(NW):
 # %% ../../../nbs/machine/triton_diagonal_backward.ipynb #triton_diagonal_backward-064
 @gluon.jit
 def _copies(x, b, z, g, k, q, A, N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr):
-    # Allocate buffers for copies of a chunk's x, b, z, g, keys, queries, and rates per token, if any.
+    # Allocate buffers for copies of a chunk's x, b, z, g, keys, queries, and rates per token.
     cx = gl.allocate_shared_memory(x.dtype.element_ty, [16, BD], ROWS)
     cb = gl.allocate_shared_memory(b.dtype.element_ty, [16, BD], ROWS)
     cz = gl.allocate_shared_memory(z.dtype.element_ty, [16, BD], ROWS)
@@ -291,8 +291,8 @@ def _copies(x, b, z, g, k, q, A, N: gl.constexpr, BD: gl.constexpr, RULE: gl.con
 
 @gluon.jit
 def _tiles(N: gl.constexpr, BD: gl.constexpr, RULE: gl.constexpr):
-    # Allocate the tiles that the steps of a chunk read: rates, x, x times RULE.x_scale, gradients of
-    # y, keys, queries, rates per token. The last tile, slopes of the rates, is read by stores only.
+    # Allocate the tiles that the steps of a chunk read: rates, x, x times RULE.x_scale, gradients
+    # of y, keys, queries, rates per token. Only stores read the last tile, slopes of the rates.
     sw = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
     sx = gl.allocate_shared_memory(gl.float32, [16, BD], ROWS)
     sh = sx
@@ -370,7 +370,7 @@ def _key_sources(copies, k, q, A, first, N: gl.constexpr, RULE: gl.constexpr):
 
 @gluon.jit
 def _four_offsets(d0, D, BD: gl.constexpr, HALF: gl.constexpr):
-    # Return the offsets of a tile of four steps, a mask of valid channels, channel and step numbers.
+    # Return offsets of a tile of four steps, a mask of valid channels, channel and step numbers.
     d = d0 + gl.arange(0, BD, gl.SliceLayout(0, HALF))
     t = gl.arange(0, 4, gl.SliceLayout(1, HALF))
     return t[:, None] * D + d[None, :], d[None, :] < D, d, t
@@ -498,8 +498,8 @@ def _to_last_four(S, kept, A, steps, RULE: gl.constexpr):
 
 @gluon.jit
 def _after_last_four(S, after, turn, c, A, steps, RULE: gl.constexpr):
-    # Return the state after the last four steps of chunk c: `after`, except in the first turn, which
-    # computes it from S.
+    # Return the state after the last four steps of chunk c: `after`, except in the first turn,
+    # which computes it from S.
     sw, sx, sh, sd, sk, sq, sa = steps
     if turn == 0:
         after = S

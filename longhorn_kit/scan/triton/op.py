@@ -102,7 +102,7 @@ TRIAL = (600, 40)
 
 
 def _trial_case(form, T, D, N):
-    # Return inputs q, k, x, b, bias, skip, z, A, state of one sequence, and gradients of its results.
+    # Return inputs q, k, x, b, bias, skip, z, A, state of one sequence, and gradients of results.
     generator = torch.Generator().manual_seed(0)
 
     def new(*shape):
