@@ -1,6 +1,6 @@
-"""Read from its source what a notebook exports: the names, and the comments beside the parameters.
+"""Read the exported names of a notebook, and the comments beside their parameters, from its source.
 
-Sphinx's autodoc gives the signatures, the types and the docstrings; it cannot see the comments.
+Sphinx's autodoc provides signatures, types and docstrings, but it ignores comments.
 """
 
 import ast
@@ -20,7 +20,7 @@ class Entry:
     name: str  # "longhorn_scan", "SequenceLM.generate"
     doc: str = ""  # docstring
     comments: dict = field(default_factory=dict)  # parameter or field -> comment
-    returns: str = ""  # comment
+    returns: str = ""  # comment of the result
     members: list = field(default_factory=list)  # methods of a class
 
     @property
@@ -32,10 +32,10 @@ NAMED = re.compile(r"\**\w+\s*[:=,]")  # the start of a line with a parameter or
 
 
 def comments(source: str) -> dict:
-    """Line number -> text of its comment.
+    """Return line number -> text of the comment.
 
-    Lines that hold a comment alone belong to the parameter or field below, if that has no other
-    comment, and otherwise continue the comment above."""
+    A line with only a comment belongs to the parameter or field below, if that line has no other
+    comment. Otherwise it continues the comment above."""
     found = {}
     alone = {}
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -61,7 +61,7 @@ def source_of(node) -> str:
     return "" if node is None else ast.unparse(node)
 
 
-ATOM = r'\((?:[^()]|\([^()]*\))*\)|\{[^}]*\}|\[[^\]]*\]|`[^`]*`|"[^"]*"'  # what is not split
+ATOM = r'\((?:[^()]|\([^()]*\))*\)|\{[^}]*\}|\[[^\]]*\]|`[^`]*`|"[^"]*"'  # not split
 
 
 def pieces(text: str) -> list:
@@ -79,11 +79,12 @@ def pieces(text: str) -> list:
 
 
 def share(text: str, types: dict) -> dict:
-    """Give a line's comment to its parameters, name -> type.
+    """Assign a line's comment to the line's parameters, name -> type.
 
-    By "name: text" and "name (shape)"; in their order if it has as many parts as the line has
-    parameters, or tensors, or parameters from the first tensor on; else to the only one that may
-    be None, for "None: text", or is a tensor, for "(shape)"; else to all."""
+    Parts such as "name: text" and "name (shape)" name their parameter. Otherwise parts are assigned
+    in order, if there are as many parts as parameters, as tensors, or as parameters from the first
+    tensor on. Otherwise "None: text" is assigned to the only parameter that may be None, and
+    "(shape)" to the only tensor. Otherwise all parameters share the comment."""
     name = "|".join(map(re.escape, types))
     labels = list(
         re.finditer(rf"(?:^|(?<=[;,] ))((?:(?:{name}), )*(?:{name}))(?:: | (?=\())", text)
@@ -114,9 +115,10 @@ def share(text: str, types: dict) -> dict:
 
 
 def share_backwards(text: str, types: dict, own: int) -> dict:
-    """Give a comment to the last `own` parameters; a list of shapes, one to each of the last ones.
+    """Assign a comment to the last `own` parameters.
 
-    A formatter splits a line of parameters, and leaves the comment beside the last."""
+    A list of shapes is assigned to as many of the last parameters as it has shapes. A formatter
+    splits a line of parameters and leaves the comment beside the last of them."""
     names = list(types)
     parts = pieces(text)
     if own < len(parts) <= len(names) and all(part.startswith("(") for part in parts):
@@ -129,9 +131,9 @@ def comments_of_arguments(
 ) -> tuple:
     """Return the comment of each parameter, and that of the result.
 
-    The comment of the line `first`, which has the whole signature, says of the result what follows
-    an arrow, or a shape if no parameter is a tensor. If the signature is wrapped and has only the
-    comment of its last line, `closing`, that is the comment of the whole signature too."""
+    If the line `first` contains the complete signature, the comment of the result is the text after
+    an arrow, or a shape if no parameter is a tensor. If the signature is wrapped and only its last
+    line has a comment, `closing`, this comment is also that of the complete signature."""
     plain = arguments.posonlyargs + arguments.args
     defaults = [None] * (len(plain) - len(arguments.defaults)) + arguments.defaults
     listed = list(zip(plain, defaults))[skip_first:]
@@ -150,7 +152,7 @@ def comments_of_arguments(
         notes = {first: closing}
         closing = ""
     shared = {}
-    bare = {}  # parameters of the lines before that have no comment
+    bare = {}  # parameters of previous lines without a comment
     for line, types in lines.items():
         text = notes.get(line, "")
         bare |= types
@@ -170,7 +172,7 @@ def comments_of_arguments(
 
 
 def decorators(node) -> set:
-    "The last words of the decorators: `@torch.no_grad()` is no_grad."
+    "Return the last word of every decorator: no_grad for `@torch.no_grad()`."
     return {
         source_of(d.func if isinstance(d, ast.Call) else d).split(".")[-1]
         for d in node.decorator_list
@@ -178,7 +180,7 @@ def decorators(node) -> set:
 
 
 def function(node, module: str, notes: dict, owner: str = "") -> Entry:
-    "The entry of a function or, with an owner, of a method."
+    "Return the entry of a function or, with an owner, of a method."
     marks = decorators(node)
     skip_first = bool(owner) and "staticmethod" not in marks
     last = max(
@@ -197,7 +199,7 @@ def function(node, module: str, notes: dict, owner: str = "") -> Entry:
 
 
 def class_(node, module: str, notes: dict) -> Entry:
-    "The entry of a class: its fields or what its constructor takes, and its public methods."
+    "Return the entry of a class: fields or constructor's parameters, and public methods."
     bases = [source_of(b).split(".")[-1] for b in node.bases]
     has_fields = "dataclass" in decorators(node) or {"NamedTuple", "TypedDict"} & set(bases)
     entry = Entry("class", module, node.name, doc=ast.get_docstring(node) or "")
@@ -215,7 +217,7 @@ def class_(node, module: str, notes: dict) -> Entry:
 
 @cache
 def exported(source: str, module: str) -> list:
-    "The entries of one `#| export` cell, in the order of the source; private names are left out."
+    "Return the entries of one `#| export` cell in source order, without private names."
     notes = comments(source)
     entries = []
     for node in ast.parse(source).body:
@@ -236,7 +238,7 @@ def exported(source: str, module: str) -> list:
 
 
 def restructured(text: str) -> str:
-    "A comment or docstring as reStructuredText, with no markup but that of code and mathematics."
+    "Convert a comment or docstring to reStructuredText, with markup only for code and mathematics."
     pieces = re.split(r"(``.*?``|`[^`\n]*`|\$(?! )[^$\n]+(?<! )\$)", text)
     for i, piece in enumerate(pieces):
         if piece.startswith("$"):
@@ -249,16 +251,16 @@ def restructured(text: str) -> str:
 
 
 def directive(full_name: str, kind: str) -> str:
-    "The lines that have autodoc describe a name."
+    "Return the lines by which autodoc describes a name."
     options = {"class": "\n   :members:\n   :undoc-members:", "data": "\n   :no-value:"}
     return f".. auto{kind}:: {full_name}{options.get(kind, '')}\n"
 
 
 def table(names: list) -> str:
-    "The lines that have autosummary list names with their first sentences."
+    "Return the lines by which autosummary lists names with their first sentences."
     return "\n   ".join([".. autosummary::", ":nosignatures:", "", *(f"~{name}" for name in names)])
 
 
 def myst(*directives: str) -> str:
-    "Directives of reStructuredText for a page of MyST."
+    "Return directives of reStructuredText for a page in MyST."
     return "\n".join(["```{rst}", *directives, "```"])

@@ -1,10 +1,10 @@
 """Build the site from the notebooks: `make docs`, or `python docs/build.py`.
 
 The result is docs/_site/index.html. The pages are the committed notebooks with their committed
-outputs. This script rewrites each notebook for a reader who does not run it: nbdev's directives and
-hidden cells go, solutions and imports are folded, figures get their captions, exported functions an
-entry by Sphinx's autodoc, to which conf.py adds the comments of their parameters. No page is
-executed and nothing is fetched.
+outputs. This script rewrites each notebook for a reader who does not run it: it removes nbdev's
+directives and hidden cells, folds solutions and imports, and gives figures their captions. Exported
+functions get an entry by Sphinx's autodoc, to which conf.py adds the comments of their parameters.
+No page is executed, and nothing is downloaded.
 """
 
 import ast
@@ -22,9 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 NOTEBOOKS = HERE.parent / "nbs"
 SITE = HERE / "_site"
-WORK = (
-    HERE / "_build"
-)  # pages as Sphinx reads them, notebooks for Colab, and what Sphinx leaves beside its result
+WORK = HERE / "_build"  # pages for Sphinx, notebooks for Colab, and Sphinx's other output
 sys.path.insert(0, str(HERE))
 sys.path.insert(0, str(ROOT))
 import api  # noqa: E402
@@ -43,14 +41,12 @@ DIRECTIVE = re.compile(r"^#\|\s*([\w-]+):?[ \t]*(.*)\n?", re.MULTILINE)
 LINK = re.compile(
     r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)"
 )
-WIDE = (
-    640  # a figure of more pixels keeps its letters legible on a small screen: it is scrolled there
-)
+WIDE = 640  # pixels; small screens scroll wider figures, so that text stays legible
 CAPTION = re.compile(r"\A\*(?!\*)((?:[^*]|\*\*|\*[^*\n]+\*(?=\S))+?)\*[ \t]*(?:\n\n|\n?\Z)")
 
 
 def repository(settings: Path = ROOT / "settings.ini") -> str:
-    "Return the address of the repository, or an empty text while `published` is False."
+    "Return the address of the repository, or an empty string while `published` is False."
     parser = configparser.ConfigParser()
     parser.read(settings)
     return parser["DEFAULT"]["git_url"] if parser["DEFAULT"].getboolean("published") else ""
@@ -61,12 +57,12 @@ COMMIT = os.environ.get("GITHUB_SHA", "main")
 
 
 def notebooks() -> list:
-    "The notebooks of the book, in the order of their paths."
+    "Return the notebooks of the book, in the order of their paths."
     return [p for p in sorted(NOTEBOOKS.rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
 
 
 def page_name(path: Path) -> str:
-    "Return what Sphinx calls the page of a notebook: scan/15_op."
+    "Return Sphinx's name for the page of a notebook, such as scan/15_op."
     return path.relative_to(NOTEBOOKS).with_suffix("").as_posix()
 
 
@@ -78,12 +74,12 @@ def read(path: Path) -> dict:
 
 
 def directives(cell: dict) -> dict:
-    "The nbdev directives of a code cell: name -> what follows it."
+    "Return the nbdev directives of a code cell: name -> arguments."
     return dict(DIRECTIVE.findall(cell["source"])) if cell["cell_type"] == "code" else {}
 
 
 def module_of(notebook: dict) -> str | None:
-    "The module that the notebook exports, or None."
+    "Return the module that the notebook exports, or None."
     for cell in notebook["cells"]:
         if name := directives(cell).get("default_exp"):
             return f"longhorn_kit.{name.strip()}"
@@ -91,13 +87,13 @@ def module_of(notebook: dict) -> str | None:
 
 
 def entries_of(cell: dict, module: str | None) -> list:
-    "The API entries of a code cell."
+    "Return the API entries of a code cell."
     wanted = module and {"export", "exporti", "exports"} & set(directives(cell))
     return api.exported(DIRECTIVE.sub("", cell["source"]), module) if wanted else []
 
 
 def only_imports(source: str) -> bool:
-    "Is this a cell of imports, and calls that set something up?"
+    "Check whether a cell contains only imports and setup calls."
     try:
         body = ast.parse(source).body
     except SyntaxError:  # a magic or a shell command
@@ -109,7 +105,7 @@ def only_imports(source: str) -> bool:
 
 
 def imported_names(notebook: dict) -> dict:
-    "Name -> full name, for what a notebook imports from the package."
+    "Return name -> full name of everything that a notebook imports from the package."
     found = {}
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code" and "longhorn_kit" in cell["source"]:
@@ -128,7 +124,7 @@ def imported_names(notebook: dict) -> dict:
 
 
 def with_number(source: str, path: Path) -> str:
-    "The first cell of a page, with the number from the name of its file in the title."
+    "Return the first cell of a page, with the number from its file name in the title."
     number = re.match(r"(\d+[a-z]?)_", path.stem)
     return source.replace("# ", f"# {number[1]}. ", 1) if number else source
 
@@ -141,7 +137,7 @@ def markdown_cell(name: str, source: str) -> dict:
 
 
 def local_links(source: str, path: Path) -> str:
-    "Links to files of the repository lead to it or name the file; fenced code stays as it is."
+    "Link files to the repository, or replace links by file names; keep fenced code."
 
     def replace(match):
         text = match[1]
@@ -165,7 +161,7 @@ def local_links(source: str, path: Path) -> str:
 def with_elements(output: dict) -> dict:
     """Return an output with the pictures of the kit as SVG elements.
 
-    Their text can be searched, and their colours follow the page."""
+    The text of such pictures can be searched, and their colours adapt to the page."""
     from longhorn_kit.lab.claims.forest import inline
 
     data = output.get("data", {})
@@ -175,14 +171,14 @@ def with_elements(output: dict) -> dict:
 
 
 def plain(markdown: str) -> str:
-    "Markdown as plain text, for the `alt` of a figure."
+    "Convert Markdown to plain text, for the `alt` of a figure."
     return re.sub(r"\s+", " ", re.sub(r"\[([^\]]*)\]\([^)]*\)|[*`$\\]", r"\1", markdown)).strip()
 
 
 def give_captions(cells: list) -> None:
-    """The italic paragraph after a figure becomes its caption.
+    """Turn the italic paragraph after a figure into its caption.
 
-    Its first sentence is what a screen reader says."""
+    Screen readers read the first sentence of the caption."""
     heading = ""
     phone = False
     for cell, following in zip(cells, [*cells[1:], None]):
@@ -194,7 +190,7 @@ def give_captions(cells: list) -> None:
         options = cell["metadata"].setdefault("mystnb", {})
         options["image"] = {"alt": f"Figure: {plain(heading)}"}
         classes = ["photograph"] * any(shows_photograph(output) for output in shown)
-        if phone or "phone" in cell["metadata"]:  # drawn twice: for phones, then for wider screens
+        if phone or "phone" in cell["metadata"]:  # the figure is drawn twice
             classes.append("desk" if phone else "phone")
             phone = not phone
         elif max(o["metadata"].get("image/png", {}).get("width", 0) for o in shown) > WIDE:
@@ -226,7 +222,7 @@ def fold(cell: dict, prompt: str) -> None:
 
 
 def join_imports(cells: list) -> list:
-    "Neighbouring cells of imports become one."
+    "Join adjacent cells of imports."
     joined = []
     for cell in cells:
         prompts = [
@@ -240,7 +236,7 @@ def join_imports(cells: list) -> list:
 
 
 def colab_address(path: Path) -> str:
-    "Where Colab opens a notebook of the branch `colab`."
+    "Return the address at which Colab opens a notebook of the branch `colab`."
     colab = REPOSITORY.replace("https://github.com", "https://colab.research.google.com/github")
     return f"{colab}/blob/colab/{path.relative_to(NOTEBOOKS).as_posix()}"
 
@@ -248,7 +244,7 @@ def colab_address(path: Path) -> str:
 def furniture(path: Path, module: str | None) -> str:
     """Return the line under the title.
 
-    It says for whom a machine page is, and links to Colab, notebook and module once published."""
+    It marks pages for contributors and, once published, links to Colab, notebook and module."""
     name = path.relative_to(NOTEBOOKS).as_posix()
     code = f"Module <code>{module}</code>"
     links = ['<span class="machine">For contributors</span>'] * name.startswith("machine/")
@@ -267,7 +263,7 @@ def furniture(path: Path, module: str | None) -> str:
 
 
 def for_reader(cell: dict, path: Path) -> dict:
-    "A cell without its marks: setup and solutions are folded, links lead to pages of the site."
+    "Return a cell without directives, with setup and solutions folded and links to the site."
     old = cell["metadata"]
     cell = {**cell, "metadata": {}}
     if cell["cell_type"] != "code":
@@ -279,7 +275,7 @@ def for_reader(cell: dict, path: Path) -> dict:
     tags = old.get("tags", ())
     if "phone" in tags:
         cell["metadata"]["phone"] = True
-    if old.get("jupyter", {}).get("source_hidden"):  # the mark by which JupyterLab folds a cell
+    if old.get("jupyter", {}).get("source_hidden"):  # JupyterLab folds cells with this mark
         fold(cell, "Solution" if "solution" in tags else "Code")
     elif not cell["outputs"] and only_imports(cell["source"]):
         fold(cell, "Imports")
@@ -287,7 +283,7 @@ def for_reader(cell: dict, path: Path) -> dict:
 
 
 def page(notebook: dict, path: Path) -> dict:
-    "The notebook as a reader of the site should see it."
+    "Return the notebook as the site shows it."
     cells = []
     module = module_of(notebook)
     for number, cell in enumerate(notebook["cells"]):
@@ -312,9 +308,9 @@ def page(notebook: dict, path: Path) -> dict:
 
 
 def with_anchors(source: str) -> str:
-    "Entries of glossary and references that can be linked to: #term-state, #arxiv-2407.14207."
+    "Add anchors to entries of glossary and references: #term-state, #arxiv-2407.14207."
     source = re.sub(
-        # two words of one spelling: "checkpoint (of a run)"
+        # two terms with the same spelling, such as "checkpoint (of a run)"
         r"^- \*\*(.+?)\*\*( \((of an? [^)]+)\))?",
         lambda m: (
             f'- <span id="term-{slug(m[1] + " " + (m[3] or ""))}"></span>**{m[1]}**{m[2] or ""}'
@@ -335,13 +331,13 @@ def slug(text: str) -> str:
 
 
 def in_order() -> list:
-    "Names of the pages that the map lists, in its order."
+    "Return the names of the pages that the map lists, in the order of the map."
     text = "\n".join(cell["source"] for cell in read(NOTEBOOKS / "map.ipynb")["cells"])
     return re.findall(r"^\| \[[^\]]*\]\((\w+/\w+)\.ipynb\)", text, re.M)
 
 
 def contents() -> str:
-    "The table of contents in Markdown, one entry per part of the book, in the order of the map."
+    "Return the table of contents in Markdown, one entry per part, in the order of the map."
     parts = {
         title: [name for name in in_order() if name.startswith(f"{part}/")]
         for part, title in PARTS.items()
@@ -357,7 +353,7 @@ def contents() -> str:
 
 
 def public_names() -> dict:
-    "Name -> full name of what `from longhorn_kit import ...` offers, constants aside."
+    "Return name -> full name of the public names of `longhorn_kit`, except constants."
     things = {
         name: getattr(longhorn_kit, name) for name in longhorn_kit.__all__ if not name.isupper()
     }
@@ -365,7 +361,7 @@ def public_names() -> dict:
 
 
 def survey(books: dict) -> dict:
-    "Everything the pages link to: definitions, modules, imports and equations of every page."
+    "Return all link targets: definitions, modules, imports and equations of every page."
     names = {
         "definitions": {},
         "modules": {},
@@ -390,7 +386,7 @@ def survey(books: dict) -> dict:
 
 
 def public_section() -> str:
-    "The public names, described by autodoc."
+    "Return the public names, described by autodoc."
     cards = []
     for name in longhorn_kit.__all__:
         kind = "data" if name.isupper() else "function" if name.islower() else "class"
@@ -400,7 +396,7 @@ def public_section() -> str:
 
 
 def package_page(books: dict) -> str:
-    "The public names with their signatures; then, by module, every other with its first sentence."
+    "Return the page of public names with signatures, then internal names by module."
     lines = [
         "# The package",
         "",
@@ -445,9 +441,9 @@ def package_page(books: dict) -> str:
 
 
 def write_pages(folder: Path) -> dict:
-    """Every notebook as a page in `folder`/pages.
+    """Write every notebook as a page to `folder`/pages.
 
-    Returns what `survey` found, which is in `folder`/names.json too."""
+    Return the result of `survey`, which is also written to `folder`/names.json."""
     pages = folder / "pages"
     books = {path: read(path) for path in notebooks()}
     for path, notebook in books.items():
@@ -481,14 +477,14 @@ import sys; sys.path.insert(0, "/content/longhorn-kit")"""
 
 
 def write_colab(folder: Path) -> None:
-    """The notebooks with a first cell that installs the kit in Colab.
+    """Write the notebooks with a first cell that installs the kit in Colab.
 
-    The workflow puts them on the branch `colab`."""
+    The workflow commits them to the branch `colab`."""
     for path in notebooks():
         notebook = read(path)
         place = path.relative_to(NOTEBOOKS)
         for cell in notebook["cells"]:
-            if cell["cell_type"] == "markdown":  # what links to a notebook leads to it in Colab
+            if cell["cell_type"] == "markdown":  # links to notebooks open them in Colab
 
                 def absolute(m, path=path):
                     return f"[{m[1]}]({colab_address((path.parent / m[2]).resolve())}{m[3] or ''})"
@@ -516,12 +512,12 @@ def write_colab(folder: Path) -> None:
 
 
 def index_cell(name: str) -> dict:
-    "A cell of nbs/index.ipynb by its id."
+    "Return a cell of nbs/index.ipynb by its id."
     return next(cell for cell in read(NOTEBOOKS / "index.ipynb")["cells"] if cell["id"] == name)
 
 
 def index_shows(name: str, kind: str) -> str:
-    "The committed output of a cell of nbs/index.ipynb."
+    "Return the committed output of a cell of nbs/index.ipynb."
     return "".join(
         next(
             output["data"][kind]
@@ -535,7 +531,7 @@ FILM = re.compile(r'src="data:image/svg\+xml;base64,([^"]+)"')
 
 
 def film() -> str:
-    "The film of page 03; it brings a white ground, so that it can be read on pages of any colour."
+    "Return the film of page 03, with a white background so that it is legible on any page."
     cells = read(NOTEBOOKS / "theory" / "03_exact_vs_diagonal.ipynb")["cells"]
     shown = [
         "".join(o["data"]["text/html"])
@@ -547,7 +543,7 @@ def film() -> str:
 
 
 def front_files() -> dict:
-    "Name of each picture in docs/static: its SVG, drawn from the ledger, and the film."
+    "Return name -> SVG of every picture in docs/static: drawings of the ledger, and the film."
     from longhorn_kit.lab.claims.front import findings, picture
 
     found = findings()
@@ -572,12 +568,12 @@ alt="One row per comparison: who is ahead, by how much, with the interval">
 
 
 def from_root(markdown: str) -> str:
-    "Markdown of nbs/index.ipynb with its links as seen from the root of the repository."
+    "Return Markdown of nbs/index.ipynb with links relative to the repository's root."
     return LINK.sub(lambda match: f"[{match[1]}](nbs/{match[2]}{match[3] or ''})", markdown)
 
 
 def readme_blocks() -> dict:
-    "Mark of each block of the README that is made: its text."
+    "Return mark -> text of every generated block of the README."
     from longhorn_kit.lab.claims.front import findings, findings_markdown, reproduced, speed, users
     from longhorn_kit.lab.claims.ledger import measured_minutes
 
@@ -596,10 +592,10 @@ def readme_blocks() -> dict:
 
 
 def reading_minutes(notebook: dict) -> int:
-    """Return how long a page takes to read.
+    """Return the minutes that it takes to read a page.
 
     A minute is 200 words, 20 lines of code, or one equation. Exercises state their times, and
-    folded cells are not read. Above five minutes it is a multiple of five."""
+    folded cells are not counted. Above five minutes, the result is a multiple of five."""
     words = 0
     lines = 0
     equations = 0
@@ -619,7 +615,7 @@ def reading_minutes(notebook: dict) -> int:
 
 
 def write_minutes() -> None:
-    "Raise the minutes of pages that take longer to read; map and index have those of the pages."
+    "Raise the minutes of pages that take longer to read, and copy all minutes to map and index."
     for path in notebooks():
         text = path.read_text(encoding="utf-8")
         needed = reading_minutes(read(path))
@@ -640,7 +636,7 @@ def write_minutes() -> None:
 
 
 def addressed() -> dict:
-    "Return README.md, pyproject.toml and CITATION.cff, with the address of a published repository."
+    "Return README.md, pyproject.toml and CITATION.cff with the published repository's address."
     badge = "[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]"
     badge = (
         f"{badge}({colab_address(NOTEBOOKS / 'index.ipynb')})\n"
@@ -689,9 +685,9 @@ def write_readme() -> None:
 
 
 def build(site: Path = SITE, work: Path = WORK) -> int:
-    """Build the site; returns Sphinx's exit status.
+    """Build the site; return Sphinx's exit status.
 
-    The old site stays until the new one is complete."""
+    The old site is replaced only after the new site is complete."""
     from sphinx.cmd.build import main as sphinx
 
     shutil.rmtree(work, ignore_errors=True)

@@ -1,6 +1,6 @@
 """Sphinx configuration of the site.
 
-build.py prepares the pages and says in names.json what they can link to.
+build.py prepares the pages and writes the link targets to names.json.
 """
 
 import json
@@ -46,13 +46,13 @@ pygments_style = "a11y-high-contrast-light"
 pygments_dark_style = "github-dark"
 exclude_patterns = ["**.ipynb_checkpoints"]
 add_module_names = toc_object_entries = False
-smartquotes_action = "qe"  # no dashes: `--steps` stays what is typed
+smartquotes_action = "qe"  # no dashes, so that `--steps` stays unchanged
 maximum_signature_line_length = 84
 myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
 nb_render_markdown_format = "myst"
-nb_ipywidgets_js = {}  # sliders need a kernel, and their scripts would come from the network
+nb_ipywidgets_js = {}  # sliders need a kernel, and their scripts would be downloaded
 nb_mime_priority_overrides = [("html", "application/vnd.jupyter.widget-view+json", None)]
 autodoc_typehints = "description"  # types stand beside the comments of the parameters
 autodoc_typehints_description_target = "documented_params"
@@ -60,7 +60,7 @@ autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autosummary_generate = False  # the pages are the notebooks
 copybutton_selector = "div.highlight:not(.output *) pre"
-# MathJax comes from an installed package, so mathematics is there with the network off.
+# MathJax comes from an installed package, so mathematics works offline
 mathjax3_config = {"tex": {"tags": "none"}, "options": {"enableMenu": False}}
 
 EQUATION = re.compile(r"\((\d{1,2})\)(?=((?:\s?(?:–|-|,|and|to)\s?\(\d+\))*) ?)")
@@ -75,7 +75,7 @@ def source_of(module):
 
 
 def linkcode_resolve(domain, info):
-    """Where the source of a documented name is.
+    """Return the address of a documented name's source.
 
     This is its line in the generated module, once the repository is published."""
     if not REPOSITORY:
@@ -94,9 +94,9 @@ def linkcode_resolve(domain, info):
 
 
 class Restructured(SphinxDirective):
-    """reStructuredText in MyST.
+    """Directive for reStructuredText in MyST.
 
-    MyST's own `eval-rst` puts 10,000 empty lines per cell of the notebook before the text."""
+    MyST's `eval-rst` inserts 10,000 empty lines per cell of the notebook before the text."""
 
     has_content = True
 
@@ -109,7 +109,7 @@ class Restructured(SphinxDirective):
 
 @cache
 def entries_of(module):
-    "Name -> entry of a module of the package; {} for any other."
+    "Return name -> entry of a module of the package; {} for other modules."
     if module not in NAMES["modules"]:
         return {}
     entries = api.exported(source_of(module), module)
@@ -117,14 +117,14 @@ def entries_of(module):
 
 
 def entry_of(thing):
-    "The entry of an object, by where it was defined; None without one."
-    thing = getattr(thing, "fget", None) or getattr(thing, "func", thing)  # a property's function
+    "Return the entry of an object by the place of its definition, or None if it has no entry."
+    thing = getattr(thing, "fget", None) or getattr(thing, "func", thing)  # function of a property
     module, name = getattr(thing, "__module__", ""), getattr(thing, "__qualname__", "")
     return entries_of(module).get(name)
 
 
 def comments_of(what, thing, entry):
-    "Parameter -> comment; a class without a constructor has that of its base."
+    "Return parameter -> comment; a class without a constructor uses those of its base."
     bases = [entry_of(kind) for kind in thing.__mro__] if what == "class" else []
     comments = next((base.comments for base in [entry, *bases] if base and base.comments), {})
     if what == "method" and entry.kind == "function":  # a function that became a method
@@ -133,10 +133,10 @@ def comments_of(what, thing, entry):
 
 
 def with_comments(app, what, name, thing, options, lines):
-    """Give autodoc the docstring and, for every parameter, the comment beside it in the source.
+    """Pass to autodoc the docstring and the comment beside every parameter in the source.
 
-    The comment says the parameter's shape and meaning."""
-    if what == "data":  # the docstring would be that of `dict`
+    The comment contains the parameter's shape and meaning."""
+    if what == "data":  # otherwise autodoc shows the docstring of `dict`
         lines[:] = ["Name -> class of every layer; a key is the ``mixer`` of an ``LMConfig``.", ""]
         return
     entry = entry_of(thing)
@@ -151,14 +151,14 @@ def with_comments(app, what, name, thing, options, lines):
 
 
 def without_entry(app, what, name, thing, skip, options):
-    "Leave out the members that the kit does not describe."
+    "Skip members without an entry."
     return isinstance(thing, type) or entry_of(thing) is None
 
 
 def fold_parameters(app, doctree, doc):
-    """Parameters stand behind a line that opens them.
+    """Fold parameters behind a line that opens them.
 
-    The page of the package and public names show them."""
+    They are open for public names and on the page of the package."""
     for text in list(doctree.findall(nodes.Text)):
         if text == " -- ":  # between a parameter and its comment
             text.parent.replace(text, nodes.Text(" – "))
@@ -178,9 +178,9 @@ def fold_parameters(app, doctree, doc):
 
 
 def leave_mathematics_alone(app, doctree):
-    """Hand display mathematics to MathJax as it is written.
+    """Pass display mathematics to MathJax unchanged.
 
-    Sphinx would wrap lines in an environment that takes no tag."""
+    Sphinx would wrap lines in an environment that allows no tag."""
     for node in doctree.findall(nodes.math_block):
         if not node.get("no-wrap"):
             text = node.astext()
@@ -190,7 +190,7 @@ def leave_mathematics_alone(app, doctree):
 
 
 def only_pictures_have_captions(app, doctree):
-    "Take from tables and texts the caption that MyST-NB gives to every output of a cell."
+    "Remove captions from tables and texts; MyST-NB adds one to every output of a cell."
     for figure in list(doctree.findall(nodes.figure)):
         if not any(figure.findall(nodes.image)):
             figure.replace_self(
@@ -199,7 +199,7 @@ def only_pictures_have_captions(app, doctree):
 
 
 def definition(text, doc):
-    "(page, anchor) of what a name in backticks means on this page, or None."
+    "Return (page, anchor) of the definition that a name in backticks refers to, or None."
     match = NAME.fullmatch(text)
     if not match or len(match[1]) < 3:
         return None
@@ -218,13 +218,13 @@ def definition(text, doc):
         if telling
         else []
     )
-    if "." not in name:  # a method is too common a word to be meant by its name alone
+    if "." not in name:  # methods need the class name, because their names are common words
         found = [full for full in found if full.removesuffix("." + name) in NAMES["modules"]]
     return (known[found[0]], found[0]) if len(found) == 1 else None
 
 
 def link(app, doc, target, anchor, *content):
-    "A reference node to an anchor of a page."
+    "Return a reference node to an anchor of a page."
     uri = "" if target == doc else app.builder.get_relative_uri(doc, target)
     return nodes.reference(
         "", "", *content, internal=True, refuri=f"{uri}#{anchor}" if anchor else uri or "#"
@@ -239,7 +239,7 @@ def inside(node, *kinds):
 
 
 def link_names(app, doctree, doc):
-    "Names of the package in backticks lead to their definition."
+    "Link names of the package in backticks to their definitions."
     for node in list(doctree.findall(nodes.literal)):
         if inside(node, nodes.reference, nodes.title, addnodes.desc_signature):
             continue
@@ -248,7 +248,7 @@ def link_names(app, doctree, doc):
 
 
 def page_after(node, doc):
-    "The page that the link after this text leads to."
+    "Return the target page of the link after this text."
     after = node.next_node(descend=False, siblings=True)
     uri = (
         after.get("refuri", "")
@@ -261,9 +261,9 @@ def page_after(node, doc):
 
 
 def link_numbers(app, doctree, doc):
-    """(3) leads to the equation with this number, of this page or of the one named next.
+    """Link (3) to the equation with this number, on this page or on the page that is named next.
 
-    arXiv numbers lead to the references."""
+    arXiv numbers are linked to the references."""
     skip = (
         nodes.literal,
         nodes.literal_block,
@@ -305,7 +305,7 @@ def link_numbers(app, doctree, doc):
 
 
 def one_anchor_an_equation(app, doctree, doc):
-    "The theme's box around an equation has its anchor as well; one is enough."
+    "Remove an equation's second anchor, which the theme adds to the box around it."
     for box in doctree.findall(nodes.container):
         if "math-wrapper" in box["classes"]:
             box["ids"] = []
@@ -315,9 +315,10 @@ LINES = re.compile(r'<dl>\s*((?:<dd>.*?</dd>\s*)+)</dl>(?=\s*<span class="sig-pa
 
 
 def for_screen_readers(app, name, template, context, doctree):
-    """Mend what Sphinx, its theme and myst-nb write.
+    """Correct the HTML of Sphinx, its theme and myst-nb for screen readers.
 
-    These are names that hide a text, headings without a level, and lists of one kind."""
+    The corrections concern names that hide a text, headings without a level, and lists of one
+    kind."""
 
     def lines(match):
         return f"<div>{match[1].replace('<dd>', '<div>').replace('</dd>', '</div>')}</div>"
@@ -347,7 +348,7 @@ def setup(app):
 
 
 def drop_unused_mathjax(app, error):
-    "The pages load one of MathJax's bundles; the others are most of the site's size."
+    "Delete all MathJax bundles except the one that pages load; they are most of the site's size."
     folder = Path(app.outdir) / "_static" / "mathjax"
     keep = {"tex-chtml.js"}
     for file in folder.glob("*.js"):

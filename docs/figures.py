@@ -1,8 +1,8 @@
-"""Pack the figures in the notebooks: PNG with 256 colours, less than half the size.
+"""Compress the figures in the notebooks to PNG with 256 colours, less than half the size.
 
-`make outputs` runs this. A figure has few colours and many blends of them at its edges. The 128
-most frequent colours stay exact, the rest become the nearest of these and of 128 that an octree
-chooses. A photograph keeps all its colours.
+`make outputs` runs this program. A figure has few colours, and many blends of these colours at
+edges. The 128 most frequent colours stay exact. All others are replaced by the nearest of these and
+of 128 colours that an octree chooses. A photograph keeps all its colours.
 """
 
 import base64
@@ -19,7 +19,7 @@ PHOTOGRAPH = 20_000  # colours
 def pack(data: bytes) -> bytes:
     """Return a PNG with at most 256 colours.
 
-    Data that are this already, or show a photograph, come back as they are."""
+    A PNG that has at most 256 colours, or that shows a photograph, is returned unchanged."""
     image = Image.open(io.BytesIO(data))
     if image.mode == "P":
         return data
@@ -43,14 +43,14 @@ def pack(data: bytes) -> bytes:
 
 
 def shows_photograph(output: dict) -> bool:
-    """Does an output of PNG keep all its colours?
+    """Check whether a PNG output keeps all its colours.
 
-    A packed one has a palette, which is type 3 in its header."""
+    A compressed PNG has a palette, which is type 3 in its header."""
     return base64.b64decode("".join(output["data"]["image/png"]))[25] != 3
 
 
 def pictures(*cells: dict) -> list:
-    "Outputs of cells that are PNG."
+    "Return the PNG outputs of cells."
     return [
         output
         for cell in cells

@@ -1,10 +1,10 @@
-"""How much a page has to say about a word: the site's search orders its results by this.
+"""Score the relevance of every page for every word, by which the site's search sorts its results.
 
-Sphinx's own index knows which pages contain a word, and not how often, or whether a page defines
-it. This extension counts the words of every page, gives more weight to definitions, headings and
-code in the text, and weighs them as BM25 does: a word of few pages counts more, the tenth
-occurrence less than the second, and a long page needs more of them. The result is a table of whole
-numbers in `_static/relevance.js`, which `scorer.js` adds up for the words of a query.
+Sphinx's index lists the pages that contain a word, but not how often, or whether a page defines it.
+This extension counts the words of every page, gives more weight to definitions, headings and code
+in the text, and weighs the counts as BM25 does. A word on few pages counts more, the tenth
+occurrence counts less than the second, and a long page needs more occurrences. The result is a
+table of integers in `_static/relevance.js`, which `scorer.js` adds up for the words of a query.
 """
 
 import json
@@ -17,8 +17,8 @@ from docutils import nodes
 from sphinx import addnodes
 from sphinx.search.en import SearchEnglish
 
-# The weight of a word by its place. A page that explains a name has it in its text as code; one
-# that uses it, in its cells.
+# Weight of a word by its place. A page that explains a name contains it as code in its text; a page
+# that uses the name contains it in its cells.
 WEIGHTS = {
     "definition": 40,
     "title": 20,
@@ -28,19 +28,19 @@ WEIGHTS = {
     "parameter": 1,
     "block": 0.2,
 }
-SATURATION = 30  # a weighted count that gives half of the score that a page can reach
-LENGTH = 0.25  # from 0, where a page's length does not matter, to 1
-AFTER_LESSONS = 0.7  # factor of pages for contributors and of lists
+SATURATION = 30  # weighted count that gives half of the highest possible score
+LENGTH = 0.25  # influence of a page's length, from 0 (none) to 1
+AFTER_LESSONS = 0.7  # factor for pages for contributors and for lists
 NAME = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*")
-SCALE = 100  # of the whole numbers in the table
+SCALE = 100  # scale of the integers in the table
 CODE = re.compile(r"[_.\d]")
-STEM = SearchEnglish({}).stem  # the one that the page of results has
+STEM = SearchEnglish({}).stem  # the same stemmer as on the page of results
 STOP = set(SearchEnglish.stopwords)
 LESSON = re.compile(r"\w+/\d|index$")
 
 
 def words(text: str) -> list:
-    "The names in a text in small letters; a dotted name and its parts; plain words as their stems."
+    "Return lower-case names of a text, dotted names with their parts, and stems of plain words."
     result = []
     for name in NAME.findall(text.lower()):
         parts = name.split(".") if "." in name else []
@@ -49,7 +49,7 @@ def words(text: str) -> list:
 
 
 def phrases(text: str) -> list:
-    "Neighbouring plain words of a text as their stems, without articles and the like."
+    "Return stems of adjacent plain words of a text, without articles and other stop words."
     plain = re.findall(r"[a-z]+", text.lower())
     pairs = [pair for pair in zip(plain, plain[1:]) if not STOP.intersection(pair)]
     return [f"{STEM(first)} {STEM(second)}" for first, second in pairs]
@@ -58,14 +58,14 @@ def phrases(text: str) -> list:
 PLACES = {
     addnodes.desc_name: "definition",
     addnodes.desc_parameter: "parameter",
-    addnodes.literal_strong: "parameter",  # beside its comment
+    addnodes.literal_strong: "parameter",  # parameter with a comment
     nodes.literal: "code",
     nodes.literal_block: "block",
 }
 
 
 def place_of(node: nodes.Text) -> str:
-    "Where in a page a text stands: a key of WEIGHTS."
+    "Return the place of a text in its page, a key of WEIGHTS."
     parent = node.parent
     while parent is not None:
         if type(parent) in PLACES:
@@ -78,7 +78,7 @@ def place_of(node: nodes.Text) -> str:
 
 
 def count(app, doctree) -> None:
-    "Count the words and phrases of a page, each with the weight of its place."
+    "Count the words and phrases of a page, weighted by their places."
     counts = Counter()
     for node in doctree.findall(nodes.Text):
         place = place_of(node)
@@ -88,7 +88,7 @@ def count(app, doctree) -> None:
         for word in of_node:
             counts[word] += WEIGHTS[place]
     once = [word for word, number in counts.items() if " " in word and number < 2]
-    for phrase in once:  # most of all phrases
+    for phrase in once:  # most phrases occur once
         del counts[phrase]
     app.env.longhorn_words[app.env.docname] = counts
 
@@ -113,7 +113,7 @@ def scores(counts: dict) -> dict:  # page -> weighted counts of its words
 
 
 def write(app, error) -> None:
-    "Write the table: names of pages, and for every word its pages and scores in turn."
+    "Write the table: page names, and for every word alternating pages and scores."
     if error or app.builder.name != "html":
         return
     table = scores(app.env.longhorn_words)
@@ -128,7 +128,7 @@ def write(app, error) -> None:
 
 
 def load(app, name, template, context, doctree) -> None:
-    "The page of results loads the table."
+    "Load the table on the page of results."
     if name == "search":
         app.add_js_file("relevance.js")
 

@@ -1,19 +1,18 @@
-"""Compile the scan kernels ahead of time, without a GPU, exactly as their launchers would launch
-them.
+"""Compile the scan kernels ahead of time, without a GPU, with the options of their launchers.
 
     python kernels/aot.py  # table: kernel, target, registers, spills, shared memory
     python kernels/aot.py --target sm_90 --what portable --sass DIR
-    python kernels/aot.py --what fast --out kernels/results/sm_90.json  # what 16_speed reads
-    python kernels/aot.py --triton 3.6.0 3.9.0  # with these releases; all: every one
+    python kernels/aot.py --what fast --out kernels/results/sm_90.json  # record for 16_speed
+    python kernels/aot.py --triton 3.6.0 3.9.0  # with these releases, or all
 
-The launchers run on meta tensors while every launch is recorded instead of made; each recorded
-launch is then compiled for the target (sm_80, sm_90, sm_100, gfx942). For a record (--out) the
-instructions of the main loop of the kernels in TURNS are counted too: a scheduler issues at most
-one warp instruction a cycle, whatever the instruction does. So are the wavefronts of its memory
-instructions, for all of which a multiprocessor's four schedulers share one pipe.
+The launchers run on meta tensors. Every launch is recorded but not executed, and then compiled for
+the target (sm_80, sm_90, sm_100, gfx942). For a record (--out), the instructions of the main loop
+are counted too, for the kernels in TURNS: a scheduler issues at most one warp instruction per
+cycle, whatever the instruction does. The wavefronts of the memory instructions are also counted,
+because a multiprocessor's four schedulers share one pipe for them.
 
 --triton downloads one release after the other (200 to 300 MB each) into a temporary folder,
-compiles with it in a separate process, and prints a line; the exit code is 1 if a kernel did not
+compiles with it in a separate process, and prints a line. The exit code is 1 if a kernel did not
 compile.
 """
 
@@ -29,7 +28,7 @@ import subprocess
 import sys
 import tempfile
 
-os.environ["TRITON_INTERPRET"] = "0"  # compile, also where the kit would interpret
+os.environ["TRITON_INTERPRET"] = "0"  # compile, even where the kit would interpret
 
 import torch
 import triton
@@ -50,7 +49,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
-# kernel: (steps of time in one turn of its main loop, turns of the loops inside it)
+# kernel: (time steps per turn of the main loop, turns of the loops inside the main loop)
 TURNS = {
     "_diagonal_fwd_kernel": (16, [2]),
     "_diagonal_adjoint_kernel": (8, []),
@@ -67,16 +66,17 @@ KINDS = dict(
     lanes=("SHFL",),
     barrier=("BAR",),
 )
-OLDEST = (3, 6)  # release of Triton that pyproject.toml allows
+OLDEST = (3, 6)  # oldest release of Triton that pyproject.toml allows
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-MEMORY = ("STS", "LDG", "STG", "LDGSTS", "LDL", "STL")  # one wavefront for each word of a lane
+MEMORY = ("STS", "LDG", "STG", "LDGSTS", "LDL", "STL")  # one wavefront per word of a lane
 SELECTIVE = ("s6", "s6_time_varying", "decoupled")  # run by the fast kernels of the diagonal form
 OPTIONS = {"num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion"}
 
 
 def record(launcher, **also):
-    """Every (kernel, arguments) that `launcher()` would launch; `also` is added to the arguments
-    by name."""
+    """Return every (kernel, arguments) that `launcher()` would launch.
+
+    `also` is added to the arguments by name."""
     launches = []
     run = JITFunction.run
 
@@ -92,8 +92,9 @@ def record(launcher, **also):
 
 
 def source(kernel, args, kwargs):
-    """The compiler's input for one recorded launch: types, compile-time values, and which
-    arguments divide by 16."""
+    """Return the compiler's input for one recorded launch.
+
+    It consists of types, compile-time values, and the arguments that are divisible by 16."""
     values = dict(zip(kernel.arg_names, args)) | {
         n: v for n, v in kwargs.items() if n in kernel.arg_names
     }
@@ -125,17 +126,17 @@ def source(kernel, args, kwargs):
 
 
 def build(launch, target):
-    "Compile one recorded launch; returns the compiled kernel and its use of the machine."
+    "Compile one recorded launch; return the compiled kernel and its resource use."
     kernel, args, kwargs = launch
     if target == "sm_80" and "ONE_MIN" in kwargs:
-        kwargs = kwargs | dict(ONE_MIN=False)  # which its launcher asks the GPU for
+        kwargs = kwargs | dict(ONE_MIN=False)  # its launcher reads this option from the GPU
     options = {n: v for n, v in kwargs.items() if n in OPTIONS and v is not None}
     built = triton.compile(source(kernel, args, kwargs), target=TARGETS[target], options=options)
     return built, usage(built, target)
 
 
 def usage(built, target):
-    "Registers, spilled bytes (NVIDIA) or registers (AMD), and shared memory in bytes."
+    "Return registers, spilled bytes (NVIDIA) or registers (AMD), and bytes of shared memory."
     if target.startswith("gfx"):
         text = built.asm["amdgcn"]
 
@@ -156,7 +157,7 @@ def usage(built, target):
 
 
 def disassemble(built):
-    "The machine code of a kernel for NVIDIA as (address, operation, target of a jump or None)."
+    "Return NVIDIA machine code as (address, operation, target of a jump or None)."
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "kernel.cubin")
         path.write_bytes(built.asm["cubin"])
@@ -170,11 +171,11 @@ def disassemble(built):
 
 
 def wavefronts(operation):
-    """The fewest passes of one warp instruction through the pipe of shared memory and first
-    cache: 128 bytes each.
+    """Return the fewest passes of a warp instruction through the pipe of shared memory and L1.
 
-    Lanes that load the same address share it, and which ones do the code does not show: a load
-    of 16 bytes a lane then takes two, one of 8 or 4 bytes one."""
+    A pass moves 128 bytes. Lanes that load the same address share the bytes, but the code does
+    not show these lanes. So a load of 16 bytes per lane counts as two passes, and a load of 8 or 4
+    bytes per lane as one."""
     name, *parts = operation.split(".")
     words = next((int(part) // 32 for part in parts if part in ("64", "128")), 1)
     if name in ("LDSM", "STSM"):
@@ -183,10 +184,10 @@ def wavefronts(operation):
 
 
 def loop_count(launch, built):
-    """Instructions in the main loop, by kind, for one step of one warp's 32 channels; None for a
-    kernel not in TURNS.
+    """Count the main loop's instructions by kind, for one step of one warp's 32 channels.
 
-    A channel spread over two warps counts twice, as it is issued twice."""
+    Return None for a kernel that is not in TURNS. The instructions of a channel that is spread over
+    two warps count twice, because they are issued twice."""
     kernel, args, kwargs = launch
     if kernel.__name__ not in TURNS:
         return None
@@ -223,8 +224,9 @@ def loop_count(launch, built):
 
 
 def roundings(built, loop=False):
-    """The PTX's sums, products and fused multiply-adds of floats, counted, of the whole kernel
-    or of its main loop; those without `.rn` the assembler may fuse, or not."""
+    """Count the sums, products and fused multiply-adds of floats in the kernel or its main loop.
+
+    They are counted in the PTX. The assembler may fuse operations without `.rn`."""
     text = built.asm.get("ptx", "")
     if loop:
         labels = {m[1]: m.start() for m in re.finditer(r"^(\$\w+):", text, re.M)}
@@ -235,11 +237,11 @@ def roundings(built, loop=False):
 
 
 def unwaited(built):
-    """How many sums or changes of layout after the main loop may meet an asynchronous copy that
-    no instruction waited for.
+    """Count the reductions and layout changes that may overlap with an asynchronous copy.
 
-    They use shared memory that the compiler takes from buffers it knows to be dead; that a copy
-    is still filling them it does not know."""
+    These operations come after the main loop, without a wait for all copies. They use shared memory
+    that the compiler takes from buffers after their last use, even if a copy is still filling
+    them."""
     lines = built.asm["ttgir"].splitlines()
     begin = max(
         (i for i, line in enumerate(lines) if re.match(r"    (%\S+ = )?scf\.for", line)), default=0
@@ -255,14 +257,15 @@ def unwaited(built):
 
 
 def nan(built):
-    """How many minima and maxima of floats (keep, drop) what is not a number; None for AMD,
-    where that takes no separate instruction."""
+    """Count the minima and maxima of floats that (keep, drop) NaN.
+
+    Return None for AMD, which has no separate instruction."""
     found = re.findall(r"\b(?:min|max)(\.NaN)?\.f32\b", built.asm.get("ptx", ""))
     return [found.count(".NaN"), found.count("")] if "ptx" in built.asm else None
 
 
 def tool(*args):
-    "Run Triton's own cuobjdump."
+    "Run Triton's cuobjdump."
     binary = pathlib.Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     return subprocess.run(
         [str(binary), *map(str, args)], capture_output=True, text=True, check=True
@@ -281,7 +284,7 @@ def inputs(
     state=True,
     packed=None,
 ):
-    "Arguments of a scan on the meta device; `packed`: number of sequences, with B = 1."
+    "Return arguments of a scan on the meta device; `packed` sequences need B = 1."
 
     def new(*s, like=dtype):
         return torch.empty(s, dtype=like, device="meta")
@@ -302,7 +305,7 @@ def inputs(
 
 
 def portable_launches(form, checkpoint_every=None, packed=None, **shape):
-    "Return what the portable forward and backward launch."
+    "Record the launches of the portable forward and backward."
     from longhorn_kit.scan.triton.portable import portable_forward, portable_plan
     from longhorn_kit.scan.triton.portable_backward import portable_backward
 
@@ -325,8 +328,10 @@ def portable_launches(form, checkpoint_every=None, packed=None, **shape):
 
 
 def fast_launches(form, packed=None, backward=True, **shape):
-    """Return what a fast forward and backward launch; without the backward, one of states only
-    (`read=False`) if the form has it."""
+    """Record the launches of a fast forward and backward.
+
+    Without the backward, record a forward that computes only states (`read=False`) if the form has
+    one."""
     from longhorn_kit.scan.triton.selective import selective_plan
 
     name = "diagonal" if form in SELECTIVE else form
@@ -361,8 +366,10 @@ def fast_launches(form, packed=None, backward=True, **shape):
 
 
 def pointwise_launches():
-    """Return what the loss of 8192 positions launches, the norm of a stream of width 768, and
-    keys of 16; with backwards."""
+    """Record the launches of the loss, the norm of a stream, and the scaling of keys.
+
+    The loss has 8192 positions, the stream has width 768, and keys have 16 numbers. Backwards are
+    included."""
     from longhorn_kit.scan.triton import pointwise
 
     def new(*s, like=torch.bfloat16):
@@ -384,7 +391,7 @@ def pointwise_launches():
 
 
 def portable_cases():
-    "(name, launches) of the kernels that run every recurrence."
+    "Yield (name, launches) of the kernels that run every recurrence."
     for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying"):
         yield f"{form} N=16", portable_launches(form)
     for form in ("diagonal", "exact"):
@@ -403,7 +410,7 @@ def portable_cases():
 
 
 def fast_cases():
-    "(name, launches) of the kernels for NVIDIA GPUs."
+    "Yield (name, launches) of the kernels for NVIDIA GPUs."
     for form in ("diagonal", "exact"):
         yield f"fast {form}", fast_launches(form)
         yield f"fast {form} ragged", fast_launches(form, B=1, T=2001, D=2008)
@@ -431,11 +438,11 @@ def fast_cases():
         yield f"fast {form} packed", fast_launches(form, packed=3, B=1, T=2001)
         yield f"fast {form} narrow", fast_launches(form, D=24)
         yield f"fast {form} D=2044", fast_launches(form, D=2044)  # copies of 8 bytes
-        yield f"fast {form} D=2046", fast_launches(form, D=2046)  # of 4
+        yield f"fast {form} D=2046", fast_launches(form, D=2046)  # copies of 4 bytes
         yield (
             f"fast {form} D=2047",
             fast_launches(form, D=2047),
-        )  # and of single elements, by registers
+        )  # copies of single elements, through registers
         yield f"fast {form} fp32", fast_launches(form, dtype=torch.float32, keys=torch.bfloat16)
     yield "fast diagonal fp16", fast_launches("diagonal", dtype=torch.float16)
     yield "fast diagonal N=128", fast_launches("diagonal", N=128)
@@ -455,7 +462,7 @@ def fast_cases():
 
 
 def cases(what):
-    "(name, launches) of everything to compile."
+    "Yield (name, launches) of all cases to compile."
     if what in ("portable", "all"):
         yield from portable_cases()
     if what in ("fast", "all"):
@@ -465,8 +472,9 @@ def cases(what):
 
 
 def releases(asked):
-    """The releases of Triton to try: those asked for, or with "all" those that pip finds, the
-    oldest first."""
+    """Return the requested releases of Triton, or with "all" those that pip finds.
+
+    The oldest release comes first."""
     if asked != ["all"]:
         return asked
     said = subprocess.run(
@@ -481,8 +489,9 @@ def releases(asked):
 
 
 def with_release(version, words):
-    """What this program reports with another Triton, a release or a folder that has one: (rows,
-    why it stopped or None)."""
+    """Run this program with another Triton and return (rows, reason for stopping or None).
+
+    `version` is a release, or a folder that contains one."""
     with tempfile.TemporaryDirectory() as folder:
         if pathlib.Path(version).is_dir():
             here = os.path.abspath(version)
@@ -526,8 +535,9 @@ def with_release(version, words):
 
 
 def try_releases(args):
-    """Compile with one release after the other; print a line each. Returns one dictionary per
-    release."""
+    """Compile with one release after the other; print a line per release.
+
+    Return one dictionary per release."""
     found = []
     print("triton     compiled  failed  spilling  most spilled, bytes")
     for version in releases(args.triton):
@@ -559,7 +569,7 @@ def try_releases(args):
 
 
 def reported(name, launch, target, args):
-    "Compile a launch; returns its row."
+    "Compile a launch and return its row."
     row = dict(case=name, kernel=launch[0].__name__, mode=launch[2].get("MODE"), target=target)
     try:
         built, used = build(launch, target)
@@ -594,17 +604,17 @@ def main():
     )
     parser.add_argument("--sass", type=pathlib.Path, help="folder for the disassembly")
     parser.add_argument(
-        "--json", action="store_true", help="print one JSON object a line instead of the table"
+        "--json", action="store_true", help="print one JSON object per line instead of the table"
     )
     parser.add_argument("--out", type=pathlib.Path, help="record to write")
     parser.add_argument(
         "--triton",
         nargs="+",
         metavar="VERSION",
-        help="releases to try, or folders that have one; all: every release",
+        help="releases to try, or folders that contain one; all: every release",
     )
     parser.add_argument(
-        "--keep-going", action="store_true", help="after a kernel that does not compile"
+        "--keep-going", action="store_true", help="continue after a kernel that does not compile"
     )
     args = parser.parse_args()
     rows = []
@@ -632,7 +642,7 @@ def main():
 
 
 def write_record(path, rows):
-    "The rows with what they depend on, one row per line."
+    "Write the rows and what they depend on, one row per line."
     from longhorn_kit.records import commit_of_kit
 
     about = dict(

@@ -1,24 +1,24 @@
 #!/usr/bin/env python
-"""Time the scans, after checking that they are right.
+"""Check that the scans are right, then time them.
 
     python kernels/bench.py --device cpu  # a few minutes; results/cpu.json
     python kernels/bench.py --device cpu --shape 4,256,512 --form exact --state 64 --out FILE.json
     python kernels/bench.py --device cuda  # some minutes, see --budget; results/<gpu>.json
     python kernels/bench.py --device cuda --sections main peers            # only these parts
     python kernels/bench.py --device cuda --shape 8,2048,2048 --state 16 64 --form exact
-    python kernels/bench.py --device cuda --check  # main rows: slower than the committed record?
+    python kernels/bench.py --device cuda --check  # compare main rows with the committed record
 
-Without --out only a run of everything writes its record; a run of a part prints its table. Every
-output and gradient is compared with the float64 reference first (but for the convolution of other
-packages); a wrong result has no time, and makes the exit code 1. On a CPU: forward plus backward of
-the plain loop, mambapy and the kit's chunked scan (bench_cpu.py). On a GPU: the kit's Triton
-kernels, and what else can be imported (bench_gpu.py, peers.py). `--device interpret` runs the GPU
-side in Triton's interpreter at tiny sizes: it shows that the workbench works, and its times mean
-nothing.
+Without --out, only a complete run writes its record; a partial run only prints its table. Every
+output and gradient is first compared with the float64 reference, except those of other packages'
+convolutions. A wrong result has no time, and the exit code is then 1. On a CPU, the forward plus
+backward of the plain loop, mambapy and the kit's chunked scan are timed (bench_cpu.py). On a GPU,
+the kit's Triton kernels and all importable peers are timed (bench_gpu.py, peers.py).
+`--device interpret` runs the GPU side in Triton's interpreter at tiny sizes, which tests this
+program; its times mean nothing.
 
---check times the main rows and compares them with the record of this GPU. A time counts as slower
-if its lower quartile is more than 5 % above the record's upper one: the exit code is then 1. Times
-of another GPU are not compared: the exit code is 2.
+--check times the main rows and compares them with the record of this GPU. A time is slower if its
+lower quartile is more than 5 % above the record's upper quartile; the exit code is then 1. Times of
+different GPUs are not compared; the exit code is then 2.
 """
 
 import argparse
@@ -81,13 +81,13 @@ def parse(argv):
         "--form",
         choices=FORMS,
         nargs="+",
-        help="of " + ", ".join(FORMS) + "; on a CPU the first two",
+        help="some of " + ", ".join(FORMS) + "; on a CPU the first two",
     )
     parser.add_argument(
         "--state", type=count, nargs="+", metavar="N", help="sizes of a key (default 16)"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--commit", help="commit to record if git is missing")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -140,7 +140,7 @@ def parse(argv):
         "--out",
         "--commit",
         "--plot",
-    ):  # they say where a run happened or what to do with it, not what it measured
+    ):  # these options do not change what a run measures
         if option in given:
             at = given.index(option)
             del given[at : at + 2]
@@ -169,7 +169,7 @@ def parse(argv):
 
 
 def on_gpu(args):
-    "The record of the GPU side."
+    "Return the record of the GPU side."
     if args.device == "interpret":
         os.environ["TRITON_INTERPRET"] = "1"
     import torch
@@ -200,8 +200,9 @@ def on_gpu(args):
 
 
 def destination(args, name, wrong=(), left_out=()):
-    """The file to write, or None. What is wrong, a part of the cases, or one cut short never
-    takes the place of a record."""
+    """Return the file to write, or None.
+
+    A run that is wrong, partial or cut short never replaces a record."""
     path = args.out or (RESULTS / name if args.whole else None)
     return (
         path.with_suffix(".partial.json") if path and (wrong or left_out and not args.out) else path
@@ -209,7 +210,7 @@ def destination(args, name, wrong=(), left_out=()):
 
 
 def write(path, text):
-    "The whole file or none of it."
+    "Write the file completely or not at all."
     if path is None:
         print("\nonly a part was timed: nothing is written without --out")
         return
@@ -221,7 +222,7 @@ def write(path, text):
 
 
 def compare(record, path):
-    "Print what is slower than in the record at `path`; returns the exit code."
+    "Print the times that are slower than in the record at `path`; return the exit code."
     from bench_gpu import MARGIN, slower
 
     if not path.is_file():
@@ -229,7 +230,7 @@ def compare(record, path):
         return 2
     old = json.loads(path.read_text(encoding="utf-8"))
     if old["gpu"] != record["gpu"]:
-        print(f"not compared: {os.path.relpath(path)} is of {old['gpu']}, this is {record['gpu']}")
+        print(f"not compared: {os.path.relpath(path)} is from {old['gpu']}, not {record['gpu']}")
         return 2
     for name in ("torch", "triton"):
         if old[name] != record[name]:
@@ -244,10 +245,9 @@ def compare(record, path):
 
 
 def draw_record(
-    record: dict,  # that `kernels/bench.py` wrote on a GPU
+    record: dict,  # written by `kernels/bench.py` on a GPU
 ):
-    """The roofline at the first shape that was timed, and times against T, B and N, as far as
-    there are any."""
+    """Draw the roofline at the first timed shape, and times against T, B and N if there are any."""
     import matplotlib.pyplot as plt
     from floors import OF_FORM, draw_against, draw_roofline, plain_rows
 

@@ -1,11 +1,11 @@
-"""The CPU side of bench.py: forward plus backward of the whole operation (rate, scan, skip, gate)
-for three candidates.
+"""The CPU side of bench.py: time forward plus backward of three implementations of the operation.
 
-The plain loop under autograd, mambapy's parallel scan (if installed; diagonal recurrence only), and
-the kit's chunked scan. Every candidate's output and gradients are compared with the float64
-reference first. Candidates run in turn, round by round, on the same inputs; the ratio is the median
-over rounds of the ratio within a round. Extra memory is the growth of the peak resident size during
-one forward plus backward, in a fresh process.
+The operation consists of rate, scan, skip and gate. The candidates are the plain loop under
+autograd, mambapy's parallel scan (if installed; only the diagonal recurrence), and the kit's
+chunked scan. Every candidate's output and gradients are first compared with the float64 reference.
+Candidates run in turn, round by round, on the same inputs. A ratio is the median over rounds of the
+ratio within a round. Extra memory is the growth of the peak resident size during one forward plus
+backward, in a fresh process.
 """
 
 import os
@@ -29,12 +29,13 @@ NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 TARGETS = {
     "loop": (0.2, 0.5),
     "mambapy": (0.25, 0.5),
-}  # time and memory of the chunked scan against each
+}  # goals: time and memory of the chunked scan relative to each candidate
 
 
 def make_inputs(B, T, D, N, seed, dtype=torch.float32):
-    """The seven inputs, with gradients, and a gradient of the output; the same numbers for every
-    dtype."""
+    """Return the seven inputs, with gradients, and a gradient of the output.
+
+    The numbers are the same for every dtype."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((B, T, N), (B, T, N), (B, T, D), (B, T, D), (D,), (D,), (B, T, D))
     inputs = [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
@@ -47,7 +48,7 @@ def rate(k, b, b_bias):
 
 
 def loop(q, k, x, b, b_bias, D_skip, z, form):
-    "The code one would write first: the rates at once, then one token at a time under autograd."
+    "Run the simplest code: all rates at once, then one token at a time under autograd."
     eps = rate(k, b, b_bias)
     S = x.new_zeros(x.shape[0], x.shape[2], k.shape[2])
     reads = []
@@ -64,8 +65,7 @@ def loop(q, k, x, b, b_bias, D_skip, z, form):
 
 
 def mambapy(q, k, x, b, b_bias, D_skip, z, form):
-    """The diagonal recurrence through mambapy's parallel scan: gates and inputs (B,T,D,N), then
-    its `pscan`."""
+    """Run the diagonal recurrence with mambapy's `pscan`, on gates and inputs (B,T,D,N)."""
     from mambapy.pscan import pscan
 
     eps = rate(k, b, b_bias)[..., None]
@@ -81,7 +81,7 @@ CANDIDATES = {"loop": loop, "mambapy": mambapy, "chunked": chunked}
 
 
 def run(candidate, form, inputs, dout):
-    "Output and gradients of one forward plus backward."
+    "Return output and gradients of one forward plus backward."
     for t in inputs:
         t.grad = None
     out = candidate(*inputs, form=form)
@@ -90,8 +90,9 @@ def run(candidate, form, inputs, dout):
 
 
 def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
-    """Return what is wrong: (name, relative error) against the float64 reference; empty if all
-    is right."""
+    """Return (name, relative error) of wrong results, compared with the float64 reference.
+
+    The list is empty if all results are right."""
     double, dout = make_inputs(B, T, D, N, seed, torch.float64)
     expected = run(lambda *a, form: reference_scan(*a, form=form)[0], form, double, dout)
     actual = run(candidate, form, *make_inputs(B, T, D, N, seed))
@@ -104,7 +105,7 @@ def parity(candidate, form, B, T, D, N, seed, tolerance=1e-4):
 
 
 def measure(candidates, form, B, T, D, N, rounds, seed):
-    "Seconds per candidate, one entry a round; the order turns from round to round."
+    "Return seconds per candidate, one entry per round; the order rotates from round to round."
     inputs, dout = make_inputs(B, T, D, N, seed)
     seconds = {name: [] for name in candidates}
     names = list(candidates)
@@ -118,7 +119,7 @@ def measure(candidates, form, B, T, D, N, rounds, seed):
 
 
 def others():
-    "Processor seconds used by other processes so far, or None where the system does not tell."
+    "Return processor seconds used by other processes so far, or None if unknown."
     counters = pathlib.Path("/proc/stat")
     if not counters.exists():
         return None
@@ -129,14 +130,14 @@ def others():
 
 
 def resident(key):
-    "A field of /proc/self/status in MB."
+    "Return a field of /proc/self/status in MB."
     status = pathlib.Path("/proc/self/status").read_text()
     line = next(l for l in status.splitlines() if l.startswith(key + ":"))
     return int(line.split()[1]) / 1024
 
 
 def memory_here(name, form, B, T, D, N, seed, threads):
-    "Growth of this process's peak resident size during one forward plus backward, in MB."
+    "Return the growth of peak resident size during one forward plus backward, in MB."
     torch.set_num_threads(threads)
     run(
         CANDIDATES[name], form, *make_inputs(1, 4, 4, N, seed)
@@ -148,7 +149,7 @@ def memory_here(name, form, B, T, D, N, seed, threads):
 
 
 def memory(name, form, shape, N, args):
-    "`memory_here` in a fresh process, or None where the system does not tell."
+    "Run `memory_here` in a fresh process; return None if the system does not report memory."
     if not pathlib.Path("/proc/self/status").exists():
         return None
     options = dict(
@@ -163,7 +164,7 @@ def memory(name, form, shape, N, args):
 
 
 def environment(args):
-    "Versions, processor, commit and command: what a reader needs to repeat the numbers."
+    "Return versions, processor, commit and command, which are needed to repeat the numbers."
     return dict(
         command=" ".join(["python kernels/bench.py", *args.given]),
         commit=args.commit or commit_of_kit(),
@@ -179,11 +180,11 @@ def environment(args):
 
 
 def compare(form, shape, N, args):
-    "Check, time and print one form at one shape: the row of the results file, or None if wrong."
+    "Check, time and print one form at one shape; return its row, or None if a result is wrong."
     B, T, D = shape
     names = [n for n in CANDIDATES if n != "mambapy" or version_of("mambapy")]
     for name in names:
-        # mambapy has no exact form: it is checked, and timed, on the diagonal recurrence.
+        # mambapy has no exact form, so it is checked and timed on the diagonal recurrence
         wrong = parity(
             CANDIDATES[name], "diagonal" if name == "mambapy" else form, B, T, D, N, args.seed
         )
@@ -213,7 +214,7 @@ def compare(form, shape, N, args):
 
 
 def report(row, seconds):
-    "Print the table of one row and put the ratios against each rival, with targets, into it."
+    "Print the table of one row, and add the ratios to each rival, with targets, to the row."
     s = row["shape"]
     found = row["candidates"]
     print(
@@ -233,7 +234,7 @@ def report(row, seconds):
         print(f"{label:24s}{c['ms']:10.1f}{c['ratio']:9.3f}{space}")
     busy = row.get("cores_used_by_others", 0)
     if busy > 0.2:
-        print(f"other processes used {busy:.1f} cores meanwhile: times and ratios are unreliable")
+        print(f"other processes used {busy:.1f} cores: times and ratios are unreliable")
     row["chunked_against"] = {}
     for rival, (time_target, memory_target) in TARGETS.items():
         if rival in found:
@@ -253,7 +254,7 @@ def report(row, seconds):
 
 
 def main(args):
-    "The record of all rows, or None if a result is wrong."
+    "Return the record of all rows, or None if a result is wrong."
     torch.set_num_threads(args.threads)
     rows = [
         compare(form, shape, N, args)

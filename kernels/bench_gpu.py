@@ -1,10 +1,11 @@
-"""The GPU side of bench.py: which scans are timed, how they are checked, and what is written down.
+"""The GPU side of bench.py: choose, check and time the scans, and write the record.
 
-Every case is first compared with the float64 reference, output, last state and all gradients, at
-its own batch, width and state size and as many steps as fit (the plan of a kernel does not depend
-on more). Then the whole forward (with the states that it keeps) and the whole backward (with every
-reduction) are timed on random data by `triton.testing.do_bench`, as a CUDA graph each; the cases of
-EAGER also as calls of the public function with gradients, with the host's part of a call.
+The output, last state and all gradients of every case are first compared with the float64
+reference. The check uses the batch, width and state size of the case, and as many steps as fit; the
+plan of a kernel does not depend on more. Then the full forward (with the states that it keeps) and
+the full backward (with every reduction) are timed on random data by `triton.testing.do_bench`, each
+as a CUDA graph. The cases of EAGER are also timed as calls of the public function with gradients,
+together with the host's part of a call.
 """
 
 import contextlib
@@ -29,16 +30,16 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton import op as triton_op
 
 SHAPES = dict(S1=(8, 2048, 2048), S2=(24, 1024, 1536), S3=(1, 32768, 4096))  # B, T, D
-TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)  # Euclidean norm, relative
-PEER_TOLERANCE = 2e-2  # theirs round more in between
+TOLERANCE = dict(float32=2e-5, bfloat16=6e-3, float16=1e-3)  # relative, in the Euclidean norm
+PEER_TOLERANCE = 2e-2  # peers round more intermediate results
 INTERPRETED = triton_op.INTERPRETED
 DEVICE = "cpu" if INTERPRETED else "cuda"
-EAGER = ("main", "chosen")  # sections whose public calls are timed too
-MARGIN = 0.05  # from run to run, the same kernel differed by this
+EAGER = ("main", "chosen")  # sections in which public calls are timed too
+MARGIN = 0.05  # variation of the same kernel from run to run
 COUNTED = (
     pathlib.Path(__file__).parent / "results/sm_90.json"
 )  # instructions of the compiled kernels
-ORACLE_BYTES = 24e9  # what autograd in float64 may hold
+ORACLE_BYTES = 24e9  # limit for the tensors of autograd in float64
 ANCHORS = {
     "gpu": "NVIDIA H200",
     "what": "the authors' CUDA extensions, bfloat16, N = 16, skip and gate, forward / backward "
@@ -46,7 +47,7 @@ ANCHORS = {
     "measured once on this GPU model before this workbench existed and not again by this run",
     "official_longhorn_cuda": dict(
         S1=(0.862, 2.70), S2=(0.936, 2.88), S3=(4.24, 13.97)
-    ),  # diagonal, layout (B,D,T)
+    ),  # diagonal form, layout (B,D,T)
     "mamba_cuda": dict(S1=(0.591, 2.32), S2=(0.635, 2.59), S3=(3.01, 10.2)),  # S6
     "again": "measured once more, later, on this GPU model with torch 2.11 and CUDA 13",
     "official_longhorn_cuda_again": dict(S1=(0.859, 2.619), S2=(0.932, 2.840), S3=(4.07, 13.25)),
@@ -63,16 +64,16 @@ class Case:
     D: int
     N: int = 16
     form: str = "diagonal"  # "exact", "decoupled", "s6"
-    path: str = "fast"  # the fastest that takes it, or "portable"
+    path: str = "fast"  # "fast": the fastest kernels that support the case; or "portable"
     dtype: str = "bfloat16"
     z: bool = True
-    state: bool = False  # an initial state, and a gradient of the last
+    state: bool = False  # use an initial state and a gradient of the last state
     checkpoint: str = "fast"
     packed: tuple = ()  # lengths of packed sequences
 
 
 def cases():
-    "Everything that a plain run times, the most wanted first."
+    "Yield all cases of a plain run, the most important first."
     both = ("diagonal", "exact")
     S1 = SHAPES["S1"]
     B, T, D = SHAPES["S1"]
@@ -109,7 +110,7 @@ def cases():
         yield from (Case("dtype", f"S1, {dtype}", *S1, form=form, dtype=dtype) for form in both)
     yield from (
         Case("again", "S1", *S1, form=form) for form in both
-    )  # how far do two times of one case differ?
+    )  # the same case again, to see the variation
 
 
 def sizes(case):
@@ -117,7 +118,7 @@ def sizes(case):
 
 
 def shrunk(case):
-    "The same case at a size for the interpreter."
+    "Return the same case at a size for the interpreter."
     small = replace(
         case,
         B=min(case.B, 2),
@@ -130,8 +131,9 @@ def shrunk(case):
 
 
 def checked_steps(case):
-    """The same case with as many steps as the oracle can hold, enough for the same plan, and the
-    same remainder."""
+    """Return the same case with as many steps as fit in the oracle's memory.
+
+    The plan and the remainder of the steps stay the same."""
     per_step = case.B * case.D * case.N * 8 * 7
     room = ORACLE_BYTES if INTERPRETED else min(ORACLE_BYTES, torch.cuda.mem_get_info()[0] / 4)
     T = min(1088, max(320, int(room / per_step) // 64 * 64))
@@ -141,8 +143,7 @@ def checked_steps(case):
 
 
 def draw(case, seed):
-    """Arguments by the names of the operation, the gradients of output and last state, and
-    bounds of packed sequences."""
+    """Return the arguments by name, gradients of output and last state, and bounds of sequences."""
     gen = torch.Generator(DEVICE).manual_seed(seed)
     dtype = getattr(torch, case.dtype)
 
@@ -176,7 +177,7 @@ def draw(case, seed):
 
 @contextlib.contextmanager
 def path(name):
-    "Run the fast kernels where they take the case, or the portable ones always."
+    "Context manager that runs fast kernels where they support the case, or only portable ones."
     before = triton_op.FAST
     triton_op.FAST = name != "portable"
     try:
@@ -186,7 +187,7 @@ def path(name):
 
 
 def public(case, a, cu=None):
-    "The output, by the function that users call."
+    "Return the output of the public function."
     rest = dict(
         initial_state=a["initial_state"],
         cu_seqlens=cu,
@@ -243,7 +244,7 @@ def by_reference(case, a, bounds):
 
 
 def results(outputs, douts, leaves):
-    "Outputs and gradients by name."
+    "Return outputs and gradients by name."
     pairs = [(o, d) for o, d in zip(outputs, douts) if d is not None]
     names = [n for n, t in leaves.items() if t is not None]
     grads = torch.autograd.grad(
@@ -262,7 +263,7 @@ def leaves_of(a, dtype=None):
 
 
 def errors_of(found, right):
-    "Relative errors in the Euclidean norm; what is not a number is infinitely wrong."
+    "Return relative errors in the Euclidean norm; infinity for a result with NaN."
 
     def measure(f, r):
         return ((f.double() - r.double()).norm() / r.double().norm().clamp_min(1e-30)).item()
@@ -274,7 +275,7 @@ def errors_of(found, right):
 
 
 def shown(error, digits=2):
-    "An error for a record; None if it is infinite, which JSON cannot say."
+    "Return an error for a record; None if it is infinite, which JSON cannot represent."
     return float(f"{error:.{digits}e}") if math.isfinite(error) else None
 
 
@@ -283,8 +284,9 @@ class Wrong(Exception):
 
 
 class Checker:
-    """Errors of a case against float64; lengths that differ only beyond the checked steps share
-    a check."""
+    """Errors of cases against float64.
+
+    Lengths that differ only beyond the checked steps share a check."""
 
     def __init__(self, seed):
         self.seed = seed
@@ -320,15 +322,16 @@ def wrong(errors, tolerance):
 
 
 def operator(name, values):
-    "Call a custom operation of the kit with its arguments taken by name."
+    "Call a custom operation of the kit with arguments by name."
     op = getattr(torch.ops.longhorn_kit, name)
     names = [argument.name for argument in op.default._schema.arguments]
     return lambda: op(*(values[n] for n in names))
 
 
 def calls(case, seed):
-    """(forward, backward, kept bytes per element of x, kernels that run) of a case, as calls
-    without arguments."""
+    """Return (forward, backward, kept bytes per element of x, kernels that run) of a case.
+
+    Forward and backward are functions without arguments."""
     a, dout, dlast, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     spacing = triton_op._spacing(case.checkpoint, case.N)
@@ -353,7 +356,7 @@ def calls(case, seed):
 
 @contextlib.contextmanager
 def launched():
-    "The names of the kernels that Triton launches meanwhile, as a set; none in the interpreter."
+    "Context manager that collects names of launched kernels in a set; empty in the interpreter."
     from triton.compiler import CompiledKernel
 
     names = set()
@@ -371,8 +374,9 @@ def launched():
 
 
 def check_path(case, kernels, names):
-    """Raise Wrong if other kernels ran than the case is about; `kernels`: what the operation
-    chose, `names`: what was launched."""
+    """Raise Wrong if the kernels that ran are not those of the case.
+
+    `kernels` is the choice of the operation, and `names` are the launched kernels."""
     portable = {n for n in names if n.startswith("_scan_")}
     if (
         case.path == "fast"
@@ -388,15 +392,16 @@ def check_path(case, kernels, names):
 
 
 def stopwatch(run):
-    "Milliseconds of one call by the host's clock, three times: what there is in the interpreter."
+    "Time one call three times by the host's clock, in milliseconds; for the interpreter."
     start = time.perf_counter()
     run()
     return [1e3 * (time.perf_counter() - start)] * 3
 
 
 def on_gpu(run):
-    """Milliseconds on the GPU: lower quartile, median and upper quartile; least, median and most
-    of three runs where one takes long."""
+    """Time a function on the GPU; return lower quartile, median and upper quartile in milliseconds.
+
+    If a run takes long, return minimum, median and maximum of three runs."""
     run()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -408,7 +413,7 @@ def on_gpu(run):
 
 
 def host(run, calls=1 if INTERPRETED else 20):
-    "Microseconds until a call returns, without waiting for the GPU: the median of some rounds."
+    "Return the median microseconds until a call returns, without waiting for the GPU."
     found = []
     for _ in range(1 + calls // 5):
         if not INTERPRETED:
@@ -437,7 +442,7 @@ def milliseconds(run):
 
 
 def timed(case, seed, rates):
-    "One row of the record."
+    "Return one row of the record."
     with launched() as names:
         forward, backward, kept, kernels = calls(case, seed)
         with path(case.path):
@@ -470,8 +475,9 @@ def measured(name, run):
 
 
 def eager(case, seed, kernels):
-    """Of calls of the public function with gradients: milliseconds on the GPU, launches by the
-    host included, and the host's part."""
+    """Time calls of the public function with gradients.
+
+    Return milliseconds on the GPU, which include launches by the host, and the host's part."""
     a, dout, _, bounds = draw(case, seed)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     row = {}
@@ -492,9 +498,10 @@ def eager(case, seed, kernels):
 
 
 def slower(new, old, margin=MARGIN):
-    """What is slower than in an earlier record, a sentence for each: its lower quartile is above
-    the earlier upper one by more than the margin. A record of medians alone has no
-    quartiles."""
+    """Return one sentence per time that is slower than in an earlier record.
+
+    A time is slower if its lower quartile is above the earlier upper quartile by more than the
+    margin. If a record has only medians, these are compared."""
 
     def rows(record):
         return {
@@ -519,12 +526,13 @@ def slower(new, old, margin=MARGIN):
 
 
 def warm(case):
-    """Compile what a case needs, in a separate process: the compiled kernels stay in Triton's
-    cache on disk."""
+    """Compile the kernels of a case in a separate process.
+
+    The compiled kernels stay in Triton's cache on disk."""
     with (
         contextlib.suppress(Exception),
         path(case.path),
-    ):  # what fails here fails again, and loudly, in the parent
+    ):  # a failure here happens again in the parent, which reports it
         forward, backward, *_ = calls(checked_steps(case), 0)
         forward(), backward()
 
@@ -537,7 +545,7 @@ def warm_peer(name, shape):
 
 
 def compile_ahead(todo, jobs):
-    "Compile in several processes at once; a moment later the parent finds everything in the cache."
+    "Compile in several processes at once, so that the parent finds all kernels in the cache."
     unique = {
         replace(t, section="", shape="", T=min(t.T, 2048)): t for t in todo if isinstance(t, Case)
     }
@@ -573,7 +581,7 @@ def peer_calls(peer, shape, seed):
 
 
 def peer_errors(peer, shape, seed):
-    "Errors of output and gradients at the peer's full width and fewer steps."
+    "Return errors of output and gradients at the peer's full width and fewer steps."
     leaves = peer_leaves(peer, shape, seed)
     double = leaves_of(leaves, torch.float64)
     right = peer.oracle(**double)
@@ -584,8 +592,9 @@ def peer_errors(peer, shape, seed):
 
 
 def peer_rows(peer, args):
-    """Rows of a peer at S1, attention also at other lengths: no time for a wrong output, no
-    backward time for a wrong gradient."""
+    """Yield the rows of a peer at S1, for attention also at other lengths.
+
+    A wrong output has no time, and a wrong gradient has no backward time."""
     B, T, D = SHAPES["S1"] if not INTERPRETED else (2, 32, 16)
     small = (2, 272, D) if not INTERPRETED else (2, 16, D)
     errors = peer_errors(peer, small, args.seed)
@@ -617,7 +626,7 @@ def peer_rows(peer, args):
 
 
 def decode_rows(args, rates):
-    "Rows of the layer's convolution and of decoding steps; in the interpreter only their checks."
+    "Yield rows of the convolution and of decode steps; in the interpreter, only check them."
     errors = decode_times.checks()
     for kind, name, sizes in decode_times.cases() if not INTERPRETED else []:
         found = (
@@ -629,19 +638,19 @@ def decode_rows(args, rates):
             for row in found(name, sizes, rates["bytes"]):
                 own = (
                     row["kind"] == "decode" or row["who"] == "kit"
-                )  # what others compute is not checked
+                )  # results of other packages are not checked
                 yield dict(section="decode") | (dict(error=off) if own else {}) | row
                 done += 1
         except Exception as error:
             if not (
                 kind == "conv" and done
-            ):  # the kit's comes first; another package may fail in any way
+            ):  # the kit's row is first; another package may fail in any way
                 raise
             print(f"convolution of another package: {type(error).__name__}", flush=True)
 
 
 def report(row, anchors):
-    "One line of the table."
+    "Print one line of the table."
     if "peer" in row:
         what = row["peer"]
         how = row["shape"]
@@ -693,7 +702,7 @@ def report(row, anchors):
 
 
 def chosen(args):
-    "The cases of the command line, or those of the chosen sections."
+    "Return the cases of the command line, or those of the chosen sections."
     if args.shape is None and args.state is None and args.dtype is None and args.form is None:
         todo = [c for c in cases() if c.section in args.sections]
     else:
@@ -737,7 +746,7 @@ def rows_of(task, args, rates, check, errors):
 
 
 def tasks(args):
-    "Return what to do, the most wanted first."
+    "Return all tasks, the most important first."
     given = args.shape or args.state or args.dtype or args.form
     todo = chosen(args)
     first = [c for c in todo if c.section in ("main", "chosen")]
@@ -755,7 +764,7 @@ def tasks(args):
 
 
 def main(args, environment):
-    "Check, time, print; returns the record. What is wrong is in its list `wrong`, and has no time."
+    "Check, time and print; return the record. Its list `wrong` has the cases without times."
     start = time.monotonic()
     torch.manual_seed(args.seed)
     todo = tasks(args)
@@ -789,7 +798,7 @@ def main(args, environment):
                         "mamba_cuda" if row.get("form") == "s6" else "official_longhorn_cuda", {}
                     ),
                 )
-        except (Wrong, SystemExit) as error:  # the checks of decode_times leave that way
+        except (Wrong, SystemExit) as error:  # the checks of decode_times raise SystemExit
             bad.append(str(error))
             print(f"WRONG {error}", flush=True)
         except Exception as error:
@@ -822,7 +831,7 @@ def main(args, environment):
 
 
 def one_row_a_line(record):
-    "JSON with a line for each row: small, and readable in a diff."
+    "Return JSON with one line per row, which is small and readable in a diff."
     from longhorn_kit.records import digest_of
 
     record = record | {"sha256": digest_of(record)}

@@ -1,15 +1,14 @@
-"""Times of the short convolution and of decode steps on one GPU, after a check of every output and
-gradient.
+"""Check, then time, the short convolution and decode steps on one GPU.
 
     python kernels/decode_times.py --out kernels/results/h200_decode.json  # a minute
     python kernels/decode_times.py --sweep  # block sizes of the convolution, one by one
     TRITON_INTERPRET=1 python kernels/decode_times.py --check  # only the checks, tiny sizes, CPU
 
-Convolution: bfloat16, width 4, with SiLU; whole forward, whole backward with the sum over programs;
-median of triton.testing.do_bench. Decode: a CUDA graph of 24 layers, each with a separate state, so
-that no state is left in a cache from its last step; time of a replay divided by 24. Bytes are those
-that must move: every input read once, every output written once. The bandwidth beside them is that
-of a copy, measured in the same run.
+The convolution is in bfloat16, with width 4 and SiLU. Its full forward, and its full backward with
+the sum over programs, are medians of triton.testing.do_bench. Decode steps run as a CUDA graph of
+24 layers. Each layer has a separate state, so that no state is still in a cache from its last step.
+The time of a replay is divided by 24. Bytes are the minimum: every input is read once, and every
+output is written once. The bandwidth is that of a copy, measured in the same run.
 """
 
 import argparse
@@ -40,13 +39,13 @@ LIMIT = {torch.float32: 1e-5, torch.bfloat16: 6e-3}
 
 
 def cases():
-    "Return what is timed: (kind, name, sizes)."
+    "Return (kind, name, sizes) of all timed cases."
     yield from (("conv", name, shape) for name, shape in SHAPES.items())
     for batch, d_model in ((64, 2048), (1, 2048), (64, 768)):
         yield from (("decode", rule, (batch, 2 * d_model, STATE)) for rule in RULES)
 
 
-# ---- right or wrong
+# ---- checks
 
 
 def relative(a, b):
@@ -56,7 +55,7 @@ def relative(a, b):
 
 
 def conv_inputs(B, T, D, dtype, gen=None):
-    "x as a layer has it, one half of a wider projection; weight, bias, and the gradient of y."
+    "Return x (one half of a wider projection, as in a layer), weight, bias, and gradient of y."
 
     def new(*s):
         return torch.randn(*s, device=DEVICE, generator=gen)
@@ -70,8 +69,9 @@ def conv_inputs(B, T, D, dtype, gen=None):
 
 
 def check_conv(dtype, shape=None):
-    """Largest error of y and of every gradient against a sum written out in float64; SystemExit
-    if it is too large."""
+    """Return the largest error of y and of every gradient, compared with a float64 sum.
+
+    Raise SystemExit if it is too large."""
     B, T, D = shape or ((2, 301, 136) if DEVICE == "cuda" else (1, 9, 5))
     x, w, c, dy = conv_inputs(B, T, D, dtype)
     past = torch.randn(B, D, WIDTH - 1, device=DEVICE).to(dtype)
@@ -114,7 +114,7 @@ def decode_inputs(rule, B, D, N, dtype):
 
 
 def step(rule, a, A, rest, state, **options):
-    "One decode step of the public operation."
+    "Run one decode step of the public operation."
     if A is None:
         return longhorn_step(
             *a.values(), state, rest["bias"], rest["skip"], rest["z"], form=rule, **options
@@ -123,7 +123,7 @@ def step(rule, a, A, rest, state, **options):
         return selective_step(
             *a.values(), A, state, rest["bias"], rest["skip"], rest["z"], **options
         )
-    except TypeError:  # a selective_step without these options: the kernel itself
+    except TypeError:  # selective_step lacks these options, so call its kernel
         from longhorn_kit.scan.triton.step import triton_step
 
         return triton_step(
@@ -132,8 +132,9 @@ def step(rule, a, A, rest, state, **options):
 
 
 def check_decode(rule, dtype):
-    """Largest error of output and state after three steps in place, against the float64 loop;
-    SystemExit if it is too large."""
+    """Return the largest error of output and state after three steps in place.
+
+    The reference is the float64 loop. Raise SystemExit if the error is too large."""
     B, D, N = (3, 300, STATE) if DEVICE == "cuda" else (2, 5, 3)
     state = torch.randn(B, D, N, device=DEVICE)
     truth = state.double()
@@ -157,19 +158,20 @@ def check_decode(rule, dtype):
 
 
 def checks():
-    "Relative errors by name, of everything that is timed."
+    "Return relative errors of all timed cases, by name."
     torch.manual_seed(0)
     found = {f"conv {str(t)[6:]}": check_conv(t) for t in LIMIT}
     found |= {f"{rule} {str(t)[6:]}": check_decode(rule, t) for rule in RULES for t in LIMIT}
     return {name: float(f"{e:.1e}") for name, e in found.items()}
 
 
-# ---- what is launched, for ahead-of-time compilation (kernels/aot.py): tensors without memory
+# ---- launches for ahead-of-time compilation (kernels/aot.py), with meta tensors
 
 
 def launches(record, dtype=torch.bfloat16, width=WIDTH, state=True):
-    """(name, launches) of the convolution in both directions and of the decode steps; `record`
-    is kernels/aot.py's."""
+    """Yield (name, launches) of the convolution in both directions and of the decode steps.
+
+    `record` is that of kernels/aot.py."""
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward, conv_step
     from longhorn_kit.scan.triton.step import launch_step
 
@@ -214,15 +216,16 @@ def bench(run, grads=()):
 
 
 def copy_bandwidth():
-    "Bytes a second of a copy of 256 MiB, reads and writes counted."
+    "Return bytes per second of a copy of 256 MiB; reads and writes both count."
     a = torch.empty(2**28, dtype=torch.uint8, device=DEVICE)
     b = torch.empty_like(a)
     return 2 * a.numel() / bench(lambda: b.copy_(a)) * 1e3
 
 
 def conv_candidates(x, w, c, dy):
-    """name -> (forward, backward), each a function without arguments; what cannot be imported is
-    left out."""
+    """Return name -> (forward, backward), functions without arguments.
+
+    Packages that cannot be imported are left out."""
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
 
     def with_autograd(run):
@@ -270,8 +273,7 @@ def conv_candidates(x, w, c, dy):
 
 
 def time_conv(name, shape, bandwidth):
-    """Rows of one shape: forward and backward milliseconds, and the time that the bytes alone
-    would take."""
+    "Return rows of one shape: forward and backward milliseconds, and the time to move the bytes."
     B, T, D = shape
     torch.manual_seed(0)
     x, w, c, dy = conv_inputs(B, T, D, torch.bfloat16)
@@ -300,7 +302,7 @@ def time_conv(name, shape, bandwidth):
 
 
 def decode_bytes(B, D, N, A, each=4):
-    "Bytes that (scan step, convolution step) must move, with states of `each` bytes per number."
+    "Return bytes that (scan step, convolution step) must move; state numbers have `each` bytes."
     scan = (
         2 * each * B * D * N
         + 4 * 2 * B * D
@@ -313,7 +315,7 @@ def decode_bytes(B, D, N, A, each=4):
 
 
 def graphed(run):
-    "A CUDA graph of run()."
+    "Return a CUDA graph of run()."
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
@@ -325,8 +327,10 @@ def graphed(run):
 
 
 def time_decode(rule, sizes, bandwidth):
-    """One row: microseconds per layer of the scan step (float32 and bfloat16 states), the
-    convolution step and both, and by PyTorch."""
+    """Return one row of microseconds per layer.
+
+    It contains the scan step (with float32 and bfloat16 states), the convolution step, both
+    together, and PyTorch."""
     from longhorn_kit.scan.short_conv import causal_conv1d_step
 
     B, D, N = sizes
@@ -384,7 +388,7 @@ def time_decode(rule, sizes, bandwidth):
 
 
 def sweep(bandwidth):
-    "Times of other block sizes, to choose the plan by."
+    "Time other block sizes, which helps to choose the plan."
     from longhorn_kit.scan.triton.conv import ConvPlan, conv_backward, conv_forward
 
     for name in ("S1", "S3"):
@@ -428,15 +432,15 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=pathlib.Path)
-    parser.add_argument("--check", action="store_true", help="only the checks")
-    parser.add_argument("--sweep", action="store_true", help="other block sizes of the convolution")
+    parser.add_argument("--check", action="store_true", help="only check, without times")
+    parser.add_argument("--sweep", action="store_true", help="time other block sizes")
     args = parser.parse_args()
     errors = checks()
     print("relative errors against float64:", errors, flush=True)
     if args.check:
         return
     if DEVICE == "cpu":
-        raise SystemExit("decode_times.py: no GPU here; --check runs the checks alone")
+        raise SystemExit("decode_times.py: no GPU here; --check runs only the checks")
     bandwidth = copy_bandwidth()
     print(f"a copy moves {bandwidth / 1e12:.2f} TB/s", flush=True)
     if args.sweep:

@@ -1,7 +1,7 @@
-"""The floors of a scan, as the page nbs/scan/16_speed.ipynb derives them.
+"""Lower bounds of a scan's time, from the page nbs/scan/16_speed.ipynb.
 
-The page is the only source: its cells with the tag `floors` run here, in their order, and this
-module has their names.
+The page is the only source: this module runs its cells with the tag `floors`, in order, and offers
+the names that they define.
 
     from floors import row_floors, scan_bytes
 """

@@ -1,14 +1,16 @@
 #!/usr/bin/env python
-"""Measure what a machine does to a training step beside its kernels: the host's time for one
-operation, and collectives between GPUs. The page nbs/machine/planner.ipynb reads the record.
+"""Measure the host's time to launch an operation, and collectives between GPUs.
 
-    python kernels/machine_rates.py  # all GPUs there are: 1, 2, 4, ... of them; about a minute
+Besides the kernels, these times determine a training step. The page nbs/machine/planner.ipynb reads
+the record.
+
+    python kernels/machine_rates.py  # 1, 2, 4, ... of all GPUs; about a minute
     python kernels/machine_rates.py --gpus 1             # no collectives
     python kernels/machine_rates.py --device cpu  # rehearsal with gloo; times mean nothing
 
-Writes kernels/results/machine_<gpu>.json, whole or not at all. Collectives are checked against the
-sum they should give. A number of GPUs that was measured before and is not measured now stays in the
-record when the GPU, torch and CUDA are the same.
+Writes kernels/results/machine_<gpu>.json, completely or not at all. Collectives are checked against
+the sum that they should give. Earlier measurements with another number of GPUs stay in the record
+if the GPU, torch and CUDA are the same.
 """
 
 import argparse
@@ -25,11 +27,11 @@ sys.path[:0] = [str(ROOT)]  # the checkout, not another installed version
 
 RESULTS = ROOT / "kernels" / "results"
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter")
-SIZES = tuple(1 << n for n in range(16, 31, 2)) + (1 << 29,)  # bytes of the whole tensor
+SIZES = tuple(1 << n for n in range(16, 31, 2)) + (1 << 29,)  # bytes of the full tensor
 
 
 def launch_us(device, count=2000):
-    "Microseconds that the host needs for one small operation."
+    "Return the microseconds that the host needs to launch a small operation."
     import torch
 
     a = torch.zeros(8, device=device, requires_grad=True)
@@ -52,7 +54,7 @@ def launch_us(device, count=2000):
 
 
 def collective(op, tensor, gathered, world):
-    "The call of a collective, and the bytes of its whole tensor."
+    "Return the call of a collective, and the bytes of its full tensor."
     import torch.distributed as dist
 
     if op == "all_reduce":
@@ -63,7 +65,7 @@ def collective(op, tensor, gathered, world):
 
 
 def checked(op, rank, world, device):
-    "One small collective with a known result; SystemExit when it is wrong."
+    "Check a small collective with a known result; raise SystemExit if it is wrong."
     import torch
 
     tensor = torch.full((world * 4,), rank + 1.0, device=device)
@@ -84,14 +86,14 @@ def checked(op, rank, world, device):
 
 
 def worker(rank, world, port, kind, sizes, out):
-    "One process of the collectives; rank 0 writes the rows."
+    "Run one process of the collectives; rank 0 writes the rows."
     import torch
     import torch.distributed as dist
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ.setdefault(
         "NCCL_NVLS_ENABLE", "0"
-    )  # no multicast over NVLink: not every machine lets it be used
+    )  # no multicast over NVLink, which not every machine allows
     device = torch.device("cpu" if kind == "cpu" else f"cuda:{rank}")
     options = {} if kind == "cpu" else {"device_id": device}
     if kind != "cpu":
@@ -122,7 +124,7 @@ def worker(rank, world, port, kind, sizes, out):
                 times.append(1e3 * (time.perf_counter() - begin))
                 tensor.fill_(1.0)
             slowest = torch.tensor(times[3:], device=device)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # a collective is over when the last one is
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)  # the last process ends a collective
             rows.append(
                 dict(op=op, gpus=world, bytes=size, ms=float(f"{slowest.median().item():.5g}"))
             )
@@ -138,7 +140,7 @@ def free_port():
 
 
 def collectives(worlds, kind, sizes, folder):
-    "Rows for each number of GPUs."
+    "Return the rows for every number of GPUs."
     import torch.multiprocessing as mp
 
     rows = []
@@ -154,7 +156,7 @@ def collectives(worlds, kind, sizes, folder):
             for op in COLLECTIVES
         }
         print(
-            f"{world} processes, GB/s of the whole tensor at best:",
+            f"{world} processes, highest GB/s of the full tensor:",
             {op: round(v, 1) for op, v in best.items()},
             flush=True,
         )
@@ -170,9 +172,9 @@ def parse(argv):
         "--gpus",
         type=int,
         nargs="+",
-        help="numbers of GPUs to connect (default 2, 4, 8 as far as there are)",
+        help="numbers of GPUs to connect (default 2, 4, 8, up to all GPUs)",
     )
-    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--commit", help="commit to record if git is missing")
     parser.add_argument(
         "--out",
         type=pathlib.Path,
@@ -182,8 +184,9 @@ def parse(argv):
 
 
 def merged(record, path):
-    """The record, with what an older one has beside it: collectives of other numbers of GPUs,
-    values from elsewhere."""
+    """Return the record, with additional entries of an older record.
+
+    These are collectives of other numbers of GPUs, and values that this program does not write."""
     if path.exists():
         old = json.loads(path.read_text())
         now = {row["gpus"] for row in record["collectives"]}
@@ -205,7 +208,7 @@ def main(argv=None):
     small = args.device == "cpu"
     there = torch.cuda.device_count()
     if not small and not there:
-        raise SystemExit("machine_rates.py: no GPU here; --device cpu rehearses at toy sizes")
+        raise SystemExit("machine_rates.py: no GPU here; --device cpu runs toy sizes")
     device = torch.device("cpu" if small else "cuda:0")
     worlds = args.gpus or [n for n in (2, 4, 8) if small and n == 2 or n <= there]
     worlds = [n for n in worlds if n > 1]

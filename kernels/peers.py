@@ -1,8 +1,7 @@
-"""Other ways to run a recurrence of this kind, timed beside the kit's kernels where they can be
-imported.
+"""Other implementations of similar recurrences, timed beside the kit's kernels if importable.
 
-A peer is a function of separate tensors and a float64 oracle of the same function. What is checked
-is what is timed: the backward is timed only if every gradient agrees with the oracle's.
+A peer consists of a function of separate tensors and a float64 oracle of the same function. A
+backward is timed only if every gradient agrees with that of the oracle.
 """
 
 import math
@@ -19,10 +18,10 @@ from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 
 @dataclass(frozen=True)
 class Peer:
-    name: str  # what it is
-    package: str  # importable name that it needs
-    does: str  # which recurrence it runs, and what it leaves out
-    leaves: Callable  # (new, B, T, D, N) -> its tensors; `new` draws normal numbers
+    name: str  # short description
+    package: str  # name of the package to import
+    does: str  # recurrence that it runs, and missing parts
+    leaves: Callable  # (new, B, T, D, N) -> tensors; `new` draws normal numbers
     run: Callable  # tensors -> output
     oracle: Callable  # the same function for float64 tensors
 
@@ -32,8 +31,9 @@ class Peer:
 
 
 def matrix_loop(q, k, v, beta=None, log_decay=None):
-    """One step after the other: q, k (B,T,H,N), v (B,T,H,D), beta (B,T,H,D or 1), log_decay
-    (B,T,H,N or 1)."""
+    """Run a recurrence with matrix states, one step after the other.
+
+    Shapes: q, k (B,T,H,N), v (B,T,H,D), beta (B,T,H,D or 1), log_decay (B,T,H,N or 1)."""
     S = v.new_zeros(*v.shape[:1], *v.shape[2:], k.shape[-1])
     reads = []
     for t in range(v.shape[1]):
@@ -49,8 +49,9 @@ def matrix_loop(q, k, v, beta=None, log_decay=None):
 
 
 def delta_leaves(wide):
-    """Keys as long as in a Longhorn layer, and rates small enough for them, one a channel or one
-    for all."""
+    """Return a function that draws keys of the length of a Longhorn layer, and suitable rates.
+
+    There is one rate per channel if `wide`, otherwise one for all channels."""
 
     def leaves(new, B, T, D, N):
         k = new(B, T, 1, N) / 2
@@ -79,7 +80,7 @@ def fla_run(module, function, squeeze=()):
 
 
 def in_heads(run, width=32):
-    "The same recurrence with the channels cut into heads that share keys and queries."
+    "Run the same recurrence with channels split into heads that share keys and queries."
 
     def cut(q, k, v, beta):
         H = v.shape[-1] // width
@@ -121,7 +122,7 @@ def layer(new, B, T, D, N):
 
 
 def time_last(new, B, T, D, N):
-    "The layout of the CUDA scans: (B,D,T)."
+    "Return the inputs in the layout of the CUDA scans, (B,D,T)."
     return {n: t.mT.contiguous() if t.dim() == 3 else t for n, t in layer(new, B, T, D, N).items()}
 
 

@@ -1,7 +1,7 @@
-"""Measure what this GPU can do: bytes moved, fp32 operations, special functions and bfloat16
-products per second.
+"""Measure a GPU's rates: bytes, fp32 operations, special functions and bfloat16 products.
 
-The floors of `floors.py` divide work by these. Plain Triton, so the interpreter runs them too.
+The lower bounds of `floors.py` divide work by these rates. The kernels are plain Triton, so the
+interpreter runs them too.
 """
 
 import torch
@@ -17,8 +17,8 @@ def _copy_kernel(to_ptr, from_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _operations_kernel(out_ptr, steps, BLOCK: tl.constexpr):
-    # Independent chains of fused multiply-adds; every lane carries several, so that no chain waits
-    # for itself.
+    # Run independent chains of fused multiply-adds. Every lane has several chains, so that the
+    # latency of one chain is hidden.
     i = tl.arange(0, BLOCK)
     v = i.to(tl.float32)
     for _turn in range(steps):
@@ -38,8 +38,10 @@ def _specials_kernel(out_ptr, steps, BLOCK: tl.constexpr):
 
 
 def measure_rates(milliseconds, device, small=False):
-    """Rates a second: `bytes` (read plus written), `operations`, `specials`, `products`
-    (multiply-adds of a matrix product)."""
+    """Return the rates per second.
+
+    They are `bytes` (read plus written), `operations`, `specials` and `products` (multiply-adds of
+    a matrix product)."""
     programs, block, steps, size, side = (
         (2, 64, 1, 1 << 12, 16) if small else (132 * 64, 1024, 64, 1 << 29, 8192)
     )

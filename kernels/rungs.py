@@ -1,13 +1,13 @@
-"""Times of the teaching kernels of pages 13 and 14 on one GPU, beside the kit's fast kernels.
+"""Time the teaching kernels of pages 13 and 14 on one GPU, beside the kit's fast kernels.
 
     python kernels/rungs.py --out kernels/results/rungs.json  # a minute
     TRITON_INTERPRET=1 python kernels/rungs.py --check  # only the checks, tiny sizes, CPU
 
-The pages are the only source: their cells with the tag `rungs` run here. Every rung is compared
-with the reference in float64 before it is timed, and a wrong one is not timed. Inputs are bfloat16,
-N = 16, without gate. A rung and the fast kernel are timed three times in turns; both times are the
-least of three medians of triton.testing.do_bench. The time of a backward rung contains its forward,
-as does the fast one's.
+The pages are the only source: this program runs their cells with the tag `rungs`. Every rung is
+compared with the reference in float64 before it is timed, and a wrong rung is not timed. Inputs are
+in bfloat16 with N = 16 and without a gate. A rung and the fast kernel are timed alternately, three
+times each; both times are the smallest of three medians of triton.testing.do_bench. The time of a
+backward includes the forward, for the rung and for the fast kernel.
 """
 
 import argparse
@@ -41,7 +41,7 @@ HEADER = "import torch\nimport triton\nimport triton.language as tl\n"
 
 
 def page_module(form: str):
-    "Return the cells of a page with the tag `rungs` as a module: Triton reads source from files."
+    "Import a page's cells with the tag `rungs` from a file, because Triton reads source files."
     path = ROOT / "nbs" / "scan" / f"{PAGES[form]}.ipynb"
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(c["source"]) for c in cells if "rungs" in c["metadata"].get("tags", ())]
@@ -71,7 +71,7 @@ def empty_states(x: torch.Tensor, *count: int) -> torch.Tensor:
     return torch.zeros(B, *count, D, STATE, device=x.device)
 
 
-# ---- the rungs: functions of the page's module and of the inputs; results by name
+# ---- rungs: functions of the page's module and of the inputs, which return results by name
 
 
 def one_channel(page, q, k, x, b, dy):
@@ -159,18 +159,18 @@ def fast_run(form: str, backward: bool, q, k, x, b, dy) -> None:
         pull(backward_plan, dy, torch.zeros_like(S), kept, q, k, x, b, None, None, None, None)
 
 
-# ---- right or wrong
+# ---- checks
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
-    "Return the error of a relative to b, infinite if a is not finite."
+    "Return the relative error of a with respect to b; infinity if a is not finite."
     if not torch.isfinite(a).all():
         return float("inf")
     return ((a.double() - b).norm() / b.norm()).item()
 
 
 def worst_error(form: str, rung, page, shape: tuple, dtype: torch.dtype) -> float:
-    "Return the largest error of a rung's results against the reference in float64."
+    "Return the largest error of a rung's results, compared with the reference in float64."
     values = inputs(*shape, dtype)
     got = rung(page, **values)
     leaves = {name: values[name].double().requires_grad_() for name in "qkxb"}
@@ -181,7 +181,7 @@ def worst_error(form: str, rung, page, shape: tuple, dtype: torch.dtype) -> floa
 
 
 def check(forms=tuple(PAGES)) -> dict:
-    "Return rung -> error, of small cases; SystemExit if one is too large."
+    "Return rung -> error of small cases; raise SystemExit if an error is too large."
     shape = (2, 64, 70) if DEVICE == "cuda" else (1, 8, 5)
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
     pages = {form: page_module(form) for form in forms}
@@ -200,7 +200,7 @@ def check(forms=tuple(PAGES)) -> dict:
 
 
 def timed(rounds: int = 3) -> list[dict]:
-    "Return a row per rung and shape, each timed in turns with the fast kernel."
+    "Return one row per rung and shape, each timed alternately with the fast kernel."
     pages = {form: page_module(form) for form in PAGES}
     rows = []
     for form, name, rung, shapes in RUNGS:
@@ -227,7 +227,7 @@ def timed(rounds: int = 3) -> list[dict]:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="compare only, time nothing")
+    parser.add_argument("--check", action="store_true", help="only compare, without times")
     parser.add_argument("--out", type=pathlib.Path, help="file of the record")
     args = parser.parse_args()
     errors = check()

@@ -1,4 +1,4 @@
-"""Write the tables of README.md from the records, or check that they are what the records say.
+"""Write the tables of README.md from the records, or check that they agree with the records.
 
 python kernels/table.py            # rewrite the text between the markers
 python kernels/table.py --check    # exit 1 if that would change anything
@@ -79,7 +79,7 @@ def times(row, digits=3, name="{}_ms"):
 
 
 def shares(row, rates, compiled):
-    "Share of the largest floor, and its name."
+    "Return the share of the largest lower bound, and the name of that bound."
     floors = {w: row_floors(row, w, rates, compiled) for w in ("forward", "backward")}
     bound = {w: max(floors[w], key=floors[w].get) for w in floors}
     return " / ".join(
@@ -93,10 +93,10 @@ def linked(notebook):
 
 
 def gpu_table(record, compiled=None):
-    """One line for each kernel: notebook, module, where it runs, times at the three shapes,
-    share of the nearest floor at S1.
+    """Return the table of kernels, one line per kernel.
 
-    Eager calls have columns from the first record that has them on."""
+    It has notebook, module, devices, times at the three shapes, and the share of the nearest lower
+    bound at S1. Eager calls have columns if the record contains them."""
     main = {
         (r["form"], r["kernels"], r["shape"]): r for r in record["rows"] if r["section"] == "main"
     }
@@ -174,13 +174,13 @@ def gpu_table(record, compiled=None):
 
 
 def ratio_cell(against, rival, what):
-    "A ratio to a rival, or a dash where it was not measured."
+    "Return a ratio to a rival, or a dash if it was not measured."
     ratio = against.get(rival, {}).get(what)
     return "–" if ratio is None else f"{ratio:.2f}"
 
 
 def cpu_table(record):
-    "One line for each form and shape: time and memory against the loop and against mambapy."
+    "Return the table of time and memory relative to the loop and mambapy, by form and shape."
     lines = [
         "| form | (B, T, D), N | time against the loop | against mambapy | extra memory against "
         "the loop | against mambapy |",
@@ -217,7 +217,7 @@ def cpu_table(record):
 
 
 def releases_table(record):
-    "One line for each release of Triton that was tried."
+    "Return the table of tested Triton releases, one line per release."
     lines = [
         f"The table shows the result at commit {record['commit']}, for sm_90.",
         "",
@@ -232,7 +232,7 @@ def releases_table(record):
 
 
 def filled(text, name, lines):
-    "README's text with the lines between a pair of markers."
+    "Return README's text with these lines between a pair of markers."
     begin = f"<!-- {name}: written by table.py -->"
     end = f"<!-- end of {name} -->"
     before, rest = text.split(begin)
@@ -240,7 +240,7 @@ def filled(text, name, lines):
 
 
 def readme(folder=FOLDER):
-    "Return what README.md should be."
+    "Return the correct text of README.md."
     text = (folder / "README.md").read_text(encoding="utf-8")
 
     def path(name):
@@ -267,7 +267,7 @@ def main():
     if wanted == path.read_text(encoding="utf-8"):
         return 0
     if args.check:
-        print("kernels/README.md is not what kernels/results/ says: run python kernels/table.py")
+        print("kernels/README.md differs from kernels/results/: run python kernels/table.py")
         return 1
     path.write_text(wanted, encoding="utf-8")
     return 0

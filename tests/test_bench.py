@@ -240,7 +240,7 @@ def test_check_compares_the_main_rows_with_a_record_of_the_same_gpu(monkeypatch,
     record.write_text(json.dumps(old | dict(gpu="NVIDIA H100")))
     status, said = check()
     assert status == 2
-    assert "is of NVIDIA H100, this is interpreter" in said
+    assert "is from NVIDIA H100, not interpreter" in said
     names = {f.name for f in tmp_path.iterdir()}
     assert names == {"old.json"}
 

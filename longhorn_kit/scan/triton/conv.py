@@ -83,7 +83,7 @@ def _sigmoid(v):
 
 @triton.jit
 def _filter(window, w, bias, W: tl.constexpr):
-    # Equation (1) without the SiLU.
+    # Return v of equation (1), the sum before the SiLU.
     total = bias
     for j in tl.static_range(W):
         total = tl.fma(w[j], window[j], total)
@@ -116,7 +116,7 @@ def _conv_fwd_kernel(
     FINAL: tl.constexpr,  # write the last inputs
     PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
-    # BD channels over L steps: U loads at a time, then U steps of the sliding window.
+    # Convolve BD channels over L steps: load U inputs, then slide the window U times, and repeat.
     pid = tl.program_id(0)
     seq, batch, start, row, length, lo = _conv_slot(pid // ND, cu_ptr, seq_ptr, T, L, SLOTS, PACKED)
     if lo < tl.maximum(length, 1):
@@ -222,7 +222,8 @@ def _conv_bwd_kernel(
     HAS_DHT: tl.constexpr,  # dhT is given
     PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
-    # BD channels, R parallel runs of L steps. Windows slide over inputs and gradients.
+    # Compute gradients of BD channels in R parallel runs of L steps, with a sliding window of
+    # inputs and one of gradients.
     pid = tl.program_id(0)
     slot = pid // ND
     seq, batch, start, row, length, first = _conv_slot(
@@ -341,7 +342,7 @@ def _conv_bwd_state_kernel(
     HAS_DHT: tl.constexpr,  # dhT is given
     PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
-    # Gradient of the initial state, which only the first W - 1 steps of a sequence read.
+    # Compute the gradient of the initial state. Only the first W - 1 steps of a sequence read it.
     pid = tl.program_id(0)
     seq = (pid // ND).to(tl.int64)
     batch = seq
@@ -508,7 +509,7 @@ def conv_plan(
         return ConvPlan(L, 16, BD)
     BD = min(256, at_least_a_warp)
     L = _run_length(B, T, _cdiv(D, BD), longest=64, programs=1024)
-    if gradients == 2 and L == 64:  # enough programs: one run each takes fewer warps
+    if gradients == 2 and L == 64:  # enough programs: one run per program needs fewer warps
         return ConvPlan(128, 4, BD, R=1, warps=max(1, BD // 128))
     return ConvPlan(L, 8 // gradients, BD, R=2, warps=max(1, BD // 64))
 

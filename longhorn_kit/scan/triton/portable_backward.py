@@ -87,14 +87,14 @@ def _adjoint_kernel(
     HAS_Z: tl.constexpr,  # z is given
     PACKED: tl.constexpr,  # sequences differ in length, B = 1
 ):
-    # The adjoint of a segment alone and its decay product.
+    # Compute the adjoint of a segment from zero, and its decay product.
     pid = tl.program_id(0)
     slot = pid // ND
     pd = pid % ND
     batch, start, row, length, lo, chunk, seq = _locate(
         slot, cu_ptr, seq_ptr, T, LS, SLOTS, C, PACKED
     )
-    if (lo > 0) & (lo < length):  # no carry needs the first segment's own adjoint
+    if (lo > 0) & (lo < length):  # no carry needs the adjoint of the first segment
         hi = tl.minimum(lo + LS, length)
         d = pd * BD + tl.arange(0, BD)
         n = tl.arange(0, NP)
@@ -159,7 +159,7 @@ def _bwd_step(
     A,  # (NP,BD) rates of the channels
     dA,  # (NP,BD) their gradient so far
     skip,  # (BD,)
-    where,  # channels, states, which channels exist, first row and length of the sequence
+    where,  # channels, states, mask of channels, first row and length of the sequence
     ptrs,  # tokens and |k|^2; gradients of x, b, z and tokens
     D,  # channels
     RULE: tl.constexpr,  # one of RULES
@@ -167,7 +167,8 @@ def _bwd_step(
     WIDTH: tl.constexpr,  # vectors of N per token: k, q and with rates A
     HAS_Z: tl.constexpr,  # there are gates
 ):
-    # The dual of `_advance` for the step S0 -> S1: G and dA before it, gradients of bias and skip.
+    # Compute the dual of `_advance` for the step S0 -> S1; return G and dA before the step, and the
+    # gradients of bias and skip.
     x, v, g, z = inputs
     d, n, md, row, length = where
     tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok_ptr = ptrs
@@ -246,10 +247,10 @@ def _bwd_step(
 def _states_in_registers(
     S,  # (NP,BD) state before the chunk
     t0,  # first step
-    loaded,  # of `_load_group`
+    loaded,  # from `_load_group`
     bias,  # (BD,)
     A,  # (NP,BD) rates of the channels
-    where,  # channels, states, which channels exist, first row and length of the sequence
+    where,  # channels, states, mask of channels, first row and length of the sequence
     tok_ptr,  # tokens
     RULE: tl.constexpr,  # one of RULES
     NP: tl.constexpr,  # states, padded to a power of two
@@ -257,7 +258,7 @@ def _states_in_registers(
     C: tl.constexpr,  # steps
     WIDTH: tl.constexpr,  # vectors of N per token
 ):
-    # The states before the steps of a chunk, and the state after it.
+    # Return the states before the steps of a chunk, and the state after the chunk.
     xs, vs, zs, kks = loaded
     d, n, md, row, length = where
     states = ()
@@ -277,7 +278,7 @@ def _states_in_registers(
 
 @triton.jit
 def _own_scratch(ptr, C: tl.constexpr, NP: tl.constexpr, BD: tl.constexpr):
-    # A program's own memory for the states of a chunk.
+    # Return the program's scratch memory for the states of a chunk.
     first = ptr + tl.program_id(0).to(tl.int64) * (C * NP * BD)
     return first + tl.arange(0, NP)[:, None] * BD + tl.arange(0, BD)[None, :]
 
@@ -290,7 +291,7 @@ def _states_in_memory(
     sources,  # inputs, logits and their strides between steps; tokens and |k|^2
     bias,  # (BD,)
     A,  # (NP,BD) rates of the channels
-    where,  # channels, states, which channels exist, first row and length of the sequence
+    where,  # channels, states, mask of channels, first row and length of the sequence
     RULE: tl.constexpr,  # one of RULES
     NP: tl.constexpr,  # states, padded to a power of two
     BD: tl.constexpr,  # channels
@@ -298,7 +299,7 @@ def _states_in_memory(
     WIDTH: tl.constexpr,  # vectors of N per token
     B_SCALAR: tl.constexpr,  # b has one logit per step
 ):
-    # Write the states before the steps of a chunk; return the state after it.
+    # Write the states before the steps of a chunk; return the state after the chunk.
     x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr = sources
     d, n, md, row, length = where
     for i in range(0, C):
@@ -323,20 +324,20 @@ def _states_in_memory(
 @triton.jit
 def _back_in_registers(
     S,  # (NP,BD) state after the chunk
-    back,  # its adjoint; gradients so far of the rates, of bias and of skip
+    back,  # adjoint; gradients so far of the rates, of bias and of skip
     t0,  # first step
-    states,  # of `_states_in_registers`
-    loaded,  # of `_load_group`
-    gs,  # gradients of the output, of `_load_rows`
+    states,  # from `_states_in_registers`
+    loaded,  # from `_load_group`
+    gs,  # gradients of the output, from `_load_rows`
     channels,  # bias, skip and rates
-    where,  # channels, states, which channels exist, first row and length of the sequence
+    where,  # channels, states, mask of channels, first row and length of the sequence
     ptrs,  # tokens and |k|^2; gradients of x, b, z and tokens
     D,  # channels
     RULE: tl.constexpr,  # one of RULES
     WIDTH: tl.constexpr,  # vectors of N per token
     HAS_Z: tl.constexpr,  # there are gates
 ):
-    # From the last step of a chunk to its first; returns `back` before it.
+    # Go from the last step of a chunk to the first; return `back` before the chunk.
     C: tl.constexpr = len(states)
     xs, vs, zs, kks = loaded
     bias, skip, A = channels
@@ -363,13 +364,13 @@ def _back_in_registers(
 @triton.jit
 def _back_in_memory(
     S,  # (NP,BD) state after the chunk
-    back,  # its adjoint; gradients so far of the rates, of bias and of skip
+    back,  # adjoint; gradients so far of the rates, of bias and of skip
     t0,  # first step
     scratch,  # (C,NP,BD) the states before its steps
     sources,  # inputs, logits and their strides between steps; tokens and |k|^2
     gates,  # gradients of the output, gates, and their strides between steps
     channels,  # bias, skip and rates
-    where,  # channels, states, which channels exist, first row and length of the sequence
+    where,  # channels, states, mask of channels, first row and length of the sequence
     ptrs,  # tokens and |k|^2; gradients of x, b, z and tokens
     D,  # channels
     RULE: tl.constexpr,  # one of RULES
@@ -378,7 +379,7 @@ def _back_in_memory(
     B_SCALAR: tl.constexpr,  # b has one logit per step
     HAS_Z: tl.constexpr,  # there are gates
 ):
-    # The same, with states and inputs from memory.
+    # Do the same as `_back_in_registers`, with states and inputs from memory.
     x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr = sources
     gp, zp, sg_t, sz_t = gates
     bias, skip, A = channels
@@ -505,7 +506,7 @@ def _scan_bwd_kernel(
         ptrs = tok_ptr, kk_ptr, dx_ptr, db_ptr, dz_ptr, dtok
         sources = x_ptr, b_ptr, sx_t, sb_t, tok_ptr, kk_ptr
         channels = bias, skip, A
-        back = G, dA, zero, zero  # goes from step to step: the adjoint, dA, dbias, dskip
+        back = G, dA, zero, zero  # passed from step to step: adjoint, dA, dbias, dskip
         gates = gp, zp, sg_t, sz_t
         first = lo // C
         last = (hi + C - 1) // C
@@ -520,7 +521,7 @@ def _scan_bwd_kernel(
             if IN_REGISTERS:
                 loaded = raw
                 gs = raw_g
-                at = row * 0 + tl.maximum((c - 1) * C, lo)  # meanwhile the chunk before is loaded
+                at = row * 0 + tl.maximum((c - 1) * C, lo)  # load the previous chunk meanwhile
                 raw = _load_group(xp, bp, zp, kkp, at, length, md, sx_t, sb_t, sz_t, C, HAS_Z)
                 raw_g = _load_rows(gp, at, length, md, sg_t, C)
                 states, S = _states_in_registers(
@@ -577,8 +578,9 @@ def _sum_kernel(
     ROWS: tl.constexpr,  # rows per program
     COLUMNS: tl.constexpr,  # at least WIDTH * NP
 ):
-    # Gradients of k, q (and A) summed over channel blocks in a fixed order, eight loads in flight.
-    # With drate, dtok has half of dk at fixed rates; the part through |k|^2 is added here.
+    # Sum the gradients of k, q (and A) over channel blocks in a fixed order, with eight loads in
+    # flight. If drate is given, dtok contains half of dk at fixed rates, and the part through |k|^2
+    # is added here.
     r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, COLUMNS)
     part = (c // NP)[None, :]
@@ -620,7 +622,7 @@ def _sum_kernel(
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-035
 @triton.jit
 def _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    # Sums over the rows of (rows,W,D) in a fixed order, as (D,W): a block of columns.
+    # Sum (rows,W,D) over rows in a fixed order and store (D,W), one block of columns.
     M = W * D
     c = block * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -649,7 +651,7 @@ def _rows_kernel(
     ROWS: tl.constexpr,  # rows loaded together
     COLUMNS: tl.constexpr,  # columns per program
 ):
-    # Sums of one or two tensors of parts, (rows,W,D) and (rows,D).
+    # Sum one or two tensors of parts, (rows,W,D) and (rows,D), over rows.
     block = tl.program_id(0)
     if block < blocks:
         _sum_columns(parts_ptr, out_ptr, block, rows, W, D, ROWS, COLUMNS)
@@ -658,8 +660,8 @@ def _rows_kernel(
 
 
 def _sum_of_rows(parts, dtype, turned=False):
-    # `parts.sum(0).to(dtype)` (`turned`: its transpose) of contiguous parts in one launch; PyTorch
-    # makes up to three.
+    # Return `parts.sum(0).to(dtype)` (if `turned`, its transpose) of contiguous parts, in one
+    # launch. PyTorch needs up to three launches.
     shape = parts.shape[1:]
     W, D = shape if turned else (1, shape.numel())
     out = torch.empty(shape[::-1] if turned else shape, device=parts.device, dtype=_stored(dtype))
@@ -683,7 +685,8 @@ def _start_sums(parts, out, more, more_out, W, D):
 
 
 def _sums_of_rows(dbias, bias, dskip, skip):
-    # The gradients of bias, or filters (D,W), and skip (D,) in one launch; None if the input is.
+    # Return the gradients of bias, or filters (D,W), and skip (D,), in one launch. A gradient is
+    # None if its input is None.
     if bias is None or skip is None:
 
         def each(parts, like):
@@ -698,37 +701,38 @@ def _sums_of_rows(dbias, bias, dskip, skip):
 
 
 def _memory_like(t):
-    # Memory for a gradient of t, in its dtype if kernels can store it.
+    # Allocate a gradient of t, in the dtype of t if kernels can store it.
     return torch.empty(t.shape, device=t.device, dtype=_stored(t.dtype))
 
 
 def _as(t, like):
-    # t in the dtype of another tensor; `to` takes longer to see that there is nothing to do.
+    # Convert t to the dtype of another tensor. If the dtypes are equal, this is faster than `to`.
     return t if t.dtype == like.dtype else t.to(like.dtype)
 
 
 class KernelGradients(NamedTuple):
-    "Hold what a backward kernel writes, before sums over blocks, slots and channels."
+    "Outputs of a backward kernel, before sums over blocks, slots and channels."
 
     dx: Tensor  # (B,T,D)
-    db: Tensor  # (B,T,D), also if b is (B,T,1)
+    db: Tensor  # (B,T,D), even if b is (B,T,1)
     dz: Tensor | None  # (B,T,D)
-    dtok: Tensor  # (blocks,rows,width NP) gradients of keys, queries and rates of tokens
+    dtok: Tensor  # (blocks,rows,width NP) gradients of keys, queries and rates per token
     dbias: Tensor  # (slots,D)
     dskip: Tensor  # (slots,D)
     dinitial: Tensor  # (n,D,N) or padded (n,D,NP)
     dA: Tensor | None = None  # (slots,D,N) or padded, if channels have rates
-    drate: Tensor | None = None  # (blocks,rows) gradients through |k|^2, if apart from dtok
+    drate: Tensor | None = None  # (blocks,rows) gradients through |k|^2, if not in dtok
 
 
 def _token_gradients(p, q, k, A, written):
-    # The gradients of q, k and, if tokens have rates, A: sums over channel blocks in a fixed order.
+    # Return the gradients of q, k and A (if given per token): sums over channel blocks in a fixed
+    # order.
     dk = _memory_like(k)
     dq = _memory_like(q)
     dA = _memory_like(A) if p.width == 3 else None
     if p.rows:
         columns = triton.next_power_of_2(p.width * p.NP)
-        # of one warp: with two, the compiler saves registers and waits for each load
+        # one warp: with two, the compiler saves registers and waits for each load
         block = max(1, 128 // columns)
         launch(
             _sum_kernel,
@@ -759,7 +763,8 @@ def _collect(
     written,  # KernelGradients
     scalar,  # b is (B,T,1)
 ):
-    # The gradients of all inputs: sums over channel blocks, slots and channels in a fixed order.
+    # Return the gradients of all inputs: sums over channel blocks, slots and channels in a fixed
+    # order.
     dq, dk, dA = _token_gradients(p, q, k, A, written)
     if dA is not None:
         dA = dA.to(A.dtype)
@@ -779,8 +784,8 @@ def _collect(
 
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-037
 def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens):
-    # Checkpoints every C steps from those every `kept`. To the kernel, these are states that enter
-    # segments of `kept` steps.
+    # Compute checkpoints every C steps from those every `kept` steps. For the kernel, the latter
+    # are states that enter segments of `kept` steps.
     A = _across(A) if p.width == 2 else A
     packed = None if cu_seqlens is None else p.n_seq
     _, per_sequence, slots, chunks = _counts(p.n_seq, p.T, p.kept, p.C, packed)
@@ -792,13 +797,13 @@ def _rebuild(p, kept, tok, kk, x, b, bias, A, cu_seqlens):
     return dense
 
 # %% ../../../nbs/machine/triton_portable_backward.ipynb #17_triton_portable-039
-SCRATCHES = 2048  # programs of a launch that keep states in memory: 1 GiB with 128 of them
+SCRATCHES = 2048  # programs per launch that keep states in memory; with N = 128, 1 GiB
 
 
 def _wide_gradients(x, b, z, scalar):
-    # Memory (B,T,D) for the gradients of x, b (before a sum over channels) and z.
+    # Allocate (B,T,D) for the gradients of x, b (before a sum over channels) and z.
     dtypes = [x.dtype, torch.float32 if scalar else b.dtype]
-    if x.is_contiguous():  # the quickest way
+    if x.is_contiguous():  # the fastest case
 
         def new(dtype):
             return torch.empty_like(x, dtype=_stored(dtype))
@@ -813,9 +818,9 @@ def _wide_gradients(x, b, z, scalar):
 
 
 def _portable_gradients(p, x, b, z, scalar, packed):
-    # Memory for what the kernel writes.
+    # Allocate the outputs of the kernel.
     def sums(*shape):
-        # a packed batch can have slots that nothing writes
+        # in a packed batch, no program writes the empty slots
         make = torch.zeros if packed else torch.empty
         return make(p.slots, *shape, device=x.device, dtype=torch.float32)
 
@@ -834,7 +839,7 @@ def _portable_gradients(p, x, b, z, scalar, packed):
 
 
 def _shared_options(p, bias, z, scalar, packed):
-    # What both passes of the backward are compiled for.
+    # Return the compile-time options of both passes of the backward.
     return dict(
         RULE=p.rule,
         NP=p.NP,
@@ -849,7 +854,7 @@ def _shared_options(p, bias, z, scalar, packed):
 
 
 def _adjoints(p, inputs, options):
-    # The adjoints that enter every segment from the right (slots,N,D).
+    # Return the adjoints (slots,N,D) that enter every segment at its end.
     tok, kk, x, b, z, dout, A, bias, skip, dfinal, cu_seqlens, owner = inputs
     carry = _empty(x)(p.slots, p.N, p.D)
     decay = _empty(x)(p.slots, p.N, p.D)
@@ -868,7 +873,7 @@ def _adjoints(p, inputs, options):
 
 
 def _main_pass(p, inputs, ckpt, carry, written, options):
-    # Write the gradients, in several launches if states in memory would take too much.
+    # Write the gradients, in several launches if the states would take too much memory.
     tok, kk, x, b, z, dout, A, bias, skip, dfinal, cu_seqlens, owner = inputs
     gates = x if z is None else z
     rates = x if A is None else A
@@ -909,12 +914,14 @@ def portable_backward(
     A: Tensor | None,  # (D,N) or (B,T,N), S6 only
     cu_seqlens: Tensor | None,  # (n+1,) first rows of n packed sequences and the end
 ):
-    "Return dq, dk, dx, db, dbias, dskip, dz, dA, dinitial; None if the input was. Bits repeat."
+    """Return dq, dk, dx, db, dbias, dskip, dz, dA, dinitial; None if the input is None.
+
+    Results are the same bit for bit in every run."""
     p = plan
     q, k, x, b, z, A, dout = map(_last_contiguous, (q, k, x, b, z, A, dout))
     bias, skip, dfinal = _contiguous(bias, skip, dfinal)
     if p.rule >= RULES["s6"]:
-        A = A.contiguous()  # its rows may be one row or parts of wider ones
+        A = A.contiguous()  # its rows may be expanded or have other strides
     packed = cu_seqlens is not None
     scalar = b.shape[-1] == 1 and p.D > 1
     written = _portable_gradients(p, x, b, z, scalar, packed)
