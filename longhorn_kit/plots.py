@@ -252,6 +252,11 @@ class Paper:
         look = {"fontsize": 8.5, "ha": "center", "va": "center", "color": INK}
         self.ax.text(x, y, text, **(look | options))
 
+    def width_of(self, text: str) -> float:  # in cells
+        "Return the width of a text in the size of `words`."
+        path = mpl.textpath.TextPath((0, 0), text, size=8.5)
+        return path.get_extents().width / 72 / self.cell
+
     def box(self, x: float, y: float, width: float, height: float, **options: Any) -> None:
         "Draw a rectangle whose upper left corner is (x, y)."
         look = {"fill": False, "edgecolor": INK, "linewidth": 1.6}
@@ -272,7 +277,7 @@ class Paper:
 
     def legend(self, y: float, keys: list) -> None:  # pairs: colour or None for dashed, text
         "Write what the colours mean."
-        widths = [(0.24 + 0.068 * len(text)) / self.cell for _, text in keys]
+        widths = [1.1 * self.line + self.width_of(text) for _, text in keys]
         x = (self.width - sum(widths)) / 2
         for (colour, text), width in zip(keys, widths):
             style = {"fill": True, "facecolor": colour, "linewidth": 0} if colour else DASHED
