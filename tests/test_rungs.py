@@ -3,6 +3,7 @@
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "kernels"))
 import rungs  # noqa: E402
 
 PAGES = ("13_triton_diagonal", "14_triton_exact", "17_gluon")
+CALL = re.compile(r"\b(?:tl|triton)\.[a-z_0-9]+(?=\()")
 LONGEST = 40  # lines of a kernel that a reader could have written
 
 
@@ -55,6 +57,20 @@ def test_a_wrong_rung_is_not_timed(monkeypatch):
     monkeypatch.setattr(rungs, "RUNGS", [("exact", "wrong", wrong, ["S1"])])
     with pytest.raises(SystemExit, match="nothing is timed"):
         rungs.check(("exact",))
+
+
+KERNEL_PAGES = ("12_triton_primer", "12b_triton_puzzles", *PAGES[:2])
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES)
+def test_the_primer_lists_every_call_of_the_pages_on_kernels(page):
+    cells = json.loads((ROOT / "nbs/scan/12_triton_primer.ipynb").read_text(encoding="utf-8"))
+    texts = ["".join(cell["source"]) for cell in cells["cells"]]
+    (text,) = (text for text in texts if "## The calls of Triton" in text)
+    listed = set(CALL.findall(text.partition("## The calls of Triton")[2]))
+    used = set(CALL.findall("\n".join(code_cells(page))))
+    assert len(used) > 10
+    assert used <= listed
 
 
 COUNT_SHUFFLES = """
