@@ -252,6 +252,11 @@ class Paper:
         look = {"fontsize": 8.5, "ha": "center", "va": "center", "color": INK}
         self.ax.text(x, y, text, **(look | options))
 
+    def width_of(self, text: str) -> float:  # in cells
+        "Return the width of a text in the size of `words`."
+        path = mpl.textpath.TextPath((0, 0), text, size=8.5)
+        return path.get_extents().width / 72 / self.cell
+
     def box(self, x: float, y: float, width: float, height: float, **options: Any) -> None:
         "Draw a rectangle whose upper left corner is (x, y)."
         look = {"fill": False, "edgecolor": INK, "linewidth": 1.6}
@@ -272,7 +277,7 @@ class Paper:
 
     def legend(self, y: float, keys: list) -> None:  # pairs: colour or None for dashed, text
         "Write what the colours mean."
-        widths = [(0.24 + 0.068 * len(text)) / self.cell for _, text in keys]
+        widths = [1.1 * self.line + self.width_of(text) for _, text in keys]
         x = (self.width - sum(widths)) / 2
         for (colour, text), width in zip(keys, widths):
             style = {"fill": True, "facecolor": colour, "linewidth": 0} if colour else DASHED
@@ -359,18 +364,20 @@ class ArrayUses:
 
     def __init__(
         self,
-        arrays: dict,  # this and the next six: as in `draw_programs`
+        arrays: dict,  # this and the next seven: as in `draw_programs`
         grid: tuple,
         program: Callable,
         show: tuple,
         carry: tuple,
         steps: int | None,
         step: int | None,
+        verbs: tuple,
     ):
         self.program = program
         self.show = show
         self.carry = carry
         self.steps = steps
+        self.verbs = verbs
         # a vector is a row
         self.shapes = {
             name: shape if len(shape) == 2 else (1, *shape) for name, shape in arrays.items()
@@ -413,11 +420,12 @@ class ArrayUses:
     def legend(self) -> list:  # (colour or None for dashed, text)
         "Return what the colours in the picture mean."
         number = self.show if len(self.show) > 1 else self.show[0]
-        keys = [(LOADED, f"loaded by program {number}")]
+        reads, writes = self.verbs
+        keys = [(LOADED, f"{reads} by program {number}")]
         if STORED in [colour for colour, _ in self.now.values()]:
-            keys.append((STORED, "stored"))
+            keys.append((STORED, writes))
         if self.carry:
-            keys.append((CARRIED, "carried" if self.steps else "kept"))
+            keys.append((CARRIED, "carried" if self.steps else "in registers"))
         ends = [(self.shapes[name], block) for name, (_, block) in self.now.items()]
         if any(block[1] > shape[0] or block[3] > shape[1] for shape, block in ends):
             keys.append((None, "masked off"))
@@ -465,11 +473,12 @@ def draw_programs(
     box: tuple = (1.5, 1),  # (width, height) of a program in the grid, in cells
     down: bool = False,  # whether the programs of a grid with one axis stand below one another
     numbers: tuple = (),  # names of the vectors whose elements are numbered
+    verbs: tuple = ("loaded", "stored"),  # what blue and orange mean, for tiles in registers
     labels: dict | None = None,  # name -> text above the array, if not its name
 ) -> None:
     "Draw the grid of a kernel, and what one of its programs loads, stores and carries."
     labels = labels or {}
-    uses = ArrayUses(arrays, grid, program, show, carry, steps, step)
+    uses = ArrayUses(arrays, grid, program, show, carry, steps, step, verbs)
     table = table_of(grid, down)
     sizes = {"": (0, 0), ">": (1, 0), "grid": (table[0] * box[1], table[1] * box[0])}
     sizes |= {name: uses.size(name) for name in arrays}

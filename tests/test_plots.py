@@ -211,6 +211,25 @@ def test_a_picture_of_programs_fills_what_one_program_uses():
     )
 
 
+def test_a_picture_of_tiles_in_registers_has_these_words():
+    def program(p):
+        return {"gram": np.s_[0:2, 0:1]}, {"U": np.s_[0:2, 0:2]}
+
+    plots.draw_programs(
+        {"gram": (2, 2), "U": (2, 2), "R": (2, 2)},
+        grid=(1,),
+        program=program,
+        show=(0,),
+        layout=[["grid", "gram", "R", "U"]],
+        carry=("R",),
+        verbs=("used", "final"),
+    )
+    texts = {text.get_text() for text in plt.gca().texts}
+    plt.close()
+    assert {"used by program 0", "final", "in registers"} <= texts
+    assert not {"loaded by program 0", "stored", "carried", "kept"} & texts
+
+
 def test_a_picture_of_programs_refuses_an_array_without_a_shape():
     with pytest.raises(KeyError, match="unknown"):
         plots.draw_programs({}, (1,), lambda p: ({}, {}), (0,), [["unknown"]])

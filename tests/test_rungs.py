@@ -2,6 +2,9 @@
 
 import ast
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +21,7 @@ sys.path.insert(0, str(ROOT / "kernels"))
 import rungs  # noqa: E402
 
 PAGES = ("13_triton_diagonal", "14_triton_exact", "17_gluon")
+CALL = re.compile(r"\b(?:tl|triton)\.[a-z_0-9]+(?=\()")
 LONGEST = 40  # lines of a kernel that a reader could have written
 
 
@@ -53,6 +57,59 @@ def test_a_wrong_rung_is_not_timed(monkeypatch):
     monkeypatch.setattr(rungs, "RUNGS", [("exact", "wrong", wrong, ["S1"])])
     with pytest.raises(SystemExit, match="nothing is timed"):
         rungs.check(("exact",))
+
+
+KERNEL_PAGES = ("12_triton_primer", "12b_triton_puzzles", *PAGES[:2])
+
+
+@pytest.mark.parametrize("page", KERNEL_PAGES)
+def test_the_primer_lists_every_call_of_the_pages_on_kernels(page):
+    cells = json.loads((ROOT / "nbs/scan/12_triton_primer.ipynb").read_text(encoding="utf-8"))
+    texts = ["".join(cell["source"]) for cell in cells["cells"]]
+    (text,) = (text for text in texts if "## The calls of Triton" in text)
+    listed = set(CALL.findall(text.partition("## The calls of Triton")[2]))
+    used = set(CALL.findall("\n".join(code_cells(page))))
+    assert len(used) > 10
+    assert used <= listed
+
+
+COUNT_SHUFFLES = """
+import sys
+sys.path.insert(0, "kernels")
+import aot, rungs, torch, triton
+
+def shuffles(launcher):
+    (launch,) = aot.record(launcher)
+    options = {"num_warps": launch[2]["num_warps"]}
+    built = triton.compile(aot.source(*launch), target=aot.TARGETS["sm_90"], options=options)
+    return built.asm["ptx"].count("shfl.")
+
+def meta(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+B, T, D, N = 2, 64, 64, 16
+q, k, x, b, y = (meta(B, T, size) for size in (N, N, D, D, D))
+state = meta(B, D, N, dtype=torch.float32)
+kept = meta(B, T // 16, D, N, dtype=torch.float32)
+diagonal = rungs.page_module("diagonal")
+exact = rungs.page_module("exact")
+print(shuffles(lambda: diagonal.by_tile(q, k, x, b, y)))
+print(shuffles(lambda: diagonal.with_states(q, k, x, b, state, y, kept, state, C=16)))
+print(shuffles(lambda: exact.by_step(q, k, x, b, state, y, state)))
+"""
+
+
+def test_a_state_in_memory_spreads_a_channel_over_lanes_as_page_13_says():
+    environment = os.environ | {"PYTHONPATH": str(rungs.ROOT), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", COUNT_SHUFFLES]
+    run = subprocess.run(
+        command, capture_output=True, text=True, env=environment, cwd=rungs.ROOT, check=False
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    tile, states, step = map(int, run.stdout.split())
+    assert tile == 0
+    assert states == 10
+    assert step == 20
 
 
 def page_owners():
