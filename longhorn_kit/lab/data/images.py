@@ -26,7 +26,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
@@ -36,6 +35,7 @@ from ...models.vision import default_cfgs  # before timm, because it repairs tor
 from ...records import plural, warn, without_machine_paths
 
 # %% ../../../nbs/machine/images.ipynb #images-004
+from PIL import Image
 from timm.data import auto_augment, create_transform
 from timm.data.readers.reader_factory import create_reader
 
