@@ -63,7 +63,7 @@ def causal_read(
 
 # %% ../../nbs/scan/11_chunked.ipynb #11_chunked-043
 def fresh(t: Tensor) -> Tensor:
-    "Return a contiguous copy, whatever the strides of `t`."
+    "Return a contiguous copy of `t`."
     return t.clone(memory_format=torch.contiguous_format)
 
 
