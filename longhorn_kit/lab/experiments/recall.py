@@ -66,7 +66,7 @@ def look_up(
     symbols: Tensor,  # (B,T)
     values: int,  # V
 ) -> Tensor:  # (B,Q)
-    "Answer from a table: return the newest value of the stored key that is nearest to the question."
+    "Answer from a table: return the newest value of the stored key nearest to the question."
     pairs = int((symbols[0] < values).sum())
     distances = torch.cdist(keys[:, pairs:], keys[:, :pairs])
     newest_first = distances.flip(-1).argmin(-1)  # argmin takes the first of equals
@@ -108,7 +108,7 @@ def gated_linear_attention(
     x: Tensor,  # (B,T,D)
     b: Tensor,  # (B,T,N) gate logits
 ) -> Tensor:  # (B,T,D)
-    "Return the read-outs of GLA by equation (3), for streams short enough that $e^{c/2}$ is finite."
+    "Return the read-outs of GLA by equation (3), for streams so short that $e^{c/2}$ is finite."
     c = (F.logsigmoid(b) / 16).cumsum(1)
     c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # so that neither factor overflows
     scores = (q * c.exp()) @ (k * (-c).exp()).mT
@@ -420,7 +420,7 @@ def jobs(config: RecallConfig, results: Results) -> Iterator[dict]:
 
 
 def later(config: RecallConfig, results: Results) -> Iterator[dict]:
-    "Yield a placeholder, with any rate, for the judged job of every cell with an unfinished search."
+    "Yield a placeholder job, with any rate, for every cell whose search is not finished."
     for cell in cells(config):
         _, _, judged = search(cell, config, results)
         if not judged:
