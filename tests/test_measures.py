@@ -577,7 +577,7 @@ def test_a_failed_write_leaves_the_old_file_and_damage_is_named(tmp_path):
     changed = data.replace(data[60:70], b"0123456789")
     for damaged in (half, b"text", b"", changed):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="a.npz holds no arrays or is damaged"):
+        with pytest.raises(ValueError, match="a.npz contains no arrays or is damaged"):
             measures.load_arrays(path)
     with pytest.raises(FileNotFoundError, match="none.npz"):
         measures.load_arrays(tmp_path / "none.npz")

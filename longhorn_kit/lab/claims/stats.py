@@ -20,29 +20,29 @@ LOOKS = (4, 8, 16)  # judged seeds per model at which a claim is judged
 LOOK_LEVEL = 0.020  # at each look
 FLATTEST = 0.15  # least curvature of a fitted parabola, in standard deviations per squared step
 FARTHEST = 0.75  # the fitted minimum is at most this share of the way to the outermost rate
-EXPLODED = 15  # a run that is so many standard deviations above the best rate's mean exploded
-MEAN_SEARCH = 0.1  # added by a search on one seed to the variance of a mean at the best rate
+EXPLODED = 15  # standard deviations above the best rate's mean from which on a run has exploded
+MEAN_SEARCH = 0.1  # variance that a search on one seed adds to a mean at the best rate
 PRIOR_DF = 6  # weight of the pooled variance in the variance of a model
-APART = 0.001  # level of the test that keeps a variance out of the pool
+APART = 0.001  # level of the test that excludes a variance from the pool
 
 
 @dataclass(frozen=True)
 class Fit:
-    "The estimated outcome of one model, with what its interval needs."
+    "The estimated outcome of one model, with the numbers for its interval."
 
     value: float  # loss at the model's best rate, or another outcome
     weight: float  # variance of `value` in units of the variance of one run
     squares: float  # sum of squared residuals
-    df: int  # their degrees of freedom
+    df: int  # degrees of freedom of the residuals
     values: tuple = ()  # (n,) outcomes of the judged seeds
     exploded: int = 0  # runs at neighbours of the best rate that are left out
-    why: str = ""  # why the model gets no verdict; `value` is then NaN
+    why: str = ""  # reason if the model gets no verdict; `value` is then NaN
     is_share: bool = False  # each outcome is 0 or 1
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r13
 def fit_mean(
     values: Sequence[float],  # (n,) outcomes of the judged seeds; NaN: diverged
-    also: Fit | None = None,  # of the same model at its best rate: its residuals count too
+    also: Fit | None = None,  # fit of the same model at its best rate; its residuals count too
 ) -> Fit:
     "Estimate a model's outcome by the mean of its judged seeds."
     finite = [value for value in values if math.isfinite(value)]
@@ -53,7 +53,7 @@ def fit_mean(
     fit = Fit(center, 1 / len(finite), squares, len(finite) - 1, tuple(values))
     if also is None:
         return fit
-    if also.values == fit.values:  # one rate is the best rate: the same runs
+    if also.values == fit.values:  # the common rate is the best rate: these are the same runs
         return replace(fit, squares=also.squares, df=also.df)
     return replace(fit, squares=fit.squares + also.squares, df=fit.df + also.df)
 
@@ -85,7 +85,7 @@ def fit_rates(
     judged: Sequence[float],  # (n,) losses of the judged seeds at the best rate
     best: float,  # position of the best rate
     sd: float = PLAN_SD,  # standard deviation of one run, as planned
-    extended: bool = False,  # the best rate is an end of the extended grid
+    extended: bool = False,  # whether the best rate is an end of the extended grid
 ) -> Fit:
     "Estimate a model's loss at its best rate by a parabola through all runs within one step of it."
     if extended:
@@ -99,10 +99,10 @@ def fit_rates(
     if exploded or not usual:
         return no_verdict(_share_exploded(exploded, len(at_best)), judged)
     highest = fmean(usual) + limit
-    kept = [(offset, loss) for offset, loss in runs if loss <= highest]  # NaN is not
+    kept = [(offset, loss) for offset, loss in runs if loss <= highest]  # excludes NaN
     offsets = {offset for offset, _ in kept}
     if len(offsets) < 3:
-        seeds = len(at_best) - len(judged)  # of the search
+        seeds = len(at_best) - len(judged)  # seeds of the search
         fit = fit_mean(at_best)
         fit = replace(fit, weight=fit.weight + MEAN_SEARCH / max(seeds, 1))
     else:
@@ -115,7 +115,7 @@ def _fit_parabola(
     flattest,  # least curvature
 ):
     "Return the lowest loss of a parabola as a `Fit`."
-    import numpy as np  # here: `longhorn --help` needs no NumPy
+    import numpy as np  # imported here so that `longhorn --help` needs no NumPy
 
     x, y = np.array(runs).T
     columns = np.stack([np.ones_like(x), x, x**2], axis=1)
@@ -188,7 +188,7 @@ class _Estimate:
     difference: float
     error: float  # standard error
     df: float
-    n: int  # judged seeds, the least of the models
+    n: int  # judged seeds of the model that has fewest
 
     def interval(self, level):  # 1 - coverage
         from scipy.special import stdtrit
@@ -206,7 +206,7 @@ class _Estimate:
 
 
 def _estimate(contrast, fits, variances):
-    "Return the estimate of a contrast, or why there is none; None if a model is missing."
+    "Return the estimate of a contrast or the reason for none; None if a model is missing."
     names = [name for name, _ in contrast.weights]
     if any(name not in fits for name in names):
         return None
@@ -243,10 +243,10 @@ class Judgement:
     high: float = math.inf
     p: float = 1.0  # corrected for the comparisons of the claim
     verdict: str = "not run"  # one of `WORDS`
-    why: str = ""  # why there is no verdict
+    why: str = ""  # reason if there is no verdict
     side: str = ""  # at the looks: "ahead", "behind", "equal within the margin"
     look: int = 0  # judged seeds at which the side was decided; 0: not decided
-    beside: str = ""  # printed beside the verdict: later data, rank test, share of pairs
+    beside: str = ""  # notes beside the verdict: later data, rank test, share of pairs
     level: float = LEVEL  # the interval covers 1 - level
 
     def __str__(self):
@@ -274,9 +274,9 @@ EQUAL = "equal within the margin"
 
 
 def judge_looks(
-    contrasts: list[Contrast],  # all planned comparisons of one claim: all are counted
+    contrasts: list[Contrast],  # every planned comparison of one claim; the correction counts all
     looks: list[dict[str, Fit]],  # looks taken so far, in order: model -> fit at that look
-    groups: dict[str, str],  # model -> group of models that share a variance
+    groups: dict[str, str],  # model -> name of its group; groups pool their variance
     counts: Sequence[int] = LOOKS,  # judged seeds at each look
     level: float = LOOK_LEVEL,  # of each look
 ) -> list[Judgement]:
@@ -315,7 +315,7 @@ def _spreads_by_group(fits, groups):
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r29
 def _judge_look(contrasts, judgements, estimates, count, level):
     "Judge all comparisons that are still open at one look."
-    p_values = {}  # weights -> p; 1 if there can be no verdict
+    p_values = {}  # weights -> p; 1 if no verdict is possible
     for contrast, judgement, estimate in zip(contrasts, judgements, estimates):
         if judgement.side not in (AHEAD, BEHIND):
             tested = isinstance(estimate, _Estimate) and not judgement.side
@@ -379,7 +379,7 @@ FORMS = {
 
 
 def show(value: float, unit: str) -> str:
-    "Write a number with as many digits as suit its unit."
+    "Write a number with the digits of its unit."
     return FORMS.get(unit, "{:+.3g}").format(value)
 
 
@@ -402,7 +402,7 @@ def _notes(
     last,  # (fits, variances) of the last look
     level,
 ):
-    "Return what is printed beside a verdict."
+    "Return the notes to print beside a verdict."
     fits, _ = source
     texts = []
     if judgement.side == EQUAL:
@@ -434,7 +434,7 @@ def _bar(ends, unit):
 
 
 def _compare_runs(contrast, fits):
-    "Compare the judged runs of two models without a distribution: rank test, and share of pairs."
+    "Compare the judged runs of two models without assuming a distribution."
     shares = any(fits[name].is_share for name, _ in contrast.weights)
     if shares or len(contrast.weights) != 2:
         return []
@@ -458,8 +458,8 @@ def is_open(judgement: Judgement) -> bool:
     return judgement.verdict == "undecided" and not judgement.side
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-o01
-MIN_SEEDS = 3  # of a verdict
-SEARCH = 1 / 3  # added by the choice of a learning rate, in variances of one seed
+MIN_SEEDS = 3  # fewest seeds for a verdict
+SEARCH = 1 / 3  # variance added by the choice of a learning rate, in variances of one seed
 
 
 @dataclass(frozen=True)
@@ -471,15 +471,15 @@ class Comparison:
     unit: str = "points"
     margin: float = 0.0  # the claim holds above -margin
     searched: int = 1  # seeds on which the learning rates were chosen; 0: no choice
-    doubt: str = ""  # why there can be no verdict
+    doubt: str = ""  # reason if no verdict is possible
     published: float | None = None  # the paper's difference, same unit
-    planned: bool = False  # it counts in the correction, with a verdict or without
-    waits: bool = False  # planned seeds are missing
+    planned: bool = False  # whether it counts in the correction even without a verdict
+    waits: bool = False  # whether planned seeds are missing
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-n14
 def measure(comparison: Comparison) -> tuple:
     "Return the mean difference with its interval, and the p-value against the bound."
-    from scipy.special import stdtr, stdtrit  # here: `longhorn --help` needs no NumPy
+    from scipy.special import stdtr, stdtrit  # imported here: `longhorn --help` needs no NumPy
 
     values = comparison.differences
     n = len(values)
@@ -495,7 +495,7 @@ def measure(comparison: Comparison) -> tuple:
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-012
 def judge(comparisons: list[Comparison], level: float = LEVEL) -> list[Judgement]:
-    "Judge all comparisons of one claim together; each of two stages has half of the level."
+    "Judge all comparisons of one claim together; `level` is LEVEL / 2 in each of two stages."
     measured = [measure(c) if c.differences else None for c in comparisons]
     counted = []
     unjudged = 0
@@ -558,8 +558,8 @@ def _wilson(
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-o09
 @dataclass(frozen=True)
 class _ShareEstimate(_Estimate):
-    shares: tuple = ()  # of the side that should be larger, and of the other
-    runs: tuple = ()  # of both sides
+    shares: tuple = ()  # share that should be larger, other share
+    runs: tuple = ()  # number of runs of both sides
 
     def interval(self, level):
         "Return Newcombe's interval of the difference, from Wilson's intervals of the shares."
@@ -593,11 +593,11 @@ def _estimate_shares(contrast, fits):
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-012b
 def judge_ratios(
     label: str,
-    ratios: tuple,  # how many times as fast, one per shape
+    ratios: tuple,  # times as fast, one per shape
     least: float,  # smallest ratio that holds
     published: float | None = None,
 ) -> tuple[Comparison, Judgement]:
-    "Judge ratios of times: it holds if all do; the mean is geometric, the interval their range."
+    "Judge ratios of times: all must hold; the mean is geometric, and the interval is the range."
     held = [ratio >= least for ratio in ratios]
     verdict = "undecided"
     if all(held):
@@ -621,7 +621,7 @@ def effect(comparison: Comparison | Contrast, judgement: Judgement) -> str:
 
 
 def verdict_table(judged: list, title: str = "Verdicts") -> tuple:  # -> title, header, rows
-    "Tabulate pairs (comparison, judgement), with the paper's differences if there are any."
+    "Tabulate pairs (comparison, judgement), with the paper's differences if known."
     with_bars = bool(judged) and all(isinstance(comparison, Contrast) for comparison, _ in judged)
     with_paper = any(comparison.published is not None for comparison, _ in judged)
     with_beside = any(judgement.beside for _, judgement in judged)

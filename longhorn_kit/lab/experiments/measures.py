@@ -66,7 +66,7 @@ PIECES = (1, 2, 3, 4, 6, 8, 12, 16)  # lengths of padded documents, in contexts
 
 
 def reading(model: SequenceLM, context: int, rows: int) -> SimpleNamespace:
-    "Return settings for `window_losses`, which then reads at most `rows * context` tokens at once."
+    "Return settings with which `window_losses` reads at most `rows * context` tokens at once."
     whole = any(isinstance(block.mixer, Attention) for block in model.blocks)
     chunk = context * MULTIPLES[-1] if whole else context
     return SimpleNamespace(chunk=chunk, tokens_at_once=rows * context)
@@ -159,7 +159,7 @@ def erased_share(
     entries: Tensor,  # (M,D,N) from `entry_shares`
     k: Tensor,  # (M,N) keys
 ) -> Tensor:  # (M,D)
-    "Return the erased share of the old answer for a state parallel to the key; 0 if k = 0."
+    "Return the share of the old answer that is erased if the state is parallel to the key."
     tiny = torch.finfo(k.dtype).tiny
     weights = k.square() / k.square().sum(-1, keepdim=True).clamp(min=tiny)
     return (entries * weights[:, None]).sum(-1)
@@ -217,7 +217,7 @@ def mamba_steps(mixer, x):
 
 
 def matrix_steps(mixer, x):
-    "Return keys (B,T,H,N), and for the delta rule rates (M,H) and shares, otherwise None and {}."
+    "Return keys (B,T,H,N), and rates (M,H) and shares for the delta rule, otherwise None and {}."
     scan, *_ = mixer.inputs(x, mixer.empty_cache(len(x), x.device, x.dtype))
     k = scan["k"]
     beta = scan.get("beta")
@@ -386,7 +386,7 @@ def bits(
     nats: float,  # sum over the predictions
     predictions: int,
 ) -> float | None:
-    "Return bits per byte; None without predictions."
+    "Return bits per byte, or None if there are no predictions."
     if not predictions:
         return None
     return round(float(nats) / predictions / math.log(2), 5)
@@ -401,7 +401,7 @@ def summary_of_part(
     losses: list[np.ndarray],  # of every document, nats
     context: int,
 ) -> dict:
-    "Return a part's documents and bytes, its loss, also by position, and documents per length."
+    "Summarize a part: documents, bytes, loss, loss by position, documents per length."
     nats, counts = binned(losses, doubling_bins(context))
     lengths = np.array([len(loss) for loss in losses])
     reach = [int((lengths >= context * multiple).sum()) for multiple in MULTIPLES]
@@ -453,7 +453,7 @@ def measure_documents(model: SequenceLM, texts: Texts, context: int, rows: int) 
 
 
 def summary_of_lengths(texts: Texts, arrays: dict, context: int) -> dict:
-    "Return the window lengths, and the documents and losses of every domain at each length."
+    "Return the window lengths, and each domain's documents and losses at every length."
     summary = {"length": [context * multiple for multiple in MULTIPLES]}
     for name in texts.domains:
         sums = arrays[f"{name}/windows"]
@@ -517,7 +517,7 @@ def measure_run(
 
 # %% ../../../nbs/machine/measures.ipynb #measures-061
 def save_arrays(path: str | Path, arrays: dict[str, np.ndarray]) -> Path:  # names may contain "/"
-    "Write arrays to a compressed .npz file, whole or not at all; OSError names the file."
+    "Write arrays to a compressed .npz file, completely or not at all; OSError names the file."
 
     def pack(file):
         return zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9)
@@ -539,4 +539,4 @@ def load_arrays(path: str | Path) -> dict[str, np.ndarray]:
             return {name: file[name] for name in file.files}
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, AttributeError) as error:
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{path} holds no arrays or is damaged: {reason}") from None
+        raise ValueError(f"{path} contains no arrays or is damaged: {reason}") from None

@@ -41,8 +41,8 @@ def draw_streams(
 ) -> tuple:
     """Draw B streams of P pairs by equation (1), with answers to their Q = P / writes questions.
 
-    Returns keys (B,T,K) with T = P + Q, symbols (B,T) with V for `?`, answers (B,Q); with R
-    generators RB streams, seed by seed."""
+    Returns keys (B,T,K) with T = P + Q, symbols (B,T) with V for `?`, answers (B,Q); R
+    generators give RB streams, ordered by seed."""
     distinct = pairs // WRITES[task]
 
     def draw(sample, *sizes):
@@ -66,7 +66,7 @@ def look_up(
     symbols: Tensor,  # (B,T)
     values: int,  # V
 ) -> Tensor:  # (B,Q)
-    "Answer like a table: with the newest value of the stored key nearest to the question's."
+    "Answer from a table: return the newest value of the stored key nearest to the question."
     pairs = int((symbols[0] < values).sum())
     distances = torch.cdist(keys[:, pairs:], keys[:, :pairs])
     newest_first = distances.flip(-1).argmin(-1)  # argmin takes the first of equals
@@ -108,7 +108,7 @@ def gated_linear_attention(
     x: Tensor,  # (B,T,D)
     b: Tensor,  # (B,T,N) gate logits
 ) -> Tensor:  # (B,T,D)
-    "Return the read-outs of GLA by equation (3), for streams so short that $e^{c/2}$ is a float32."
+    "Return the read-outs of GLA by equation (3), for streams so short that $e^{c/2}$ is finite."
     c = (F.logsigmoid(b) / 16).cumsum(1)
     c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # so that neither factor overflows
     scores = (q * c.exp()) @ (k * (-c).exp()).mT
@@ -137,14 +137,14 @@ class RecallConfig:
     values: int = 32  # V symbols
     embed: int = 32  # size of a symbol's embedding
     d_state: int = 8  # N, size of the layer's keys
-    width: int = 32  # D, channels of exact and diagonal; the others are matched to them
+    width: int = 32  # D, channels of exact and diagonal; other models match their size
     rank: int = 3  # of the map from a token to its rates
     batch_size: int = 32  # streams per step
     steps: int = 250  # each on fresh streams
     warmup: int = 25  # steps, then half a cosine to 0
     lrs: tuple = (0.01, 0.03, 0.1, 0.3, 1.0)  # learning rates, all tried for every model
-    search_seeds: tuple = (100, 101, 102)  # choose the rate; () with a single rate
-    # judged: of data and initial weights, the same for every model
+    search_seeds: tuple = (100, 101, 102)  # choose the rate; () if only one rate
+    # seeds that are judged; each sets data and initial weights, the same for every model
     seeds: tuple = tuple(range(5, 13))
     test_streams: int = 128  # per number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32)  # numbers of pairs to test with
@@ -230,7 +230,7 @@ def count(name: str, config: RecallConfig, width: int) -> int:
 
 
 def matched_width(name: str, config: RecallConfig) -> int:
-    "Return the channels with which a model comes nearest to the size of exact and diagonal."
+    "Return the number of channels that brings a model closest to the size of exact and diagonal."
     target = count("longhorn_exact", config, config.width)
 
     def distance(width):
@@ -271,13 +271,13 @@ class RecallModel(nn.Module):
         keys: Tensor,  # (R,B,T,K)
         symbols: Tensor,  # (R,B,T)
     ) -> list[Tensor]:  # (R,BT,size) each
-        "Return query, key, value, and the low-rank part of the rates if there are any."
+        "Return query, key, value, and the low-rank part of the rates if the memory has rates."
         names = [name for name in ("query", "key", "value", "rate_down") if hasattr(self, name)]
         weights = [getattr(self, name) for name in names]
         sizes = [self.config.key_size, self.config.embed]
         of_key, of_symbol = torch.cat(weights, -1).split(sizes, 1)
         all_symbols = torch.arange(self.config.values + 1, device=symbols.device)
-        # `F.one_hot` makes integers of 64 bits
+        # `F.one_hot` returns 64-bit integers
         one_hot = symbols.flatten(1)[..., None] == all_symbols
         token = torch.cat([keys.flatten(1, 2), one_hot.to(keys.dtype)], -1)  # (R,BT,K+V+1)
         projected = token @ torch.cat([of_key, self.embedding @ of_symbol], 1)
@@ -320,7 +320,7 @@ def grade(
     symbols: Tensor,  # (R,B,T)
     answers: Tensor,  # (R,B,Q)
 ) -> tuple[Tensor, Tensor]:  # (), (2,R)
-    "Return the loss of all seeds, and the loss (nats) and the share of right answers by seed."
+    "Return the sum of the losses, and by seed the loss (nats) and the share of right answers."
     scores = model(keys, symbols, answers.shape[2])
     loss = F.cross_entropy(scores.flatten(0, 2), answers.flatten(), reduction="none")
     right = (scores.argmax(-1) == answers).float()
@@ -420,7 +420,7 @@ def jobs(config: RecallConfig, results: Results) -> Iterator[dict]:
 
 
 def later(config: RecallConfig, results: Results) -> Iterator[dict]:
-    "Yield a stand-in, with any rate, for the judged job of every cell whose search is not done."
+    "Yield a placeholder job, with any rate, for every cell whose search is not finished."
     for cell in cells(config):
         _, _, judged = search(cell, config, results)
         if not judged:
