@@ -396,7 +396,7 @@ def test_every_command_of_the_page_runs(tmp_path, name):
     said = done.stdout + done.stderr
     if name == "grid":  # stopped at once; what cannot be done without a cluster is one sentence
         assert done.returncode == 1, said
-        assert "the same command continues" in said, said
+        assert "the same command resumes" in said, said
     else:
         assert done.returncode == 0, said
     if name in ("one machine", "images", "two machines", "spot machine"):

@@ -519,7 +519,7 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
         victim.write_bytes(data[: len(data) // 2])
         no_error(pools(2).run(plain, tmp_path, language_model, options={}, sharding="fsdp"))
         warned = pools(2).printed
-        assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0]
+        assert f"{victim.name} is damaged; using the previous checkpoint" in warned[0]
         assert not warned[1]
         assert Path(newest).exists()
         result = read_json(tmp_path / "config.json")["attempts"][-1]["from_step"]

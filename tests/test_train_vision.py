@@ -352,7 +352,7 @@ def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
     for folder in (tmp_path, tmp_path / "train"):  # datasets gives them no labels
         with pytest.raises(ValueError, match="has the columns image; expected one of label"):
             open_part(f"hf:{folder}", "train")
-    with pytest.raises(ValueError, match="`datasets` takes .* for a pattern; rename the folder"):
+    with pytest.raises(ValueError, match="`datasets` treats .* as a pattern; rename the folder"):
         (tmp_path / "a [1]").mkdir()
         open_data(f"hf:{tmp_path / 'a [1]'}")
 
@@ -872,11 +872,13 @@ def test_training_resumes_inside_an_epoch_to_the_bit_and_refuses_other_settings(
     expected = results(tmp_path / "whole")
     assert result == expected
     with pytest.raises(
-        ValueError, match="holds a run with lr=0.002; this one has lr=0.003; use another folder"
+        ValueError,
+        match="contains a run with lr=0.002, but this run has lr=0.003; use another folder",
     ):
         small(tmp_path / "whole", folder, **options, lr=3e-3)
     with pytest.raises(
-        ValueError, match="holds a run with train=24; this one has train=1438; use another folder"
+        ValueError,
+        match="contains a run with train=24, but this run has train=1438; use another folder",
     ):
         small(tmp_path / "whole", "digits", **options)
 
@@ -989,7 +991,7 @@ def test_batches_that_do_not_fit_and_accumulated_parts(folder, tmp_path):
         (dict(batch_size=64), "24 training images are fewer than batch_size=64"),
         (
             dict(gradient_accumulation_steps=3),
-            "batch_size=8 cannot be shared by 1 processes with gradient_accumulation_steps=3",
+            "batch_size=8 cannot be divided among 1 processes with gradient_accumulation_steps=3",
         ),
         (dict(img_size=2**20), "GB; lower img_size or batch_size"),
         (dict(batch_size=7, mixup=0.8), "a micro-batch has 7 images"),
@@ -1028,7 +1030,7 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "model.safetensors").write_bytes(b"nothing")
     for words, says in (
-        ([str(tmp_path), "--data", str(folder)], f"checkpoint {tmp_path} holds no model"),
+        ([str(tmp_path), "--data", str(folder)], f"checkpoint {tmp_path} contains no model"),
         ([str(out), "--data", "nowhere"], "nowhere/val does not exist"),
         ([str(out), "--data", f"wds:{tmp_path}"], "class '0' of wds:"),
         (
@@ -1049,7 +1051,7 @@ def test_a_trained_model_is_evaluated_and_read_by_timm(trained, folder, tmp_path
     for words in commands:
         assert cli.main(words) == 1
         err = capsys.readouterr().err
-        assert f"{out / 'model'} holds a vision model; expected" in err
+        assert f"{out / 'model'} contains a vision model; expected" in err
 
 
 def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp_path, monkeypatch):
@@ -1103,7 +1105,7 @@ def test_a_run_starts_from_weights_of_another_size_and_head(trained, folder, tmp
             ),
             "does not fit longhorn_vim_nano_patch2_8",
         ),
-        (lambda folder: shutil.rmtree(folder), "holds no model"),
+        (lambda folder: shutil.rmtree(folder), "contains no model"),
         (
             lambda folder: (
                 (folder / "manifest.json").unlink(),
@@ -1184,7 +1186,7 @@ def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_wei
     assert all(errors.count(f"{path}; skipped") == 1 for path in broken)
     assert output.count("\n") == 2
     assert "of 6 images, 3 skipped" in output
-    assert "went to waiting for images" in output
+    assert "was spent waiting for images" in output
     one = small(folder / "one", folder, epochs=3, lr=4e-3, warmup_epochs=1)
     local, whole = (
         load_file(folder / name / "model" / "model.safetensors") for name in ("one", "whole")
