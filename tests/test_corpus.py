@@ -885,9 +885,7 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     )
     with pytest.raises(ValueError, match="the character 'Z' is not in the tokenizer's table of 15"):
         result.tokenizer.encode("toZ")
-    with pytest.raises(
-        ValueError, match="chars:.* has no end mark, so it cannot be used"
-    ):
+    with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot be used"):
         text = write(tmp_path / "a.txt")
         table = f"chars:{tmp_path / 'char'}"
         prepare(text, table, cache=tmp_path / "cache")

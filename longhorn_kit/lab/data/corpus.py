@@ -372,7 +372,7 @@ def write_index(
     settings,  # of `prepare`
     parts,  # counts and SHA-256 of both parts
 ):
-    "Write `index.json` with a hash of the text, for the embedded corpus independent of the tokens."
+    "Write `index.json`, with a hash of the embedded corpus or of both token files."
     if settings["source"] == "stdlib":
         digest = embedded_corpus_hash()
     else:
