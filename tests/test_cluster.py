@@ -442,6 +442,6 @@ def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert (
-        "error: `accelerate launch` was asked for several processes and started one; "
+        "error: `accelerate launch` started only one of several requested processes; "
         "start them with `torchrun" in said[0]
     )

@@ -929,7 +929,7 @@ class Runs:
             (code, "posix.system; expected strings")
             for code in (b"cposix\nsystem\n(S'touch ran'\ntR.", b"(S'touch ran'\niposix\nsystem\n.")
         ),
-        (b"c" + b"m" * 10**5 + b"\nx\n.", "it holds m{80}; expected"),
+        (b"c" + b"m" * 10**5 + b"\nx\n.", "it contains m{80}; expected"),
         (b"Pkey\n.", "it refers to other objects"),
         (b"\x80\x02\x82\x01.", "cannot be read"),
         (b"", "cannot be read"),
@@ -938,7 +938,10 @@ class Runs:
         (b"\x80\x04Nr\xff\xff\xff\x7f.", "no vocab_size"),
         (pickle.dumps([1]), "no vocab_size"),
         (pickle.dumps({"vocab_size": "x"}), "no vocab_size"),
-        (pickle.dumps({"vocab_size": 50304}), "a vocabulary of 50304; the tokenizer bytes has 256"),
+        (
+            pickle.dumps({"vocab_size": 50304}),
+            "a vocabulary of 50304 ids, but the tokenizer bytes has 256",
+        ),
         (
             pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}}),
             "a vocab_size of 3, but 2 characters",
@@ -946,7 +949,7 @@ class Runs:
         *(
             (
                 pickle.dumps({"vocab_size": 2, "itos": table}),
-                "no table of characters, one for each id from 0 on; prepare the text",
+                "no table with one character per id, starting at 0; prepare the text",
             )
             for table in (
                 {0: "a", 2: "b"},

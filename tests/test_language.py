@@ -371,7 +371,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
         ({"d_model": 8}, "with d_model=16, but this run has d_model=8"),
         ({"name": "prose"}, "on another text"),
     ):
-        with pytest.raises(ValueError, match=f"holds a run {differs}"):
+        with pytest.raises(ValueError, match=f"contains a run {differs}"):
             rerun(**changes)
     config = read_json(tmp_path / "run" / "lm_config.json")
     assert config["mixer"] == "longhorn"
@@ -462,7 +462,7 @@ def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
     plain.mkdir()
     (plain / "a.txt").write_text("a text")
     with pytest.raises(
-        ValueError, match="lies in the folder of texts .*plain; name a folder outside of it"
+        ValueError, match="is inside the folder of texts .*plain; name a folder outside of it"
     ):
         inside = plain / "runs" / "a"
         language_training.check_outside(inside, str(plain))
@@ -541,7 +541,7 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
         ({"d_model": 8}, "is a model with d_model=16, but this run has d_model=8"),
         (
             {"init_from": str(tmp_path / "export")},
-            "export is a folder of transformers; name the run that it was exported from",
+            "export is a folder of transformers; name the run from which it was exported",
         ),
         (
             {"options": {"d_state": 3}},

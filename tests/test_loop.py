@@ -450,10 +450,10 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
             dict(gradient_accumulation_steps=3),
             "batch_size=4 cannot be divided among 1 processes with gradient_accumulation_steps=3",
         ),
-        (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model; Tiny is not one"),
+        (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model, but Tiny is not one"),
         (
             dict(sharding="fsdp"),
-            "sharding is 'fsdp', but there is one process; start several with torchrun",
+            "sharding is 'fsdp', but there is one process; start several processes with torchrun",
         ),
         (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
         (dict(reset_documents=True), "reset_documents needs `end`"),

@@ -244,12 +244,12 @@ ZIPPED = "cannot be decompressed"
         (
             "a.jsonl",
             json_lines({"text": "x"}, {"text": 7}),
-            "line 2: column 'text' holds a value of type int, not text",
+            "line 2: column 'text' has a value of type int, not text",
         ),
         (
             "a.jsonl",
             json_lines({"text": ["x"]}),
-            "line 1: column 'text' holds a value of type list, not text",
+            "line 1: column 'text' has a value of type list, not text",
         ),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not UTF-8 text: byte 0"),
         (
@@ -293,11 +293,11 @@ ZIPPED = "cannot be decompressed"
             {"body": ["x"], "id": [7]},
             "has no column 'text' or 'content'; it has body, id",
         ),
-        ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
+        ("a.parquet", {"text": [7]}, "row 0: column 'text' has a value of type int, not text"),
         (
             "a.parquet",
             {"text": [b"x", b"y"]},
-            "row 0: column 'text' holds a value of type bytes, not text",
+            "row 0: column 'text' has a value of type bytes, not text",
         ),
         (
             "a.parquet",
@@ -663,7 +663,7 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
         (tmp_path / "encoder.json").write_text(damage)
         with pytest.raises(
             ValueError,
-            match="vocab.bpe and encoder.json beside it do not fit together .*; copy both again",
+            match="vocab.bpe and the encoder.json in its folder do not match .*; copy both again",
         ):
             get_tokenizer(f"gpt2:{tmp_path}")
     content = (gpt2_folder / "encoder.json").read_bytes()

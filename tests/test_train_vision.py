@@ -378,8 +378,8 @@ def test_a_row_without_an_image_is_a_broken_one(tmp_path):
 @pytest.mark.parametrize(
     "labels, says",
     [
-        ([0.5, 1.5], "'label' holds a float, not a class"),
-        ([[0], [1]], "'label' holds a list, not a class"),
+        ([0.5, 1.5], "'label' contains a float, not a class"),
+        ([[0], [1]], "'label' contains a list, not a class"),
         (range(70), "more than 50 classes"),
     ],
 )
@@ -930,7 +930,7 @@ def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
     finally:
         pool.close()
     assert re.match(
-        "WorkerLost: a process that loads images is gone, seen at step [456] .*same command again",
+        "WorkerLost: a process that loads images has died, detected at step [456] .*same command",
         message,
     )
     assert "\n" not in message

@@ -341,7 +341,7 @@ def record_documents(records, text_column, source):  # records: (name, dict) pai
         text = record[column]
         if not isinstance(text, str | None):
             raise ValueError(
-                f"{name}: column {column!r} holds a value of type {type(text).__name__}, not text"
+                f"{name}: column {column!r} has a value of type {type(text).__name__}, not text"
             )
         text = (text or "").replace("\0", "").lstrip("\ufeff")
         if text.strip():
