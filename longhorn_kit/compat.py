@@ -23,12 +23,12 @@ NEEDS_TRITON = (
 
 
 def use_triton(
-    rest: str = "read it: its outputs are stored",  # possible without Triton, for the message
-) -> str:  # device of the page's tensors: "cuda", or "cpu" if Triton interprets
-    "Prepare a page of kernels; without Triton, the cells that need it raise one sentence."
+    rest: str = "read it, since its outputs are stored",  # possible without Triton, for the message
+) -> str:  # device of the page's tensors: "cuda", or "cpu" for Triton's interpreter
+    "Prepare a page of kernels, so that cells raise a one-sentence error if Triton is missing."
     gpu = torch.cuda.is_available()
     if not gpu:
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it once, when it is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads this once, at its import
     if find_spec("triton") is None:
         message = f"This page {NEEDS_TRITON}."
         print(message, "Without it you can still", rest + ".")
@@ -39,7 +39,7 @@ def use_triton(
 
 # %% ../nbs/machine/compat.ipynb #compat-t03
 def names_read(statement: ast.stmt) -> set:
-    "Return the global names that a statement reads, also inside its functions."
+    "Return the global names that a statement reads, including reads inside its functions."
 
     def of_scope(scope, top):
         for symbol in scope.get_symbols():
@@ -62,7 +62,7 @@ def names_bound(statement: ast.stmt) -> set:
 
 
 def imports_triton(statement: ast.stmt) -> bool:
-    "Return whether a statement, or a function in it, imports Triton or a module of kernels."
+    "Check whether a statement, or a function in it, imports Triton or a module of kernels."
     modules = []
     for node in ast.walk(statement):
         if isinstance(node, ast.Import):
@@ -74,9 +74,9 @@ def imports_triton(statement: ast.stmt) -> bool:
 
 # %% ../nbs/machine/compat.ipynb #compat-t03b
 def simple_statements(body: list) -> Iterator[ast.stmt]:
-    "Yield the statements of a cell in order, with loops, conditions and other blocks taken apart."
+    "Yield the statements of a cell in order, with loops, conditions and other blocks split."
     for statement in body:
-        parts = []  # pairs of a target, or None, and an expression: the first line of a block
+        parts = []  # pairs (target or None, expression) for the first line of a block
         match statement:
             case ast.For():
                 parts = [(statement.target, statement.iter)]
@@ -101,14 +101,14 @@ def simple_statements(body: list) -> Iterator[ast.stmt]:
 
 # %% ../nbs/machine/compat.ipynb #compat-t05
 class CellsWithoutTriton:
-    "An AST transformer of IPython: cells that need Triton raise `message`, all others run."
+    "AST transformer of IPython that makes cells raise `message` if they need Triton."
 
     def __init__(self, message: str):
         self.message = message
         self.missing: set[str] = set()  # names that cells with Triton would have bound
 
     def visit(self, cell: ast.Module) -> ast.Module:
-        "Return the cell, without what needs Triton and with an error in its place."
+        "Return the cell with an error in place of the statements that need Triton."
 
         def is_import(statement):
             return isinstance(statement, (ast.Import, ast.ImportFrom))
@@ -123,7 +123,7 @@ class CellsWithoutTriton:
                 missing -= names_bound(statement)
         kept = [statement for statement in cell.body if statement not in blocked]
         only_imports = all(is_import(statement) and statement in cell.body for statement in blocked)
-        if not only_imports:  # the rest of the cell may need what is blocked
+        if not only_imports:  # the rest of the cell may need the blocked statements
             kept = list(filter(is_import, kept))
             bound = set().union(*map(names_bound, cell.body))
             bound_by_kept = set().union(*map(names_bound, kept))
@@ -134,7 +134,7 @@ class CellsWithoutTriton:
         return ast.Module(kept, cell.type_ignores)
 
     def error_at(self, statement: ast.stmt) -> ast.stmt:
-        "Return a statement that raises the message, with a traceback to the statement given."
+        "Return a statement that raises the message, with a traceback to the given statement."
         source = f"raise ModuleNotFoundError({self.message!r}, name='triton')"
         error = ast.parse(source).body[0]
         for node in ast.walk(error):
@@ -143,8 +143,8 @@ class CellsWithoutTriton:
 
 
 def guard_cells(message: str) -> None:
-    "Let the cells of this page that need Triton raise `message`; outside of IPython do nothing."
-    # not by an import: the exported code of a model must not depend on IPython
+    "Make the cells of this page raise `message` if they need Triton; only within IPython."
+    # without an import, because the exported code of a model must not depend on IPython
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
     if shell and not any(isinstance(t, CellsWithoutTriton) for t in shell.ast_transformers):
@@ -153,7 +153,7 @@ def guard_cells(message: str) -> None:
 # %% ../nbs/machine/compat.ipynb #compat-t09
 @cache  # one repair is enough
 def mend_interpreter() -> None:
-    "Let the interpreter of Triton 3.6 count loops with NumPy 2.4 or newer."
+    "Repair loops in the interpreter of Triton 3.6 for NumPy 2.4 or newer."
     import triton
     from triton.runtime import interpreter
 
@@ -181,8 +181,8 @@ def declare_box_operators() -> None:
     _declared.append(library)
 
 # %% ../nbs/machine/compat.ipynb #compat-006
-def mend_torchvision() -> bool:  # True if it was needed
-    """Make torchvision importable if its extension does not fit.
+def mend_torchvision() -> bool:  # True if the repair was needed
+    """Make torchvision importable if its extension does not match PyTorch.
 
     Call this before importing timm or transformers."""
     try:

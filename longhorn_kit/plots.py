@@ -45,22 +45,22 @@ INK = "#595959"
 
 
 def linear_of(
-    color: Any,  # any that matplotlib knows
-) -> np.ndarray:  # (3,) in proportion to light
-    "Undo the curve of sRGB."
+    color: Any,  # any colour of matplotlib
+) -> np.ndarray:  # (3,) linear components
+    "Return the linear RGB components of a colour."
     components = np.array(mpl.colors.to_rgb(color))
     return np.where(
         components <= 0.04045, components / 12.92, ((components + 0.055) / 1.055) ** 2.4
     )
 
 
-LUMINANCE = np.array([0.2126, 0.7152, 0.0722])  # what red, green and blue light weigh for an eye
+LUMINANCE = np.array([0.2126, 0.7152, 0.0722])  # weights of red, green and blue in the luminance
 
 
 def readable(
-    color: Any,  # any that matplotlib knows
+    color: Any,  # any colour of matplotlib
 ) -> str:  # "#rrggbb"
-    "Return the colour for letters on white: darkened, where needed, to a contrast of 4.6."
+    "Return the colour for letters on white, darkened to a contrast of 4.6 if necessary."
     linear = linear_of(color)
     largest = (1 + 0.05) / 4.6 - 0.05  # white has the luminance 1
     linear *= min(1, largest / max(LUMINANCE @ linear, largest))
@@ -69,14 +69,15 @@ def readable(
 
 
 def letters_on(
-    color: Any,  # of the ground
+    color: Any,  # colour of the background
 ) -> str:
     "Return black or white, whichever has the higher contrast on a colour."
-    return "black" if LUMINANCE @ linear_of(color) > 0.179 else "white"  # equal at sqrt(21)
+    # at a luminance of 0.179 both have the contrast sqrt(21)
+    return "black" if LUMINANCE @ linear_of(color) > 0.179 else "white"
 
 # %% ../nbs/machine/plots.ipynb #plots-006
 def use_style() -> None:
-    "Set matplotlib's defaults to the look of the book; call it once, after the imports."
+    "Set matplotlib's defaults to the style of the book; call this once, after the imports."
     ink = (
         "text.color",
         "axes.labelcolor",
@@ -110,7 +111,7 @@ def use_style() -> None:
     )
     ipython = sys.modules.get("IPython")
     shell = ipython and ipython.get_ipython()
-    if shell:  # a notebook: twice the pixels
+    if shell:  # twice the resolution in a notebook
         from matplotlib_inline.config import InlineBackend
 
         InlineBackend.instance(parent=shell).figure_formats = {"retina"}
@@ -120,7 +121,7 @@ def spread(
     heights: list,  # in increasing order
     gap: float,
 ) -> list:  # heights from 0 to 1
-    "Move heights apart by at least `gap`, as little as possible in the sum of squares."
+    "Move heights apart to distances of at least `gap`, with the least sum of squared moves."
     groups = []  # (sum, count) of neighbours that move together
     for rank, height in enumerate(heights):
         total = height - rank * gap
@@ -136,7 +137,7 @@ def spread(
 
 
 def end_of(ax: Any, line: Any) -> tuple | None:  # (x,y) as fractions of the axes
-    "Return the last finite point of a line; None without one."
+    "Return the last finite point of a line, or None."
     points = np.column_stack([line.get_xdata(), line.get_ydata()]).astype(float)
     points = points[np.isfinite(points).all(1)]
     if not len(points):
@@ -146,11 +147,11 @@ def end_of(ax: Any, line: Any) -> tuple | None:  # (x,y) as fractions of the axe
 
 # %% ../nbs/machine/plots.ipynb #plots-008-labels
 def label_ends(
-    ax: Any,  # axes whose lines have their name in `label=`
+    ax: Any,  # axes with lines whose names are in `label=`
     gap: float = 0.065,  # smallest distance between two labels, as a fraction of the axes' height
 ) -> None:
-    "Write every line's label beside its last finite point, with a leader where the label moved."
-    ax.autoscale_view()  # limits may be stale until the first drawing
+    "Write every line's label beside its last finite point, with a leader if the label moved."
+    ax.autoscale_view()  # limits may be outdated until the first drawing
     named = [line for line in ax.get_lines() if not line.get_label().startswith("_")]
     ends = [(end_of(ax, line), line) for line in named]
     ends = sorted((end for end in ends if end[0]), key=lambda end: end[0][1])
@@ -162,7 +163,7 @@ def label_ends(
         leader = {
             "arrowstyle": "-",
             "color": line.get_color(),
-            "linestyle": ":" if is_short else "-",  # inside the axes it is no curve
+            "linestyle": ":" if is_short else "-",  # dotted, so that it does not look like a curve
             "linewidth": 0.7,
             "relpos": (0, 0.5),
             "shrinkA": 3,
@@ -197,8 +198,8 @@ def plot_seeds(
 # %% ../nbs/machine/plots.ipynb #plots-table
 def show_table(
     title: str,  # may be empty
-    header: list,  # of cells
-    rows: list,  # of lists of cells
+    header: list,  # list of cells
+    rows: list,  # lists of cells
 ) -> None:
     "Show a Markdown table in a notebook."
     from IPython.display import Markdown, display
@@ -222,15 +223,15 @@ DASHED = {"linestyle": (0, (2, 1.5)), "linewidth": 1.1}
 class Paper:
     "Axes whose unit is one cell of an array, with y pointing down."
 
-    WIDTH = 3.9  # inches: a phone shows it at full size
-    LINE = 0.2  # inches, the height of a line of text
+    WIDTH = 3.9  # inches; fits on a phone at full size
+    LINE = 0.2  # inches; height of a line of text
 
     def __init__(
         self,
-        columns: float,  # cells side by side
-        spaces: int,  # gaps between arrays
-        rows: float,  # cells below one another
-        lines: float,  # lines of text below one another
+        columns: float,  # number of cells in the horizontal direction
+        spaces: int,  # number of gaps between arrays
+        rows: float,  # number of cells in the vertical direction
+        lines: float,  # number of lines of text in the vertical direction
     ):
         self.cell = min(0.27, (self.WIDTH - 0.26 * spaces) / columns)  # inches
         self.width = self.WIDTH / self.cell
@@ -248,7 +249,7 @@ class Paper:
         self.ax.grid(False)
 
     def words(self, x: float, y: float, text: str, **options: Any) -> None:
-        "Write a text around (x, y)."
+        "Write a text centred at (x, y)."
         look = {"fontsize": 8.5, "ha": "center", "va": "center", "color": INK}
         self.ax.text(x, y, text, **(look | options))
 
@@ -275,8 +276,8 @@ class Paper:
         arrow = mpl.patches.FancyArrowPatch((x, y + reach), (x, y - reach), **look, **bend)
         self.ax.add_patch(arrow)
 
-    def legend(self, y: float, keys: list) -> None:  # pairs: colour or None for dashed, text
-        "Write what the colours mean."
+    def legend(self, y: float, keys: list) -> None:  # pairs: (colour or None for dashed, text)
+        "Draw a legend of the colours."
         widths = [1.1 * self.line + self.width_of(text) for _, text in keys]
         x = (self.width - sum(widths)) / 2
         for (colour, text), width in zip(keys, widths):
@@ -286,7 +287,7 @@ class Paper:
             x += width
 
 # %% ../nbs/machine/plots.ipynb #plots-array
-def block_hull(blocks: list) -> tuple:  # (first row, row after the last, first column, after last)
+def block_hull(blocks: list) -> tuple:  # (first row, end row, first column, end column)
     "Return the smallest block that contains all blocks; a single slice is a block of one row."
     pairs = [block if isinstance(block, tuple) else (slice(0, 1), block) for block in blocks]
     first_row = min(rows.start for rows, _ in pairs)
@@ -302,9 +303,9 @@ def draw_array(
     y: float,
     shape: tuple,  # (rows, columns)
     colour: str,
-    blocks: list,  # of the marked program: its whole block, its block at one step; empty if unused
-    outlines: list,  # the block of every program
-    numbered: bool,  # whether the cells have numbers
+    blocks: list,  # hull and current block of the marked program, or one of them, or empty
+    outlines: list,  # blocks of all programs
+    numbered: bool,  # True if the cells have numbers
 ) -> None:
     "Fill blocks from pale to bright; outline cells, masked cells and every program's block."
     rows, columns = shape
@@ -360,11 +361,11 @@ def draw_grid(
 
 # %% ../nbs/machine/plots.ipynb #plots-uses
 class ArrayUses:
-    "What the programs of a kernel load and store: for each array, its shape and blocks of it."
+    "Blocks of each array that the programs of a kernel load and store."
 
     def __init__(
         self,
-        arrays: dict,  # this and the next seven: as in `draw_programs`
+        arrays: dict,  # all arguments are as in `draw_programs`
         grid: tuple,
         program: Callable,
         show: tuple,
@@ -378,7 +379,7 @@ class ArrayUses:
         self.carry = carry
         self.steps = steps
         self.verbs = verbs
-        # a vector is a row
+        # a vector is drawn as a row
         self.shapes = {
             name: shape if len(shape) == 2 else (1, *shape) for name, shape in arrays.items()
         }
@@ -388,7 +389,7 @@ class ArrayUses:
         self.now = self.hulls(show, [()] if step is None else [(step,)])
 
     def hulls(self, numbers: tuple, times: list) -> dict:  # name -> (colour, block)
-        "Return the smallest block that holds all that a program uses at these times, per array."
+        "Return the smallest block per array that contains all uses by a program at these times."
         calls = [self.program(*numbers, *time) for time in times]
         result = {}
         for side, colour in enumerate((LOADED, STORED)):
@@ -397,13 +398,13 @@ class ArrayUses:
         return result
 
     def size(self, name: str) -> tuple:  # (rows, columns)
-        "Return the room of an array, with masked cells and the arrow of a carried one."
+        "Return the size of an array with its masked cells and, if it is carried, its arrow."
         rows, columns = self.shapes[name]
         _, end_row, _, end_column = self.whole[self.show].get(name, (None, (0, 0, 0, 0)))[1]
         return max(rows, end_row), max(columns, end_column) + (name in self.carry)
 
     def marked(self, name: str) -> tuple:  # (colour, blocks)
-        "Return the block of the marked program, and the part of it that is used now."
+        "Return the colour, the block of the marked program, and the block of the marked step."
         rows, columns = self.shapes[name]
         colour, block = self.now.get(name, (CARRIED, (0, rows, 0, columns)))
         _, whole = self.whole[self.show].get(name, (None, block))
@@ -412,13 +413,13 @@ class ArrayUses:
         return colour, [whole, block] if whole != block else [block]
 
     def outlines(self, name: str) -> list:
-        "Return the block of every program, or the whole array if no program uses it."
+        "Return the blocks of all programs, or the full array if no program uses it."
         blocks = [hulls[name][1] for hulls in self.whole.values() if name in hulls]
         rows, columns = self.shapes[name]
         return blocks or [(0, rows, 0, columns)]
 
     def legend(self) -> list:  # (colour or None for dashed, text)
-        "Return what the colours in the picture mean."
+        "Return the entries of the legend."
         number = self.show if len(self.show) > 1 else self.show[0]
         reads, writes = self.verbs
         keys = [(LOADED, f"{reads} by program {number}")]
@@ -437,11 +438,11 @@ def draw_uses(
     x: float,
     y: float,
     uses: ArrayUses,
-    name: str,  # of the array
-    numbered: bool,  # whether its cells have numbers
-    label: str,  # above it
+    name: str,  # name of the array
+    numbered: bool,  # True if the cells have numbers
+    label: str,  # text above the array
 ) -> None:
-    "Draw an array with what programs use of it, its label, and the arrow of a loop."
+    "Draw an array with the blocks that programs use, its label, and the arrow of a loop."
     rows, columns = uses.size(name)
     colour, blocks = uses.marked(name)
     draw_array(paper, x, y, uses.shapes[name], colour, blocks, uses.outlines(name), numbered)
@@ -453,30 +454,30 @@ def draw_uses(
 
 def table_of(
     grid: tuple,  # number of programs along each axis
-    down: bool,  # one axis: whether it points down
+    down: bool,  # True if a single axis points down
 ) -> tuple:  # (rows, columns)
-    "Return how the boxes of a grid lie."
+    "Return the numbers of rows and columns in the drawing of a grid."
     if len(grid) == 2:
         return grid
     return (grid[0], 1) if down else (1, grid[0])
 
 
 def draw_programs(
-    arrays: dict,  # name -> shape; a vector lies in a row, (n, 1) stands upright
+    arrays: dict,  # name -> shape; a vector is drawn as a row, and (n, 1) as a column
     grid: tuple,  # number of programs along each axis
-    program: Callable,  # (its numbers, step if there are steps) -> (loads, stores): name -> slices
-    show: tuple,  # numbers of the program that is marked
-    layout: list,  # rows of names; "grid" is the grid, ">" an arrow, "" an empty place
+    program: Callable,  # (numbers of a program, step) -> (loads, stores), each name -> slices
+    show: tuple,  # numbers of the marked program
+    layout: list,  # rows of names; "grid" is the grid, ">" an arrow, "" an empty position
     carry: tuple = (),  # names of the arrays that a loop carries, or that stay in registers
-    steps: int | None = None,  # steps of the loop
-    step: int | None = None,  # the step that is drawn bright
+    steps: int | None = None,  # number of steps of the loop; None without a loop
+    step: int | None = None,  # the step with a bright colour
     box: tuple = (1.5, 1),  # (width, height) of a program in the grid, in cells
-    down: bool = False,  # whether the programs of a grid with one axis stand below one another
+    down: bool = False,  # True: draw a grid with one axis as a column
     numbers: tuple = (),  # names of the vectors whose elements are numbered
     verbs: tuple = ("loaded", "stored"),  # what blue and orange mean, for tiles in registers
-    labels: dict | None = None,  # name -> text above the array, if not its name
+    labels: dict | None = None,  # name -> text above the array; by default the name
 ) -> None:
-    "Draw the grid of a kernel, and what one of its programs loads, stores and carries."
+    "Draw the grid of a kernel, and the cells that one program loads, stores and carries."
     labels = labels or {}
     uses = ArrayUses(arrays, grid, program, show, carry, steps, step, verbs)
     table = table_of(grid, down)
@@ -494,7 +495,7 @@ def draw_programs(
         for name, width in zip(row, widths):
             rows, columns = sizes[name]
             x = left + (width - columns) / 2
-            top = y + (height - rows) / (2 if steps else 1)  # in a loop, arrays are centred
+            top = y + (height - rows) / (2 if steps else 1)  # for a loop, arrays are centred
             left += width + gap
             if name == "grid":
                 draw_grid(paper, x, top, grid, table, show, box)

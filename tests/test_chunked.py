@@ -216,7 +216,7 @@ def test_no_second_derivative_is_taken_for_zero(form):
     t = leaves(make(2, 5, 3, 2, form=form))
     given = {n: v for n, v in t.items() if v is not None}
     outside = ("D_skip", "z")  # they meet the read-outs outside the scan
-    refusal = "no second derivative; the reference scan can: .*a layer by layer.scan = functools"
+    refusal = "no second derivative; use the reference scan: .*set layer.scan = functools"
     for first in (v for n, v in given.items() if n not in outside):
         for second in given.values():
             out, _ = run(form, t)

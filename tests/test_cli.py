@@ -325,13 +325,10 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     assert record["settings"] == {"steps": 4, "seeds": [5, 6]}
     assert fakes.calls == ["fake", "fake"]
     out = capsys.readouterr().out
-    assert "at scale laptop: fake; its time is estimated after its first job" in out
+    assert "at scale laptop: fake; settings are changed, so the time is estimated after" in out
     assert "on two CPU cores" not in out
     assert "+4.0 points" in out
-    assert (
-        "  a trial, since its settings are not those of the scale; the ledger does not count it"
-        in out
-    )
+    assert "  a trial: the settings differ from those of the scale, " in out
     for row in cli.ledger("runs"):
         assert not row.file
     page = (here / "runs" / "report.html").read_text(encoding="utf-8")
@@ -339,7 +336,7 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
     assert "does not count it: steps 3 -&gt; 4, seeds [0] -&gt; [5, 6]." in page
     for names in ([], ["fake"]):
         assert cli.main(["claims", *names]) == 0
-        trial = f"trial, not counted above: {Path('runs/fake/laptop.trial')}\n"
+        trial = f"trial, not counted in the ledger above: {Path('runs/fake/laptop.trial')}\n"
         assert f"{trial}  steps 3 -> 4, seeds [0] -> [5, 6]\n" in capsys.readouterr().out
     assert cli.main(["claims", "second"]) == 0
     assert "trial" not in capsys.readouterr().out
@@ -365,7 +362,7 @@ def test_settings_are_flags_and_make_a_trial(here, capsys):
 def test_claim_without_a_run_names_those_that_have_one(here, capsys):
     assert (
         fails(capsys, ["reproduce", "fake", "idle"])
-        == "idle has no run at scale laptop; those that have one: fake, second"
+        == "idle has no run at scale laptop; claims that have one: fake, second"
     )
     assert "at scale laptop: fake, second" in fails(capsys, ["reproduce", "--scale", "paper"])
     assert fakes.calls == []
@@ -397,7 +394,7 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert err.endswith(
         "longhorn: error: not done: fake (no room for fake), third (no room for third); "
-        "what is finished is kept\n"
+        "finished jobs are kept\n"
     )
     assert "score: +2.0 points, n = 3, holds" in out
     assert f"report: {Path('runs/report.html')}" in out
@@ -407,7 +404,7 @@ def test_a_failed_claim_does_not_stop_the_others(here, capsys, monkeypatch):
 
 
 def test_jobs_that_are_left_are_a_failure(here, capsys):
-    assert "1 job not done; the same command continues" in fails(
+    assert "1 job not done; the same command resumes" in fails(
         capsys, ["reproduce", "second", "--minutes", "0"]
     )
     partial = here / "runs" / "second" / "laptop" / "partial.json"
@@ -455,7 +452,7 @@ def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeyp
     assert cli.main(["reproduce", "done", "--scale", "paper"]) == 0
     assert (here / "scores").read_text() == "evaluated\n"
     assert "the full recipe" in capsys.readouterr().out
-    assert "broken (its command ended with code 7)" in fails(
+    assert "broken (the command of the claim ended with code 7)" in fails(
         capsys, ["reproduce", "broken", "--scale", "paper"]
     )
     assert "it has a recipe: --scale paper" in fails(capsys, ["reproduce", "done"])
@@ -493,7 +490,7 @@ def test_claims_prints_what_was_found(here, capsys):
     assert "not run" in out
     assert "second: The second claim" in out
     assert "The fake claim" not in out
-    assert "there is no folder elsewhere" in err
+    assert "folder elsewhere does not exist" in err
 
 
 STOPPED = """
@@ -530,8 +527,7 @@ def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     assert "Traceback" not in out + err
     errors = [line for line in err.splitlines() if line.startswith("longhorn: error: ")]
     expected = (
-        "longhorn: error: stopped by SIGTERM; "
-        "what is finished is kept, and the same command resumes"
+        "longhorn: error: stopped by SIGTERM; finished jobs are kept, and the same command resumes"
     )
     assert errors == [expected]
     assert "BrokenPipe" not in err, err
@@ -690,10 +686,7 @@ def test_generate_refuses_the_tokenizer_of_another_model(tmp_path, capsys):
             tmp_path / str(size)
         )
         says = fails(capsys, ["generate", str(tmp_path / str(size)), "--tokenizer", "bytes"])
-        assert (
-            f"the tokenizer has 256 tokens, the model {size}; name the one it was trained with"
-            in says
-        )
+        assert f"the tokenizer has 256 tokens, but the model has {size}; name the tokenizer" in says
 
 
 def test_generate_sends_no_control_characters(model, capsys):
@@ -752,7 +745,7 @@ def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
     weights = (model / "model.safetensors").read_bytes()
     config = (model / "config.json").read_text()
     assert "nowhere does not exist" in fails(capsys, ["generate", str(tmp_path / "nowhere")])
-    assert "holds no model" in fails(capsys, ["generate", str(tmp_path)])
+    assert "contains no model" in fails(capsys, ["generate", str(tmp_path)])
     (tmp_path / "config.json").write_text(config)
     half = weights[: len(weights) // 2]
     (tmp_path / "model.safetensors").write_bytes(half)
@@ -764,7 +757,7 @@ def test_checkpoints_that_are_missing_or_damaged(model, tmp_path, capsys):
     ):
         (tmp_path / "config.json").write_text(damaged)
         fails(capsys, ["generate", str(tmp_path)])
-    assert "holds no model" in fails(capsys, ["generate", str(tmp_path / "config.json")])
+    assert "contains no model" in fails(capsys, ["generate", str(tmp_path / "config.json")])
 
 
 @pytest.mark.parametrize(
@@ -960,7 +953,7 @@ def test_train_lm_reads_the_named_column_of_records(tmp_path, cache, capsys):
         .startswith(b"the cow says moo 0 times\n")
     )
     capsys.readouterr()
-    assert "column 'id' holds a value of type int, not text" in fails(
+    assert "column 'id' has a value of type int, not text" in fails(
         capsys, [*words, "--text-column", "id"]
     )
 
@@ -1045,7 +1038,7 @@ def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
     words = tiny(tmp_path, tmp_path / "run", "--data", str(tmp_path / "a.jsonl"))
     assert cli.main(words) == 0
     capsys.readouterr()
-    assert "holds a run on another text" in fails(capsys, [*words, "--text-column", "body"])
+    assert "contains a run on another text" in fails(capsys, [*words, "--text-column", "body"])
 
 
 @pytest.mark.parametrize(
@@ -1057,7 +1050,7 @@ def test_a_run_on_another_column_is_not_continued(tmp_path, cache, capsys):
         (["--data", "nowhere.txt"], 1, "nowhere.txt"),
         (["--data", ""], 1, "source ''"),
         (["--tokenizer", "words"], 1, "words"),
-        (["--out", "images"], 1, "holds a run of train-vision"),
+        (["--out", "images"], 1, "contains a run of train-vision"),
         (["--out", "file"], 1, "file"),
         (["--out", "file/deeper"], 1, "file"),
         (["--out", ""], 2, "--out FOLDER is missing"),
@@ -1095,7 +1088,7 @@ def test_training_that_cannot_start_says_why(
 def test_too_little_memory_is_one_sentence(error):
     assert re.fullmatch(
         r"not enough memory: PyTorch tried to allocate (160 bytes|2.00 GiB); "
-        r"lower the sizes of model or batch",
+        r"use a smaller model or a smaller batch",
         cli.one_line(error),
     )
 
@@ -1178,10 +1171,10 @@ def test_the_authors_switches_reach_the_run(text, tmp_path, cache, capsys):
     result = json.loads((tmp_path / "run" / "lm_config.json").read_text())["d_mlp"]
     assert result == 64
     capsys.readouterr()
-    assert "holds a run with decay=official; this one has decay=matrices" in fails(
+    assert "contains a run with decay=official, but this run has decay=matrices" in fails(
         capsys, [*words, "--decay", "matrices"]
     )
-    assert "holds a run with mixer_options=" in fails(capsys, [*words, "--sizes", "matched"])
+    assert "contains a run with mixer_options=" in fails(capsys, [*words, "--sizes", "matched"])
     assert "the authors' size of retnet" in fails(
         capsys, tiny(text, tmp_path / "other", "--mixer", "retnet", "--sizes", "official")
     )
@@ -1208,8 +1201,10 @@ def test_folder_of_another_run_is_not_overwritten(text, tmp_path, cache, capsys)
     cli.main(tiny(text, tmp_path / "run"))
     capsys.readouterr()
     weights = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
-    assert "holds a run with" in fails(capsys, tiny(text, tmp_path / "run", "--lr", "0.5"))
-    assert "holds a run with" in fails(capsys, tiny(text, tmp_path / "run", "--mixer", "attention"))
+    assert "contains a run with" in fails(capsys, tiny(text, tmp_path / "run", "--lr", "0.5"))
+    assert "contains a run with" in fails(
+        capsys, tiny(text, tmp_path / "run", "--mixer", "attention")
+    )
     content = (tmp_path / "run" / "model" / "model.safetensors").read_bytes()
     assert content == weights
 
@@ -1250,7 +1245,7 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     no_leftovers(tmp_path / "run")
     assert not (tmp_path / "run" / "model").exists()
     assert re.search(
-        "holds no model: its run stopped at step .* of 120; the same training command",
+        "contains no model: its run stopped at step .* of 120; the same training command",
         fails(capsys, ["generate", str(tmp_path / "run")]),
     )
     assert cli.main(words) == 0
@@ -1273,7 +1268,7 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     assert "Traceback" not in err
     assert (
         err.splitlines()[-1]
-        == "longhorn: error: interrupted; what is finished is kept, and the same command resumes"
+        == "longhorn: error: interrupted; finished jobs are kept, and the same command resumes"
     )
     record = tmp_path / "runs" / "recall" / "laptop" / "record.json"
     assert not record.exists()

@@ -396,7 +396,7 @@ def test_every_command_of_the_page_runs(tmp_path, name):
     said = done.stdout + done.stderr
     if name == "grid":  # stopped at once; what cannot be done without a cluster is one sentence
         assert done.returncode == 1, said
-        assert "the same command continues" in said, said
+        assert "the same command resumes" in said, said
     else:
         assert done.returncode == 0, said
     if name in ("one machine", "images", "two machines", "spot machine"):
@@ -442,6 +442,6 @@ def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
     assert (
-        "error: `accelerate launch` was asked for several processes and started one; "
+        "error: `accelerate launch` started only one of several requested processes; "
         "start them with `torchrun" in said[0]
     )

@@ -247,7 +247,7 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):
     assert bytes_of(repeated) == bytes_of(bpe)
     with pytest.raises(
         ValueError,
-        match=f"{bpe.folder} holds tokens of gpt2-.*; the tokenizer that was named is bytes",
+        match=f"{bpe.folder} contains tokens of gpt2-.*, but the named tokenizer is bytes",
     ):
         prepare(str(bpe.folder))
 
@@ -440,11 +440,11 @@ def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "what, says",
     [
-        ("disk", "cannot write .*partial.*No space left on device.*; what was prepared is kept"),
-        ("network", "'owner/books'.*timed out; what was prepared is kept"),
+        ("disk", "cannot write .*partial.*No space left on device.*; the prepared part is kept"),
+        ("network", "'owner/books'.*timed out; the prepared part is kept"),
         (
             "process",
-            "a process that tokenises was lost .*; try fewer workers; what was prepared is kept",
+            "a process that tokenises was lost .*; try fewer workers; the prepared part is kept",
         ),
     ],
 )
@@ -804,15 +804,15 @@ def test_a_bad_bin_is_named(tmp_path):
         (
             [1, 2, 300, 4],
             {},
-            "holds token 300, but the tokenizer bytes has 256; name the tokenizer",
+            "has token 300, but the tokenizer bytes has 256 tokens; name the tokenizer",
         ),
-        ([1, 2, 3, 4], {"limit": 3}, "is used as it is; limit=3 does not apply"),
+        ([1, 2, 3, 4], {"limit": 3}, "contains tokens, so limit=3 does not apply"),
         ([1, 2, 3, 4], {"text_column": "body"}, "has no columns; text_column='body' does not"),
-        ([1, 2, 3, 4], {"val": str(path)}, "is the text to train on"),
+        ([1, 2, 3, 4], {"val": str(path)}, "is the training text; hold out another text"),
         (
             [1, 2, 3, 4],
             {"val": "stdlib"},
-            "stdlib cannot be the held-out part of .* takes one, a .bin file",
+            "stdlib cannot be the held-out part of .* part, which must be a .bin file",
         ),
     ]
     for ids, options, says in cases:
@@ -826,8 +826,8 @@ def test_a_bad_bin_is_named(tmp_path):
     path.write_bytes(content + b"\1")
     with pytest.raises(
         ValueError,
-        match=f"{path} has 9 bytes, but a token has 2: "
-        "it was cut off, or holds integers of another width",
+        match=f"{path} has 9 bytes, but a token has 2, "
+        "so the file is truncated or has integers of another width",
     ):
         prepare(str(path), cache=tmp_path / "cache")
 
@@ -840,7 +840,7 @@ def test_integers_of_another_width_are_refused(tmp_path, dtype, alone):
         numbers.tofile(tmp_path / name)
     with pytest.raises(
         ValueError,
-        match="train.bin holds 0 at every second place: its integers have 4 or 8 bytes; "
+        match="train.bin has 0 at every second position, so its integers have 4 or 8 bytes; "
         "write them as np.uint16",
     ):
         prepare(str(tmp_path), cache=tmp_path / "cache")
@@ -851,14 +851,14 @@ def test_bytes_are_not_read_as_ids_of_16_bits(tmp_path):
     text.tofile(tmp_path / "train.bin")
     with pytest.raises(
         ValueError,
-        match="the tokenizer bytes has 256; name the tokenizer that it was made with, "
+        match="bytes has 256 tokens; name the tokenizer with which the file was made, "
         "and write the ids as np.uint16",
     ):
         prepare(str(tmp_path), cache=tmp_path / "cache")
     characters_of_16_bits = [chr(i) for i in range(1 << 15)]
     large = corpus.CharTokenizer(characters_of_16_bits)
     with pytest.raises(
-        ValueError, match="train.bin holds no token below 256: its integers have 1 byte"
+        ValueError, match="train.bin has no token below 256, so its integers have 1 byte"
     ):
         corpus.counted(tmp_path / "train.bin", text.view("<u2"), large, 0)
     assert corpus.counted(tmp_path / "train.bin", text.astype("<u2"), large, 0)["tokens"] == len(
@@ -885,7 +885,7 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     )
     with pytest.raises(ValueError, match="the character 'Z' is not in the tokenizer's table of 15"):
         result.tokenizer.encode("toZ")
-    with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot prepare text"):
+    with pytest.raises(ValueError, match="chars:.* has no end mark, so it cannot be used"):
         text = write(tmp_path / "a.txt")
         table = f"chars:{tmp_path / 'char'}"
         prepare(text, table, cache=tmp_path / "cache")
@@ -897,19 +897,17 @@ def test_a_table_of_characters_is_the_tokenizer_of_its_files(tmp_path, capsys):
     assert text == "αβγ"
     with pytest.raises(
         ValueError,
-        match="meta.pkl has a table of 4 characters; the tokenizer that was named is chars:.*char, "
-        "and the right one is chars:.*greek",
+        match="meta.pkl has a table of 4 characters, so the tokenizer must be "
+        "chars:.*greek instead of chars:.*char",
     ):
         greek = str(tmp_path / "greek")
         table = f"chars:{tmp_path / 'char'}"
         prepare(greek, table, cache=tmp_path / "cache")
-    with pytest.raises(
-        ValueError, match="the tokenizer that was named is gpt2, and the right one is chars:.*greek"
-    ):
+    with pytest.raises(ValueError, match="so the tokenizer must be chars:.*greek instead of gpt2"):
         prepare(
             str(tmp_path / "greek"), "gpt2", cache=tmp_path / "cache"
         )  # before its vocabulary is fetched
-    with pytest.raises(ValueError, match="do not have the same meta.pkl beside them"):
+    with pytest.raises(ValueError, match="do not have the same meta.pkl in their folders"):
         prepare(
             str(tmp_path / "greek" / "train.bin"),
             val=str(tmp_path / "char" / "val.bin"),
@@ -931,7 +929,7 @@ class Runs:
             (code, "posix.system; expected strings")
             for code in (b"cposix\nsystem\n(S'touch ran'\ntR.", b"(S'touch ran'\niposix\nsystem\n.")
         ),
-        (b"c" + b"m" * 10**5 + b"\nx\n.", "it holds m{80}; expected"),
+        (b"c" + b"m" * 10**5 + b"\nx\n.", "it contains m{80}; expected"),
         (b"Pkey\n.", "it refers to other objects"),
         (b"\x80\x02\x82\x01.", "cannot be read"),
         (b"", "cannot be read"),
@@ -940,7 +938,10 @@ class Runs:
         (b"\x80\x04Nr\xff\xff\xff\x7f.", "no vocab_size"),
         (pickle.dumps([1]), "no vocab_size"),
         (pickle.dumps({"vocab_size": "x"}), "no vocab_size"),
-        (pickle.dumps({"vocab_size": 50304}), "a vocabulary of 50304; the tokenizer bytes has 256"),
+        (
+            pickle.dumps({"vocab_size": 50304}),
+            "a vocabulary of 50304 ids, but the tokenizer bytes has 256",
+        ),
         (
             pickle.dumps({"vocab_size": 3, "itos": {0: "a", 1: "b"}}),
             "a vocab_size of 3, but 2 characters",
@@ -948,7 +949,7 @@ class Runs:
         *(
             (
                 pickle.dumps({"vocab_size": 2, "itos": table}),
-                "no table of characters, one for each id from 0 on; prepare the text",
+                "no table with one character per id, starting at 0; prepare the text",
             )
             for table in (
                 {0: "a", 2: "b"},

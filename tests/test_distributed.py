@@ -409,7 +409,7 @@ CASES = dict(  # name=(change, message of both processes)
     same=(dict(same={"mixer": "longhorn"}), "mixer: longhorn; "),
     busy=(
         dict(folder="busy"),
-        "another process is training in PATH/busy; wait for it, or use another folder",
+        "another process is training in PATH/busy; wait for its end or use another folder",
     ),
     none=(
         changed(sharding="none"),
@@ -417,12 +417,12 @@ CASES = dict(  # name=(change, message of both processes)
     ),
     hsdp=(
         changed(sharding="hsdp"),
-        "sharding is 'hsdp', which needs several machines with several processes each; "
+        "sharding is 'hsdp', which needs several machines with several processes each, but "
         "there are 2 processes, 2 on this",
     ),
     mpi=(
         changed(sharding="fsdp"),
-        "sharding is 'fsdp', which the backend mpi of these processes does not offer; expected ddp",
+        "sharding is 'fsdp', which the backend mpi of these processes does not support; expected",
     ),
     launcher=(
         {},
@@ -519,7 +519,7 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
         victim.write_bytes(data[: len(data) // 2])
         no_error(pools(2).run(plain, tmp_path, language_model, options={}, sharding="fsdp"))
         warned = pools(2).printed
-        assert f"{victim.name} is damaged; going back to the checkpoint before it" in warned[0]
+        assert f"{victim.name} is damaged; using the previous checkpoint" in warned[0]
         assert not warned[1]
         assert Path(newest).exists()
         result = read_json(tmp_path / "config.json")["attempts"][-1]["from_step"]
@@ -569,9 +569,9 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, whe
     finally:
         pools.drop(2)
     assert gone is None
-    assert message.startswith("WorkerLost: another of the 2 processes is gone, seen at step ")
+    assert message.startswith("WorkerLost: another of the 2 processes has died, detected at step ")
     assert "\n" not in message
-    assert f"seen at step {step} " in message
+    assert f"detected at step {step} " in message
     assert "start the same command again; it resumes from" in message
     assert ("step-00000010" if step else "the beginning") in message
     assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)

@@ -450,7 +450,7 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
         evaluation.export_checkpoint(checkpoint, export)
     assert contents() == before
     assert "manifest.json" in before
-    with pytest.raises(ValueError, match="holds other files; export to a new folder"):
+    with pytest.raises(ValueError, match="contains other files; export to a new folder"):
         evaluation.export_checkpoint(checkpoint, checkpoint)
     monkeypatch.undo()
     status = cli.main(["export", str(checkpoint), str(export)])
@@ -575,7 +575,7 @@ def test_a_billion_blocks_are_refused_before_they_are_built(checkpoint, tmp_path
     path.write_text(json.dumps(json.loads(path.read_text()) | {"n_layer": 10**9}))
     with pytest.raises(
         ValueError,
-        match="config.json asks for 1000000000 blocks, and there are .* tensors; restore it",
+        match="config.json requests 1000000000 blocks, but there are .* tensors; restore it",
     ):
         evaluation.load_pair(tmp_path / "m")
 
@@ -616,7 +616,7 @@ def test_a_full_disk_is_named_whatever_a_library_raises(checkpoint, tmp_path, mo
     with pytest.raises(
         OSError,
         match=f"^cannot write {tmp_path / 'out'}: No space left on device; "
-        "what was there before is unchanged$",
+        "the old contents are unchanged$",
     ):
         evaluation.export_checkpoint(checkpoint, tmp_path / "out")
     assert not list(tmp_path.iterdir())
@@ -645,8 +645,7 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
     for name in ("foreign", "words"):
         with pytest.raises(
             ValueError,
-            match=f"{name} needs code of its own, "
-            "and longhorn never runs code from a model's folder",
+            match=f"{name} needs custom code, but longhorn never runs code from a model's folder",
         ):
             evaluation.load_pair(tmp_path / name)
     assert not (tmp_path / "ran").exists()

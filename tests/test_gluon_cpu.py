@@ -446,7 +446,7 @@ def test_what_is_stored_in_one_layout_and_read_in_another_changes_places():
     assert read(plain, plain) == read(up, up) == [0, 1, 2, 3, 4, 5, 6, 7]
     assert read(up, plain) == [0, 1, 2, 3, 7, 6, 5, 4]
     assert read(plain, [[1, 0], [0, 1], [0, 2]]) == [0, 2, 4, 6, 1, 3, 5, 7]
-    with pytest.raises(ValueError, match="a separate place"):
+    with pytest.raises(ValueError, match="a separate position"):
         read(plain, [[0, 1], [0, 2], [0, 3]])
 
 

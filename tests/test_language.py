@@ -367,11 +367,11 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
         model, ByteTokenizer(), "1 times", 5, seed=1
     )
     for changes, differs in (
-        ({"mixer": "longhorn_exact"}, "with mixer=longhorn; this one has mixer=longhorn_exact"),
-        ({"d_model": 8}, "with d_model=16; this one has d_model=8"),
+        ({"mixer": "longhorn_exact"}, "with mixer=longhorn, but this run has mixer=longhorn_exact"),
+        ({"d_model": 8}, "with d_model=16, but this run has d_model=8"),
         ({"name": "prose"}, "on another text"),
     ):
-        with pytest.raises(ValueError, match=f"holds a run {differs}"):
+        with pytest.raises(ValueError, match=f"contains a run {differs}"):
             rerun(**changes)
     config = read_json(tmp_path / "run" / "lm_config.json")
     assert config["mixer"] == "longhorn"
@@ -462,7 +462,7 @@ def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
     plain.mkdir()
     (plain / "a.txt").write_text("a text")
     with pytest.raises(
-        ValueError, match="lies in the folder of texts .*plain; name a folder outside of it"
+        ValueError, match="is inside the folder of texts .*plain; name a folder outside of it"
     ):
         inside = plain / "runs" / "a"
         language_training.check_outside(inside, str(plain))
@@ -481,14 +481,14 @@ def test_a_run_that_is_not_finished_or_lengthened_otherwise_is_refused(
     tmp_path, trained, texts, capsys
 ):
     trained("run", 4)
-    with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=3"):
+    with pytest.raises(ValueError, match="contains a run with steps=4, but this run has steps=3"):
         trained("run", 3)
-    with pytest.raises(ValueError, match="holds a run with lr="):
+    with pytest.raises(ValueError, match="contains a run with lr="):
         trained("run", 6, lr=0.5)
     assert "lengthened" not in capsys.readouterr().err
     last = tmp_path / "run" / "checkpoints" / "step-00000004"
     shutil.rmtree(last)
-    with pytest.raises(ValueError, match="holds a run with steps=4; this one has steps=6"):
+    with pytest.raises(ValueError, match="contains a run with steps=4, but this run has steps=6"):
         trained("run", 6)
 
 
@@ -498,11 +498,11 @@ def test_no_experiment_takes_a_run_that_was_lengthened(tmp_path, trained, texts)
     preset = override(TINY, steps=5, seed=5)
     corpus = language_training.prepare(f"{texts}/docs.train.txt")
     with pytest.raises(
-        ValueError, match="holds a run that was lengthened at step 3, which no experiment judges"
+        ValueError, match="contains a run that was lengthened at step 3, and no experiment judges"
     ):
         language_training.fit(preset, "longhorn", corpus, tmp_path / "run", quiet=True)
     trained("other", 3)
-    with pytest.raises(ValueError, match="holds a run with steps=3; this one has steps=5"):
+    with pytest.raises(ValueError, match="contains a run with steps=3, but this run has steps=5"):
         language_training.fit(preset, "longhorn", corpus, tmp_path / "other", quiet=True)
 
 
@@ -532,20 +532,20 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, trained, monkeypatch
     variants = ({}, {"init_from": str(tmp_path / "from run" / "model")})
     for changes in variants:
         with pytest.raises(
-            ValueError, match="from run holds a run that started from other weights"
+            ValueError, match="from run contains a run that started from other weights"
         ):
             trained("from run", 2, **changes)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text('{"model_type": "longhorn"}')
     for changes, match in (
-        ({"d_model": 8}, "is a model with d_model=16; this one has d_model=8"),
+        ({"d_model": 8}, "is a model with d_model=16, but this run has d_model=8"),
         (
             {"init_from": str(tmp_path / "export")},
-            "export is a folder of transformers; name the run that it was exported from",
+            "export is a folder of transformers; name the run from which it was exported",
         ),
         (
             {"options": {"d_state": 3}},
-            "is a model with mixer_options={}; this one has mixer_options={'d_state': 3}",
+            "is a model with mixer_options={}, but this run has mixer_options={'d_state': 3}",
         ),
         ({"init_from": str(tmp_path / "nowhere")}, "nowhere"),
     ):
@@ -611,8 +611,8 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
         ),
         (
             ["export", str(tmp_path / "run"), str(tmp_path / "out")],
-            "the tokenizer chars has no end mark, which transformers needs: its models are neither "
-            "exported nor",
+            "chars has no end mark, but transformers needs one, so its models cannot be "
+            "exported or evaluated",
         ),
     ):
         assert cli.main(argv) == 1

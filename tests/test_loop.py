@@ -270,7 +270,7 @@ def test_a_folder_belongs_to_one_run(tmp_path):
     short = dataclasses.replace(CONFIG, steps=10, save_every=5)
     run(tmp_path, config=short)
     with pytest.raises(
-        ValueError, match="holds a run with lr=0.01; this one has lr=0.02"
+        ValueError, match="contains a run with lr=0.01, but this run has lr=0.02"
     ) as caught:
         run(tmp_path, config=dataclasses.replace(short, lr=0.02))
     with pytest.raises(ValueError, match="does not fit this model") as misfit:
@@ -301,7 +301,7 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, na
             raise OSError(errno.ENOSPC, message)
         return real(*args, **options)
 
-    message = "cannot write .*step-00000030.*what was there before is unchanged"
+    message = "cannot write .*step-00000030.*the old contents are unchanged"
     with monkeypatch.context() as patch, pytest.raises(OSError, match=message) as caught:
         patch.setattr(os, name, full)
         run(tmp_path, config=config)
@@ -448,12 +448,12 @@ def test_weights_lost_in_the_last_update_are_noticed(tmp_path):
         (dict(decay="all"), "decay is 'all'; it must be 'matrices' or 'official'"),
         (
             dict(gradient_accumulation_steps=3),
-            "batch_size=4 cannot be shared by 1 processes with gradient_accumulation_steps=3",
+            "batch_size=4 cannot be divided among 1 processes with gradient_accumulation_steps=3",
         ),
-        (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model; Tiny is not one"),
+        (dict(loss_chunk=8), "loss_chunk is 8, which needs a language model, but Tiny is not one"),
         (
             dict(sharding="fsdp"),
-            "sharding is 'fsdp', but there is one process; start several with torchrun",
+            "sharding is 'fsdp', but there is one process; start several processes with torchrun",
         ),
         (dict(sharding="zero"), "sharding is 'zero'; it must be 'auto' or 'none' or"),
         (dict(reset_documents=True), "reset_documents needs `end`"),
@@ -689,7 +689,7 @@ def test_runs_of_earlier_versions(tmp_path):
         train(Tiny(), TOKENS, None, config, tmp_path, quiet=True)["resumed_from"] == whole["steps"]
     )
     with pytest.raises(
-        ValueError, match="holds a run with decay=matrices; this one has decay=official"
+        ValueError, match="contains a run with decay=matrices, but this run has decay=official"
     ):
         train(
             Tiny(),
@@ -940,7 +940,7 @@ def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch
 
 def test_tokens_beyond_the_vocabulary_are_one_line():
     with pytest.raises(
-        ValueError, match="the data has a token 31, and the model's vocabulary ends at 19"
+        ValueError, match="the data has a token 31, but the model's vocabulary ends at 19"
     ) as caught:
         train(language_model(vocab_size=20), TOKENS, None, CONFIG, quiet=True)
     assert "\n" not in str(caught.value)

@@ -31,7 +31,7 @@ def refused(*arguments):
 def test_a_parameter_needs_16_bytes():
     check_memory(2 * GB, 0, RECIPE, "n_layer")
     sentence = refused(2 * GB + 1, 0, RECIPE, "n_layer")
-    assert sentence == "training needs at least 32 GB, and this machine has 32 GB; lower n_layer"
+    assert sentence == "training needs at least 32 GB, but this machine has 32 GB; lower n_layer"
 
 
 def test_activations_count_once_per_micro_batch():
@@ -56,4 +56,4 @@ def test_the_memory_of_a_gpu_counts_where_the_run_uses_it(monkeypatch):
     monkeypatch.setattr(memory_check.torch.cuda, "mem_get_info", lambda: (GB, 8 * GB))
     check_memory(GB, 0, RECIPE, "d_model")
     sentence = refused(GB, 0, replace(RECIPE, cpu=False), "d_model")
-    assert sentence == "training needs at least 16 GB, and this GPU has 8 GB; lower d_model"
+    assert sentence == "training needs at least 16 GB, but this GPU has 8 GB; lower d_model"

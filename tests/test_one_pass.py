@@ -510,7 +510,7 @@ def test_a_run_that_cannot_be_made_again_is_one_sentence(
 def test_a_changed_plan_a_diverged_run_and_a_full_folder_are_refused(text, finished, tmp_path):
     folder, record = finished
     (tmp_path / "full").mkdir(), (tmp_path / "full/thesis.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds other files; export to a new folder"):
+    with pytest.raises(ValueError, match="contains other files; export to a new folder"):
         retrain(folder / "record.json", "exact N=4", tmp_path / "full", data=text)
     record["results"]["groups"]["laptop"][0]["runs"][0]["bits_per_byte"] = None
     with pytest.raises(ValueError, match="diverged; there is no model to make again"):

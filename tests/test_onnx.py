@@ -155,7 +155,7 @@ def test_a_file_does_not_grow_with_the_length(tmp_path):
 def test_packed_sequences_are_refused():
     q = torch.randn(1, 9, 4)
     x = torch.randn(1, 9, 3)
-    message = "cu_seqlens. cannot be exported to ONNX; read each as a separate row"
+    message = "cu_seqlens. cannot be exported to ONNX; pass each as a separate row"
     with pytest.raises(ValueError, match=message):
         state = torch.zeros(2, 3, 4)
         bounds = torch.tensor([0, 3, 9])

@@ -427,7 +427,7 @@ BAD = {
     ),
     "rows": (
         dict(q=torch.zeros(2, 9, 4), cu_seqlens=torch.tensor([0, 9])),
-        "q has shape (2, 9, 4); expected (1, T, N): with cu_seqlens the batch size is 1",
+        "q has shape (2, 9, 4); expected (1, T, N), because with cu_seqlens the batch size is 1",
     ),
     "states": (
         dict(initial_state=torch.zeros(1, 5, 4), cu_seqlens=torch.tensor([0, 4, 9])),

@@ -324,13 +324,13 @@ FAULTS = {
     "no value unless you pass other=": lambda x, y: unmasked_sum_kernel[(1,)](
         x, y, len(x), BLOCK=16
     ),
-    "inner side of at least 16, here it is 8": lambda x, y: dot_kernel[(1,)](
+    "inner side of at least 16, but here it is 8": lambda x, y: dot_kernel[(1,)](
         x, y, len(x), INNER=8, PRECISION="ieee"
     ),
     "rounds float32 numbers to TF32": lambda x, y: dot_kernel[(1,)](
         x, y, len(x), INNER=16, PRECISION="tf32"
     ),
-    "An atomic operation": lambda x, y: atomic_kernel[(1,)](x, y, len(x), BLOCK=16),
+    "The order of atomic operations": lambda x, y: atomic_kernel[(1,)](x, y, len(x), BLOCK=16),
     "allocated without a device": through_new_array,
     "never stored": lambda x, y: shift_kernel[(1,)](x, y, len(x), SHIFT=0, BLOCK=4),
     "the grid is larger than needed": lambda x, y: shift_kernel[(5,)](
@@ -408,7 +408,7 @@ def test_a_solution_passes_on_the_gpu_with_its_time(number, capsys):
     out = capsys.readouterr().out
     printed = " ".join(out.split())
     assert "The GPU agrees." in printed
-    assert not puzzle.check.large or "a copy of as many bytes takes" in printed
+    assert not puzzle.check.large or "a copy of the same number of bytes takes" in printed
 
 
 COMPILED = """

@@ -98,7 +98,7 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     with pytest.raises(
         OSError,
         match=r"cannot write .*run/record.json: (File exists|Not a directory); "
-        "what was there before is unchanged",
+        "the old contents are unchanged",
     ):
         write_json(tmp_path / "run" / "record.json", {})
     assert (tmp_path / "run").read_text() == "mine"
@@ -145,7 +145,7 @@ def test_settings_are_compared_as_a_record_gives_them_back(tmp_path):
     stored = read_record(write_record(tmp_path / "config.json", settings))
     check_same_settings(tmp_path, stored, settings, settings)
     with pytest.raises(
-        ValueError, match="holds a run with rate=0.1; this one has rate=0.2; use another"
+        ValueError, match="contains a run with rate=0.1, but this run has rate=0.2; use another"
     ):
         check_same_settings(tmp_path, stored, settings | {"rate": 0.2}, settings)
 
@@ -172,8 +172,7 @@ def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
         RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),
     )
     assert (
-        str(problem)
-        == "cannot write out: No space left on device; what was there before is unchanged"
+        str(problem) == "cannot write out: No space left on device; the old contents are unchanged"
     )
     assert problem.errno == 28
 
@@ -405,7 +404,7 @@ def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, mo
         real(source, target)
 
     monkeypatch.setattr(os, "replace", fails)
-    unchanged = pytest.raises(OSError, match="what was there before is unchanged")
+    unchanged = pytest.raises(OSError, match="the old contents are unchanged")
     with unchanged, atomic_folder(path) as new:
         (new / "new").write_text("new")
     names = [file.name for file in path.iterdir()]

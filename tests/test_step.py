@@ -426,7 +426,7 @@ def wrong_slots(slots, pool):
         ((slots, True, pool[:, :4]), four_rows),
     )
     shared = (
-        ((slots, False), "state_indices needs inplace=True: the states of a pool"),
+        ((slots, False), "state_indices needs inplace=True, since a pool"),
         ((slots, True, pool[:1].expand(7, -1, -1)), unfit + " and cannot be updated in place"),
         ((slots, True, pool.as_strided((7, 5, 3), (14, 3, 1))), unfit),
         ((slots, True, pool[:, :1].expand(-1, 5, -1)), unfit),

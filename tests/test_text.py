@@ -140,7 +140,7 @@ def test_a_folder_that_exists_is_no_pattern(tmp_path, folder):
         assert result == ["this one"]
     documents = list(load_documents(f"{tmp_path}/t*/a.txt"))
     assert len(documents) >= 2
-    with pytest.raises(ValueError, match="`datasets` takes .* for a pattern; rename the folder"):
+    with pytest.raises(ValueError, match="`datasets` treats .* as a pattern; rename the folder"):
         load_documents(f"hf:{tmp_path / folder}")
 
 
@@ -160,7 +160,7 @@ def test_what_a_pattern_leaves_out_or_finds_twice_is_named_once(tmp_path, capsys
         for line in lines
         if "left out 1 folder, such as" in line and line.endswith("finds files at any depth")
     ] == lines[:1]
-    assert "b.txt.gz is read, and so is b.txt, maybe the same text" in lines[1]
+    assert "b.txt.gz and b.txt are read; they may be the same text" in lines[1]
     assert len(lines) == 2
     documents = list(load_documents(str(tmp_path / "**" / "*.txt")))
     result = len(documents)
@@ -244,12 +244,12 @@ ZIPPED = "cannot be decompressed"
         (
             "a.jsonl",
             json_lines({"text": "x"}, {"text": 7}),
-            "line 2: column 'text' holds a value of type int, not text",
+            "line 2: column 'text' has a value of type int, not text",
         ),
         (
             "a.jsonl",
             json_lines({"text": ["x"]}),
-            "line 1: column 'text' holds a value of type list, not text",
+            "line 1: column 'text' has a value of type list, not text",
         ),
         ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: column 'text' is not UTF-8 text: byte 0"),
         (
@@ -274,7 +274,7 @@ ZIPPED = "cannot be decompressed"
             "line 2 is not a JSON record: 'utf-8'",
         ),
         ("a.jsonl", b"[" * 10**5 + b"\n", "line 1 is not a JSON record: .*recursion"),
-        ("a.json", b'[{"text": "x"}]\n', "line 1 is not a record but a JSON value of type list"),
+        ("a.json", b'[{"text": "x"}]\n', "line 1 is a JSON value of type list, not a record"),
         ("a.json", b'[\n{"text": "x"}\n]\n', "line 1 is not a JSON record"),
         (
             "a.jsonl",
@@ -293,11 +293,11 @@ ZIPPED = "cannot be decompressed"
             {"body": ["x"], "id": [7]},
             "has no column 'text' or 'content'; it has body, id",
         ),
-        ("a.parquet", {"text": [7]}, "row 0: column 'text' holds a value of type int, not text"),
+        ("a.parquet", {"text": [7]}, "row 0: column 'text' has a value of type int, not text"),
         (
             "a.parquet",
             {"text": [b"x", b"y"]},
-            "row 0: column 'text' holds a value of type bytes, not text",
+            "row 0: column 'text' has a value of type bytes, not text",
         ),
         (
             "a.parquet",
@@ -392,7 +392,7 @@ def test_hub_rows_are_streamed_and_errors_are_one_line(monkeypatch):
         ("a/b", None, "train", "v1"),
         ("a/b", None, "validation", "v1"),
     ]
-    with pytest.raises(ValueError, match="hf::: its name should look like"):
+    with pytest.raises(ValueError, match="hf::: the name must have the form"):
         list(load_documents("hf::"))
 
     def offline(*args, **options):
@@ -571,7 +571,7 @@ def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
         (
             dict(count=13, least=400),
             ValueError,
-            "has 12 documents of at least 400 bytes; 13 were to be held out",
+            "has 12 documents of at least 400 bytes; 13 are needed",
         ),
         (dict(count=0), ValueError, "count is 0"),
         (dict(least=0), ValueError, "least is 0"),
@@ -589,7 +589,7 @@ def test_what_cannot_be_held_out_is_named_and_leaves_nothing(tmp_path):
     names = [path.name for path in tmp_path.iterdir()]
     assert names == ["text"]
     (source / "prose.long.txt").write_text("")
-    with pytest.raises(ValueError, match="already holds out long documents"):
+    with pytest.raises(ValueError, match="already has held-out long documents"):
         hold_out_long(source, out, count=2, least=400)
 
 
@@ -663,7 +663,7 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
         (tmp_path / "encoder.json").write_text(damage)
         with pytest.raises(
             ValueError,
-            match="vocab.bpe and encoder.json beside it do not fit together .*; copy both again",
+            match="vocab.bpe and the encoder.json in its folder do not match .*; copy both again",
         ):
             get_tokenizer(f"gpt2:{tmp_path}")
     content = (gpt2_folder / "encoder.json").read_bytes()
@@ -782,7 +782,7 @@ def test_a_folder_stands_for_its_texts_and_counts_the_other_files(tmp_path, caps
     ]
     list(load_documents(str(tmp_path)))
     assert capsys.readouterr().err == (
-        f"longhorn: warning: of the folder {tmp_path} only texts are read; "
+        f"longhorn: warning: only texts of the folder {tmp_path} are read; "
         "left out: 2 files ('.png'), 1 file ('no ending')\n"
     )  # once
 
@@ -826,7 +826,7 @@ def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(
     for source in (inside, inside / "*.[gx]z"):  # both are compressed
         assert len(list(load_documents(str(source)))) >= 2
         assert (
-            "a.txt.xz is read, and so is a.txt.gz, maybe the same text" in capsys.readouterr().err
+            "a.txt.xz and a.txt.gz are read; they may be the same text" in capsys.readouterr().err
         )
     (inside / "b.txt").symlink_to(inside / "c.txt")
     for source in (inside, inside / "b*"):
@@ -834,7 +834,7 @@ def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(
             load_documents(str(source))
     (inside / "c.txt").write_text("third")
     list(load_documents(str(inside / "[bc].txt")))
-    assert "c.txt is read, and so is b.txt, maybe the same text" in capsys.readouterr().err
+    assert "c.txt and b.txt are read; they may be the same text" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -846,13 +846,13 @@ def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(
         (("train.jsonl", "val.jsonl"), ""),
         (
             ("a.train.txt", "a.val.txt", "b.txt", "a.long.txt"),
-            "left out 1 other text, such as b.txt",
+            "left out: 1 other text, such as b.txt",
         ),
-        (("A.TRAIN.TXT", "A.VAL.TXT"), "A.VAL.TXT is trained on like the others"),
-        (("a.txt", "test.txt"), "test.txt is trained on like the others"),
+        (("A.TRAIN.TXT", "A.VAL.TXT"), "A.VAL.TXT is used for training like the other texts"),
+        (("a.txt", "test.txt"), "test.txt is used for training like the other texts"),
         (
             ("a-00000.parquet", "validation-00000-of-1.parquet"),
-            "validation-00000-of-1.parquet is trained on like the others",
+            "validation-00000-of-1.parquet is used for training like the other texts",
         ),
         (("a.txt", "interval.txt", "testing.txt"), ""),
     ],

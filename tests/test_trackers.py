@@ -144,5 +144,5 @@ def test_a_missing_package_is_refused_first(tmp_path, monkeypatch, capsys, comma
     command = pip_command("track") if name == "tensorboard" else f"pip install {name}"
     assert (
         capsys.readouterr().err
-        == f"longhorn: error: track is '{name}', and its package is missing: {command}\n"
+        == f"longhorn: error: track is '{name}', but its package is missing: {command}\n"
     )

@@ -679,7 +679,7 @@ def test_second_derivative_is_refused_in_words(path):
     total = scan(a)[0].sum()
     (grad,) = torch.autograd.grad(total, a["x"], create_graph=True)
     with pytest.raises(
-        RuntimeError, match="no second derivative; the reference scan can: longhorn_scan"
+        RuntimeError, match="no second derivative; use the reference scan: longhorn_scan"
     ):
         grad.sum().backward()
     with torch.no_grad():

@@ -145,7 +145,7 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
         (dict(form="full"), "form is 'full'"),
         (dict(x=torch.float64), "float32, bfloat16 and float16, not float64"),
         (dict(checkpoint=5), "checkpoint is 5"),
-        (dict(q=(1, 3, 129), k=(1, 3, 129)), "1 to 128 coordinates; q has 129"),
+        (dict(q=(1, 3, 129), k=(1, 3, 129)), "1 to 128 coordinates, but q has 129"),
         (dict(A=(3, 3)), "A has shape"),
         (dict(cu_seqlens=torch.zeros(2)), "cu_seqlens is torch.float32"),
     ],

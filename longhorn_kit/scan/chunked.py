@@ -35,7 +35,7 @@ def outer(
     return torch.mul(a[..., None], c[..., None, :], out=out)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n08
-SMALL_PRODUCT = 400  # products below which PyTorch's `bmm` runs a plain loop
+SMALL_PRODUCT = 400  # number of products below which PyTorch's `bmm` runs a plain loop
 
 
 def over_states(
@@ -98,9 +98,9 @@ class DiagonalRule:
     def pull(
         self,
         t,  # slice of L steps
-        gate,  # (L,B,N,D) of `fill`; may be overwritten
+        gate,  # (L,B,N,D) from `fill`; may be overwritten
         S,  # (L,B,N,D) states before the steps
-        G,  # (L,B,N,D) gradients of the states after them
+        G,  # (L,B,N,D) gradients of the states after the steps
         dk,  # (L,B,N) output, like dx and dv
         dx,  # (L,B,D)
         dv,  # (L,B,D)
@@ -154,8 +154,8 @@ class DecoupledRule:
 class S6Rule:
     "Mamba's S6, `A` (D,N): gate `exp(Delta A)`, input `Delta x k`, `Delta = softplus(v)`."
 
-    size = staticmethod(F.softplus)  # Delta of the logit
-    slope = staticmethod(torch.sigmoid)  # its derivative
+    size = staticmethod(F.softplus)  # Delta as a function of the logit
+    slope = staticmethod(torch.sigmoid)  # derivative of Delta
 
     def __init__(
         self,
@@ -181,7 +181,7 @@ class S6Rule:
         t,  # slice of L steps
         P,  # (L,B,N,D) gradient of the exponent Delta A
     ):
-        "Add to the gradient of A; return that of Delta (L,B,D)."
+        "Add to the gradient of A, and return the gradient of Delta (L,B,D)."
         of_A = P * self.delta[t][..., None, :]
         self.dA += of_A.sum((0, 1)).mT
         return (P * self.rates).sum(2)
@@ -232,7 +232,7 @@ def advance(
 # %% ../../nbs/machine/chunked.ipynb #chunked-n19
 def retreat(
     gate: Tensor,  # (L,B,N,D)
-    G: Tensor,  # (L,B,N,D) gradients of the read-outs, which become those of the states
+    G: Tensor,  # (L,B,N,D) gradients of the read-outs; overwritten by gradients of the states
     carry: Tensor,  # (B,N,D) gradient of the last state, from later chunks
 ) -> Tensor:  # (B,N,D) gradient of the state before the first step: `carry`, overwritten
     "Run `G_t <- G_t + gate_{t+1} G_{t+1}` from the last step to the first, in place."
@@ -273,7 +273,7 @@ def elementwise_backward(
     rule,  # gates and inputs, time-major
     q: Tensor,  # (T,B,N) queries
     dy: Tensor,  # (T,B,D) gradient of the read-outs
-    carry: Tensor,  # (B,N,D) gradient of the final state; becomes that of the initial state
+    carry: Tensor,  # (B,N,D) gradient of the final state; overwritten by the initial state's
     marks: Tensor,  # (chunks,B,N,D) checkpoints
     chunk: int,  # steps per chunk
 ):
@@ -303,17 +303,17 @@ def elementwise_backward(
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n25
 class Machine(NamedTuple):
-    "A form in chunks: forward, and backward along the tape that the forward kept."
+    "Forward and backward function of a form in chunks; the tape connects them."
 
-    # (chunk, keep, q, k, x, v, A, S) -> read-outs (B,T,D), final state (B,D,N), tape: new tensors
+    # (chunk, keep, q, k, x, v, A, S) -> read-outs (B,T,D), final state (B,D,N), tape (new tensors)
     run: Callable
     # (chunk, tape, q, k, x, v, A, dy, dS) -> gradients of q, k, x, v, A and S
     pull: Callable
-    rereads: bool = True  # whether `pull` needs x and v
+    rereads: bool = True  # True if `pull` needs x and v
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n26
 def elementwise(Rule) -> Machine:
-    "Return the machine of an elementwise recurrence; its tape is the checkpoints."
+    "Return the machine of an elementwise recurrence; the tape contains its checkpoints."
 
     def rule_of(k, x, v, A):
         return Rule(time_major(k), x.transpose(0, 1), v.transpose(0, 1), A)
@@ -344,10 +344,10 @@ MACHINES = {
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n62
 def compiled(
-    form: str,  # of `native.FORMS`
-    Rule: type | None = None,  # of S6: gives the step size and its derivative
+    form: str,  # one of `native.FORMS`
+    Rule: type | None = None,  # only for S6: computes the step size and its derivative
 ) -> Machine:
-    "Return the machine of a form in C++; its tape is the checkpoints."
+    "Return the machine of a form in C++; the tape contains its checkpoints."
 
     def prepared(q, k, x, v, A):
         rates = v if Rule is None else Rule.size(v)
@@ -385,7 +385,7 @@ def in_cpp(
     form: str,  # a key of `MACHINES`
     x: Tensor,  # a tensor of the call
 ) -> bool:
-    "Return whether a scan runs in C++: in float32 on a CPU, if it can be compiled."
+    "Check whether a scan runs in C++, which needs float32 on a CPU and a compiler."
     suitable = x.device.type == "cpu" and x.dtype == torch.float32
     return form in IN_CPP and suitable and native.compiles()
 
@@ -403,7 +403,7 @@ LARGEST_BUFFER = 3 * 2**18  # numbers in the buffer of a long sequence, 3 MiB of
 
 
 def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
-    "Return the steps per chunk: 32 for the exact form, else 8 to 64 by caches and checkpoints."
+    "Return the steps per chunk: 32 for the exact form, else 8 to 64, by the sizes."
     if exporting():  # the sizes may be symbols, and a comparison would fix them
         return 32 if form == "exact" else 16
     if form == "exact":
@@ -411,7 +411,7 @@ def chunk_length(form: str, B: int, T: int, D: int, N: int) -> int:
     numbers = max(1, B * D * N)
     steps = max(8, CACHED // numbers)
     largest = min(64, LARGEST_BUFFER // numbers)
-    while 4 * steps**2 < T and 2 * steps <= largest:  # comparisons only: T may be a symbol
+    while 4 * steps**2 < T and 2 * steps <= largest:  # only comparisons, because T may be a symbol
         steps *= 2
     return max(1, min(64, steps, T))
 
@@ -433,7 +433,7 @@ def _operation(
     x: Tensor,  # (B,T,D)
     v: Tensor,  # (B,T,D) step-size logits, or step sizes
     A: Tensor | None,  # (D,N) or (B,T,N)
-    S: Tensor,  # (B,D,N), or (n,D,N) of packed sequences
+    S: Tensor,  # (B,D,N), or (n,D,N) for packed sequences
     cu_seqlens: Tensor | None,  # (n+1,)
     form: str,  # a key of `MACHINES`
     chunk: int,  # steps per chunk
@@ -468,7 +468,7 @@ def onnx_scan(q, k, x, v, A, S, cu_seqlens, form):
     "Return the read-outs (B,T,D) and the last state of the operation as ONNX's `Scan`."
     if cu_seqlens is not None:
         raise ValueError(
-            "packed sequences (cu_seqlens) cannot be exported to ONNX; read each as a separate row"
+            "packed sequences (cu_seqlens) cannot be exported to ONNX; pass each as a separate row"
         )
     if form in STEPS:
         size = torch.sigmoid(v)
@@ -489,7 +489,7 @@ def onnx_scan(q, k, x, v, A, S, cu_seqlens, form):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n42
 def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
-    # The gradients of q, k, x, v, A and S, sequence by sequence; each tape is computed again.
+    # Return the gradients of q, k, x, v, A and S; recompute the tape of every sequence.
     machine = machine_of(form, x)
     grads = [x.new_zeros(0 if t is None else t.shape) for t in (q, k, x, v, A, S)]
     *grads_of_rows, grad_A, grad_S = grads
@@ -510,8 +510,8 @@ def _packed_backward(dy, dS, q, k, x, v, A, S, cu_seqlens, form, chunk):
 def _operation_backward(
     dy: Tensor,  # (B,T,D) gradient of the read-outs
     dS: Tensor,  # (B,D,N) gradient of the final states
-    tape: list[Tensor],  # of the forward; empty: not kept
-    q: Tensor,  # the rest as in `_operation`
+    tape: list[Tensor],  # from the forward operation; empty if it was not kept
+    q: Tensor,  # this and the following arguments are as in `_operation`
     k: Tensor,
     x: Tensor,
     v: Tensor,
@@ -537,9 +537,9 @@ def _(dy, dS, tape, q, k, x, v, A, S, cu_seqlens, form, chunk):
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n45
 BY_REFERENCE = (
-    "the reference scan can: longhorn_scan and selective_scan take backend='reference', "
-    "torch.func takes it by itself, and a layer by layer.scan = functools.partial(layer.scan, "
-    "backend='reference')"
+    "use the reference scan: longhorn_scan and selective_scan take backend='reference', "
+    "torch.func selects it automatically, and for a layer set "
+    "layer.scan = functools.partial(layer.scan, backend='reference')"
 )
 
 
@@ -549,7 +549,7 @@ def _setup(ctx, inputs, output):
     if tape and not machine_of(ctx.form, x).rereads:
         x = None
         v = None
-    ctx.set_materialize_grads(False)  # the tape has no gradient, and zeros in its size take time
+    ctx.set_materialize_grads(False)  # no zeros as gradients of the tape, which would take time
     ctx.save_for_backward(q, k, x, v, A, S, cu_seqlens, *tape)
 
 
@@ -559,7 +559,7 @@ def _gradients(ctx, dy, dS, _):
         dy = q.new_zeros(*q.shape[:2], S.shape[1])
     if dS is None:
         dS = torch.zeros_like(S)
-    if x is None:  # for their sizes
+    if x is None:  # only the sizes of x and v are needed
         x = dy
         v = dy
     backward = torch.ops.longhorn_kit.chunked_scan_backward.default
@@ -605,11 +605,11 @@ def _run(form, chunk, q, k, x, b, A, bias, D_skip, z, S, cu_seqlens):
         chunk = native.STEPS if in_cpp(form, x) else chunk_length(form, *x.shape, k.shape[-1])
     if onnx_exporting():
         y, S = onnx_scan(q, k, x, v, A, S, cu_seqlens, form)
-    else:  # by name: a notebook may define the operation a second time
+    else:  # by name, because a notebook may define the operation a second time
         scan = torch.ops.longhorn_kit.chunked_scan.default
         y, S, _ = scan(q, k, x, v, A, S, cu_seqlens, form, chunk, keep)
     out = skip_and_gate(y, x, D_skip, z).to(out_dtype)
-    if cu_seqlens is not None:  # rows of no sequence stay zero and pass no gradient
+    if cu_seqlens is not None:  # rows outside all sequences are zero and pass no gradient
         out = out.masked_fill(outside(cu_seqlens, x.shape[1]), 0)
     return out, S
 
@@ -628,7 +628,9 @@ def chunked_scan(
     chunk: int | None = None,  # steps per chunk; None: by the sizes
     cu_seqlens: Tensor | None = None,  # (n+1,) packed bounds, only while a compiler traces
 ) -> tuple[Tensor, Tensor]:
-    "Run `reference_scan`, faster: `(out (B,T,D), final state (B,D,N))`, differentiable once."
+    """Return `(out (B,T,D), final state (B,D,N))` as `reference_scan` does, but faster.
+
+    It can be differentiated once."""
     return _run(form, chunk, q, k, x, b, None, b_bias, D_skip, z, initial_state, cu_seqlens)
 
 # %% ../../nbs/machine/chunked.ipynb #chunked-n50
@@ -637,7 +639,7 @@ def chunked_selective_scan(
     k: Tensor,  # (B,T,N) keys (Mamba's B)
     x: Tensor,  # (B,T,D) values
     dt: Tensor,  # (B,T,D) or (B,T,1): Delta = softplus(dt + dt_bias)
-    A: Tensor,  # (D,N) negative rates, or (B,T,N) input-dependent ones
+    A: Tensor,  # (D,N) negative rates, or (B,T,N) input-dependent rates
     dt_bias: Tensor | None = None,  # (D,) added to dt
     D_skip: Tensor | None = None,  # (D,) weight of the skip connection
     z: Tensor | None = None,  # (B,T,D) gate
@@ -647,7 +649,7 @@ def chunked_selective_scan(
     cu_seqlens: Tensor | None = None,  # (n+1,) packed bounds, only while a compiler traces
     dt_softplus: bool = True,  # False: `Delta = dt + dt_bias`, and A is (D,N)
 ) -> tuple[Tensor, Tensor]:
-    """Run `reference_selective_scan`, faster: `(out (B,T,D), final state (B,D,N))`.
+    """Return `(out (B,T,D), final state (B,D,N))` as `reference_selective_scan` does, but faster.
 
     It can be differentiated once."""
     form = s6_form(A, dt_softplus)

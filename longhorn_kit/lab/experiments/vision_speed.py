@@ -19,8 +19,8 @@ from ...models.vision import default_cfgs, timm
 
 # %% ../../../nbs/machine/vision_speed.ipynb #37_vision-016
 MODELS = ("longhorn", "longhorn_exact", "mamba", "deit")
-VIMS = {"nano_patch2_8": dict(depth=2)}  # as in the records; its name in timm has three blocks
-DEITS = {  # timm's deit_tiny, made as large as the Vim of the same row
+VIMS = {"nano_patch2_8": dict(depth=2)}  # as in the records; the model in timm has three blocks
+DEITS = {  # timm's deit_tiny, with the size of the Vim of the same name
     "tiny_patch4_32": dict(img_size=32, patch_size=4, depth=7, mlp_ratio=4.25, num_classes=10),
     "nano_patch2_8": dict(
         img_size=8,
@@ -37,12 +37,12 @@ DEITS = {  # timm's deit_tiny, made as large as the Vim of the same row
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n07
 def make_model(
-    name: str,  # of `MODELS`
-    size: str,  # of `DEITS`
+    name: str,  # one of `MODELS`
+    size: str,  # a key of `DEITS`
     seed: int = 0,
-    **options: object,  # of timm's `create_model`
+    **options: object,  # options of timm's `create_model`
 ) -> nn.Module:
-    "Return a model with its first weights, which depend on the seed alone."
+    "Return a model with initial weights that depend only on the seed."
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         if name != "deit":
@@ -58,7 +58,7 @@ def timed_step(
     kind: str,  # "training" or "inference"
     images: Tensor,  # (B,3,H,W)
 ) -> Callable:
-    "Return a function that takes an optimizer step, or computes a batch's scores, in bfloat16."
+    "Return a function that takes a training step, or computes a batch's scores, in bfloat16."
     shape = len(images), model.num_classes
     labels = torch.full(shape, 1 / model.num_classes, device=images.device)
 
@@ -80,7 +80,7 @@ def timed_step(
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n11
 def recorded(step: Callable) -> Callable | None:
-    "Return a step as a CUDA graph; None, after a warning, if it cannot be recorded."
+    "Return a step as a CUDA graph; warn and return None if it cannot be recorded."
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         for _ in range(3):
@@ -92,9 +92,9 @@ def recorded(step: Callable) -> Callable | None:
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n12
 def seconds_of(
     work: Callable,
-    least: float,  # seconds of all calls
+    least: float,  # minimum total time of all calls in seconds
 ) -> float:
-    "Return the time of one call on the GPU, from as many calls as fill `least` seconds."
+    "Return the mean time of one call on the GPU, over at least `least` seconds."
     timer = Timer("work()", globals={"work": work})
     calls = math.ceil(least / timer.timeit(2).mean)
     return timer.timeit(calls).mean
@@ -117,9 +117,9 @@ PLAIN = "deit, plain attention"  # stores every attention matrix
 
 
 def memory(
-    name: str,  # of `MODELS`, or `PLAIN`
+    name: str,  # one of `MODELS`, or `PLAIN`
 ) -> dict:  # kind -> side of the image -> (peak bytes, seconds per batch)
-    "Measure batches of 8 images of growing size."
+    "Measure the memory for batches of 8 images of growing size."
     sides = (224, 512, 768, 1024, 1248)  # pixels
     peaks = {}
     for kind in ("training", "inference"):
@@ -128,11 +128,11 @@ def memory(
 
 # %% ../../../nbs/machine/vision_speed.ipynb #vision_speed-n17
 def peak(
-    name: str,  # of `MODELS`, or `PLAIN`
+    name: str,  # one of `MODELS`, or `PLAIN`
     kind: str,  # "training" or "inference"
     pixels: int,  # side of the image
 ) -> tuple:  # bytes, seconds
-    "Return the peak memory above model and input, and a batch's time; Nones if out of memory."
+    "Return peak memory without model and input, and time per batch; Nones if out of memory."
     try:
         mixer = name.removesuffix(", plain attention")
         model = make_model(mixer, "tiny_patch16_224", img_size=pixels).cuda()
@@ -148,7 +148,7 @@ def peak(
         step()
         most = torch.cuda.max_memory_allocated() - before
         total = torch.cuda.get_device_properties(0).total_memory
-        graph = recorded(step) if most < 0.3 * total else None  # a graph takes as much again
+        graph = recorded(step) if most < 0.3 * total else None  # a graph doubles the memory
         return most, seconds_of(graph or step, 0.15)
     except torch.cuda.OutOfMemoryError:
         return None, None

@@ -19,12 +19,12 @@ def check_tracker(name: str) -> None:  # `track` of a recipe
     "Raise ValueError if the tracker's package is missing."
     if name != "none" and find_spec(name) is None:
         command = pip_command("track") if name == "tensorboard" else f"pip install {name}"
-        raise ValueError(f"track is {name!r}, and its package is missing: {command}")
+        raise ValueError(f"track is {name!r}, but its package is missing: {command}")
 
 # %% ../../../nbs/machine/trackers.ipynb #trackers-009
 def start_tracker(
     name,  # `track` of a recipe
-    run,  # `Run` of the training loop
+    run,  # a `Run` of the training loop
     last,  # last step stored in the tracker
 ):
     "Start and return a tracker of Accelerate; ValueError if the tracker does not start."
@@ -41,13 +41,13 @@ def start_tracker(
     tracker = LOGGER_TYPE_TO_CLASS[name](**options)
     try:
         tracker.start()
-    except Exception as error:  # raised by the tracker's package
+    except Exception as error:  # errors of the tracker's package
         raise ValueError(f"{name} does not start: {' '.join(str(error).split())}") from error
     return tracker
 
 # %% ../../../nbs/machine/trackers.ipynb #trackers-011
 def open_tracker(
-    run: Any,  # `Run` of the training loop
+    run: Any,  # a `Run` of the training loop
     stack: ExitStack,  # closes the tracker
 ) -> None:
     "Start or resume the run's tracker in the main process."
@@ -74,11 +74,11 @@ def open_tracker(
         log(line)
 
 
-def last_tracked(run: Any) -> int:  # resumed, with the same tracker as before
+def last_tracked(run: Any) -> int:  # run: a resumed run with the same tracker as before
     "Return the last step stored in the tracker of a resumed run."
     if run.config.track == "tensorboard":  # TensorBoard deletes later steps
         return run.step
     tracked = run.attempt.record["attempts"][-1].get("tracked", 0)
-    # metrics.jsonl may be shorter: resuming truncates it at the checkpoint
+    # metrics.jsonl may be shorter, because a resumed run truncates it at the checkpoint
     steps = [line["step"] for line in read_jsonl(run.folder / "metrics.jsonl")]
     return max([tracked, *steps])
