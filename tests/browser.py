@@ -1,6 +1,6 @@
-"""Chromium without a window, driven over its DevTools protocol.
+"""Control Chromium without a window over its DevTools protocol.
 
-It opens a page, presses Tab, runs axe-core.
+Tests open pages, press Tab and run axe-core.
 """
 
 import json
@@ -22,7 +22,7 @@ MISSING = (not CHROMIUM and "needs Chromium or Chrome") or (
 
 
 class Browser:
-    "One tab of a browser whose profile lies in `folder`."
+    "One tab of a browser with its profile in `folder`."
 
     def __init__(self, folder):
         import websocket  # comes with JupyterLab
@@ -63,7 +63,7 @@ class Browser:
         return answer["result"]
 
     def run(self, script):
-        "Return the value of a JavaScript expression, once it is there."
+        "Return the value of a JavaScript expression as soon as it exists."
         result = self.call(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -94,7 +94,7 @@ class Browser:
         return value
 
     def open(self, path, width, theme="light"):
-        "Show a file and wait for its formulas; nothing moves."
+        "Show a file without animations and wait for its formulas."
         self.visit(path.resolve().as_uri(), width, theme)
         limit = time.monotonic() + 60
         while self.run("[location.pathname, document.readyState]") != [
@@ -123,7 +123,7 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def findings(self):
-        "Return (rule, impact, element, message) of what axe-core finds with everything unfolded."
+        "Return (rule, impact, element, message) of axe-core's findings, with all parts unfolded."
         self.run(
             "document.querySelectorAll('details').forEach(d => { d.open = true }); "
             "new Promise(done => setTimeout(done, 200))"

@@ -4,7 +4,7 @@ from longhorn_kit import cli
 
 
 def fails(capsys, argv, code=1):
-    "Run a command that has to fail; returns its one line."
+    "Run a command that must fail, and return its single line of output."
     assert cli.main(argv) == code
     out, err = capsys.readouterr()
     assert err.startswith("longhorn: error: "), err

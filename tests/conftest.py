@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton is imported
 
 
-# A job in the background of a shell ignores ctrl-C, and so do its children; some tests press it.
+# A background job of a shell and its children ignore ctrl-C, which some tests send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -62,7 +62,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    "The failure of a mixer's check starts with the sentence that says what it demands."
+    "Start the failure message of a mixer's check with the docstring of the check."
     report = yield
     crash = getattr(report.longrepr, "reprcrash", None)
     if report.failed and crash and item.get_closest_marker("mixer"):
@@ -73,8 +73,8 @@ def pytest_runtest_makereport(item, call):
 
 
 LONG = ("slow", "faults", "release")
-LONG_SECONDS = 1200  # a long test that takes more is stuck, also on a machine three times as slow
-# Files whose tests take long run first, so that no worker idles while the other ends with one.
+LONG_SECONDS = 1200  # a longer test is stuck, even on a machine that is three times as slow
+# Files with long tests run first, so that no worker idles at the end.
 FIRST = (
     "test_site",
     "test_distributed",
@@ -83,7 +83,7 @@ FIRST = (
     "test_aot",
     "test_gluon_cpu",
 )
-# Long tests that no sample contains, and why.
+# Long tests that no sample contains, with reasons.
 NOT_SAMPLED = {
     "test_all_kernels_compile": "up to an hour",
     "test_fast_kernels_compile_with_every_release_of_triton": "downloads up to 300 MB per release",
@@ -102,7 +102,7 @@ def one_case_per_test(
     cases,  # test -> names of its cases, in any order
     seed,
 ):
-    "Return the case that a seed chooses of every test."
+    "Return one case of every test, chosen by a seed."
 
     def draw(name):
         return hashlib.sha256(f"{seed} {name}".encode()).digest()
@@ -128,7 +128,7 @@ def sampled(items, seed):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    "Skip what this machine cannot run, and long tests unless -m names their mark; sample."
+    "Skip tests that cannot run here, and long tests unless -m names their mark; sample."
     requested = config.getoption("-m")
     seed = config.getoption("--sample")
     for item in items:
@@ -147,7 +147,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    "Name the long tests that no sample contains."
+    "Print the names of long tests that no sample contains."
     if config.getoption("--sample") is not None:
         terminalreporter.section("not in any sample")
         for name, reason in NOT_SAMPLED.items():

@@ -1,4 +1,4 @@
-"""The section *Add an experiment with its claim* of CONTRIBUTING as data: what its text adds."""
+"""Files and changes of the section *Add an experiment with its claim* of CONTRIBUTING."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def section():
 
 
 def blocks():
-    "Return the code of the section: the experiment, then the claim."
+    "Return the code of the section: first the experiment, then the claim."
     blocks = re.findall(r"```python\n(.*?)```", section(), re.S)
     return [textwrap.dedent(block).strip("\n") for block in blocks]
 
@@ -64,7 +64,7 @@ def with_name(source):
 
 
 def apply(root):
-    "Do in the tree at `root` what the section says, and add a row to the map."
+    "Apply the section to the tree at `root`, and add a row to the map."
     assert NOTEBOOK in section()
     (root / NOTEBOOK).write_text(json.dumps(notebook(), indent=1) + "\n", encoding="utf-8")
     change_page(root / "nbs/machine/claims.ipynb", with_name)

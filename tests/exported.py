@@ -1,4 +1,4 @@
-"""A module through torch.export, with open batch and length, against itself."""
+"""Compare a module with its torch.export, which has open batch and length."""
 
 import torch
 from torch.export import Dim
@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 
 def assert_exported_equals_eager(module, draw, learning, most=250):  # most: nodes of the graph
-    "Outputs and gradients, with `draw(B, T)` as the input; `learning`: export with gradients on."
+    "Compare outputs and gradients for `draw(B, T)`; `learning`: export with gradients on."
 
     def first(out):
         return getattr(out, "logits", out)

@@ -1,4 +1,4 @@
-"""A claim that runs in no time, for tests of the ledger, the report and the command line."""
+"""A claim that runs instantly, for tests of the ledger, the report and the command line."""
 
 import os
 import sys
@@ -10,19 +10,19 @@ from longhorn_kit.lab.claims.stats import Comparison
 from longhorn_kit.lab.run import Experiment
 
 calls = []
-errors = {}  # names of the experiments that ran; name -> what its job raises
+errors = {}  # names of the experiments that ran; name -> error that its job raises
 during = {}  # name -> function that its job calls
 
 
 def kills(most):
-    "Return the numbers of the kills, from 1; CI makes every third only."
+    "Return the numbers of the kills, from 1; CI uses every third."
     return range(1, most + 1, int(os.environ.get("LONGHORN_EVERY", 1)))
 
 
 @dataclass(frozen=True)
 class Config:
     steps: int = 3  # steps to take
-    seeds: tuple = (0,)  # seeds to take them with
+    seeds: tuple = (0,)  # seeds to use
 
 
 def experiment(name):
@@ -72,7 +72,7 @@ def record(name="fake", scale="laptop", **fields):
     } | fields
 
 
-# Claims that need more than this repository has.
+# claims that need more than this repository contains
 NO_CODE = {
     "one-pass-width",
     "language-size",
@@ -86,7 +86,7 @@ NO_CODE = {
 
 
 def one_pass_record(groups):
-    "A record of the first one-pass plan with these groups of models."
+    "Return a record of the first one-pass plan with these groups of models."
     return {
         "experiment": "one-pass",
         "scale": "gpu",

@@ -1,4 +1,4 @@
-"flash-linear-attention's files, read or run singly: importing the package takes seconds."
+"Read or run single files of flash-linear-attention: importing the package takes seconds."
 
 import importlib.util
 from functools import cache
@@ -8,7 +8,7 @@ import pytest
 
 
 def ops_folder():
-    "The folder of its operations; skips the test where it is not installed."
+    "Return the folder of its operations; skip the test if the package is missing."
     spec = importlib.util.find_spec("fla")
     if spec is None:
         pytest.skip("needs flash-linear-attention (the extra fla)")
@@ -17,7 +17,7 @@ def ops_folder():
 
 @cache
 def naive(path, name):
-    "A function of one of its plain PyTorch files."
+    "Return a function of one of its plain PyTorch files."
     spec = importlib.util.spec_from_file_location(
         "naive_" + path.replace("/", "_"), ops_folder() / f"{path}.py"
     )

@@ -5,7 +5,7 @@ import sys
 
 
 def print_to(handle):
-    "Let this process print into a pipe: Python's streams, and what a library writes itself."
+    "Redirect this process's output to a pipe, for Python's streams and for native libraries."
     os.dup2(handle, 1)
     os.dup2(handle, 2)
     sys.stdout = os.fdopen(1, "w", closefd=False)

@@ -10,11 +10,11 @@ from pathlib import Path
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-MOST_EXPRESSIONS = 25  # in a statement; names and constants do not count
+MOST_EXPRESSIONS = 25  # per statement; names and constants do not count
 
 
 def contains(node, kinds):
-    "Return whether a node of these kinds stands inside another node."
+    "Check whether a node of these kinds is inside another node."
     return any(isinstance(inner, kinds) for inner in ast.walk(node) if inner is not node)
 
 
@@ -65,7 +65,7 @@ def is_nested_ternary(node):
 
 
 def is_nested_comprehension(node):
-    "Return whether a comprehension stands in another."
+    "Check whether a comprehension is inside another."
     return isinstance(node, COMPREHENSIONS) and contains(node, COMPREHENSIONS)
 
 
@@ -92,18 +92,18 @@ def packed(source):
     for node in ast.walk(ast.parse(source)):
         for test in PACKED:
             if test(node):
-                line = getattr(node, "lineno", 0)  # the `for` of a comprehension has none
+                line = getattr(node, "lineno", 0)  # the `for` of a comprehension has no line
                 result.append((line, test.__name__.removeprefix("is_")))
     return result
 
 
 def is_kernel(function):
-    "Return whether a function is compiled: Triton inlines helpers, but a program stays one text."
+    "Check whether a function is a kernel, which may be long because it stays one program."
     return any("jit" in ast.unparse(decorator) for decorator in function.decorator_list)
 
 
 def long_functions(source, most, kernels=False):
-    "Return the functions, or else the kernels, of more than `most` lines: (name, lines)."
+    "Return (name, lines) of the functions or kernels with more than `most` lines."
     result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, FUNCTIONS) and is_kernel(node) == kernels:
@@ -114,12 +114,12 @@ def long_functions(source, most, kernels=False):
 
 
 def without_public_names(source):
-    "Return a module without the list of its public names, which nbdev writes in wide lines."
+    "Return a module without its list of public names, which nbdev writes in wide lines."
     return re.sub(r"^__all__ = \[.*?\]$", "__all__ = []", source, flags=re.M | re.S)
 
 
 def ruff(sources, rules, folder):
-    "Return what ruff finds by these rules, with the project's settings: [(module, rule, line)]."
+    "Return ruff's findings by these rules and the project's settings: [(module, rule, line)]."
     for name, source in sources.items():
         path = folder / f"{name}.py"
         path.parent.mkdir(parents=True, exist_ok=True)

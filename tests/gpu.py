@@ -1,17 +1,17 @@
 """Run every test that needs a GPU, in several processes, and write the record tests/gpu.json.
 
-    # all of them; nothing is installed
+    # all tests; installs nothing
     make test-gpu
-    # other words go to pytest, and the record elsewhere
+    # other words go to pytest; --out names another record
     python tests/gpu.py -n 4 -k exact --out /tmp/r.json
     compute-sanitizer --target-processes all --tool memcheck \\
         python tests/gpu.py -n 1 -k "parity_in_bfloat16 and exact" --out /tmp/r.json
-    # one line if kernels or models differ from those of the record
+    # print one line if kernels or models differ from those of the record
     python tests/gpu.py --stale
 
-Most of the time is the compiler's. Tests that compile the same kernels stay in one process, and
-the seconds of the last record say how to spread them. Tests that need most of the GPU's memory
-follow each other in the first process.
+Compiling takes most of the time. Tests that compile the same kernels stay in one process, and the
+seconds of the last record balance the processes. Tests that need most of the GPU's memory run one
+after the other in the first process.
 """
 
 import argparse
@@ -49,9 +49,9 @@ MARKED = (
     "test_mqar.py",
     "test_one_pass.py",
     "test_puzzles.py",
-)  # mostly tests for the CPU: only those marked cuda
+)  # mostly tests for the CPU: run only those marked cuda
 BIG = re.compile("two_to_the_31")
-SHARED = re.compile("test_(op|step|matrix).py")  # one size in most of the file
+SHARED = re.compile("test_(op|step|matrix).py")  # most tests of these files share one size
 
 
 def pytest(*arguments, stdout=subprocess.PIPE, **env):
@@ -73,13 +73,13 @@ def start_collecting(files, *options):
 
 
 def collected(output):
-    "Names of tests in what pytest printed."
+    "Return the names of tests in pytest's output."
     lines = [line for line in output.splitlines() if "::" in line]
     return [line for line in lines if not line.startswith("ERROR")]
 
 
 def collect(rest):
-    "Names of all tests."
+    "Return the names of all tests."
     gpu_files = start_collecting(FILES, *rest)
     marked_files = start_collecting(MARKED, "-m", "cuda", *rest)
     output = gpu_files.communicate()[0]
@@ -97,10 +97,10 @@ def collect(rest):
 
 
 def group(name):
-    """Name of a test's group.
+    """Return the name of a test's group.
 
-    Tests of one group compile the same kernels: one form and, where functions have separate
-    sizes, one function."""
+    Tests of a group compile the same kernels: one form and, if functions have separate sizes, one
+    function."""
     if BIG.search(name):
         return "big"
     function, _, parameters = name.partition("[")
@@ -119,11 +119,11 @@ def group(name):
 
 
 def spread(
-    names,  # of tests
+    names,  # names of tests
     recorded,  # group -> seconds of one of its tests
     n,  # number of processes
 ):
-    "Names for each of n processes, about the same seconds each."
+    "Return the names for each of n processes, with about the same seconds per process."
     groups = collections.defaultdict(list)
     for name in names:
         groups[group(name)].append(name)
@@ -131,7 +131,7 @@ def spread(
     def guess(g):
         if g == "big":
             return 15.0
-        # these take the compiler longest
+        # these take longest to compile
         return 6.0 if "portable" in g or "exact" in g else 2.0
 
     def cost(g):
@@ -147,7 +147,7 @@ def spread(
 
 
 def outcomes(path):
-    "(name, outcome, seconds) of every test in a report of pytest's."
+    "Return (name, outcome, seconds) of every test in a report of pytest."
     for case in xml.parse(path).getroot().iter("testcase"):
         kinds = {child.tag for child in case} & {"failure", "error", "skipped"}
         name = f"{case.get('classname').replace('.', '/')}.py::{case.get('name')}"
@@ -155,7 +155,7 @@ def outcomes(path):
 
 
 def mean_seconds(results):
-    "Seconds of a test by its group."
+    "Return the seconds of a test, by group."
     spent = collections.defaultdict(list)
     for name, _, seconds in results:
         spent[group(name)].append(seconds)
@@ -163,7 +163,7 @@ def mean_seconds(results):
 
 
 def hashes():
-    "sha256 of every file that the record speaks for."
+    "Return the sha256 of every file that the record covers."
     files = sorted(path for folder in WATCHED for path in (ROOT / folder).glob("*.py"))
     return {
         str(path.relative_to(ROOT)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files
@@ -194,10 +194,10 @@ def stale():
 
 
 def start_share(
-    names,  # of tests
-    number,  # of the process
-    folder,  # for its output and its report
-    gpu,  # the number of its GPU
+    names,  # names of tests
+    number,  # number of the process
+    folder,  # folder for output and report
+    gpu,  # number of the GPU
 ):
     "Start a process that runs some tests."
     with open(folder / f"{number}.txt", "w+") as file:  # the process inherits its handle
@@ -214,9 +214,9 @@ def start_share(
 def run(
     shares,  # names of tests for each process
     folder,
-    gpus,  # their numbers, which take turns
+    gpus,  # numbers of the GPUs, which processes use in turn
 ):
-    "All results, and the number of tests lost with their process; print output of failures."
+    "Run all tests; return results and the number of lost tests; print output of failures."
     running = [start_share(share, i, folder, gpus[i % len(gpus)]) for i, share in enumerate(shares)]
     results = []
     lost = 0
@@ -232,7 +232,7 @@ def run(
 
 
 def options():
-    "Options of this program, and what goes to pytest."
+    "Return the options of this program and the words for pytest."
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "-n", type=int, default=max(1, min(16, os.cpu_count() or 2)), help="processes"
@@ -243,7 +243,7 @@ def options():
     parser.add_argument(
         "--out", type=pathlib.Path, default=RECORD, help="the record (default: tests/gpu.json)"
     )
-    parser.add_argument("--commit", help="what to record where there is no git")
+    parser.add_argument("--commit", help="commit to record if git is missing")
     parser.add_argument(
         "--stale", action="store_true", help="run nothing; one line if the record is of other files"
     )

@@ -1,13 +1,13 @@
-"""Bounds of every integer that a kernel computes, from the numbers of one launch.
+"""Compute bounds of every integer in a kernel, from the numbers of one launch.
 
-No product or sum of 32 bits may pass 2^31.
+No product or sum of 32 bits may exceed 2^31.
 
     python tests/int_ranges.py
 
-prints one JSON object per launch: kernel, what overflows, the largest offset of every pointer.
+prints one JSON object per launch: kernel, overflows, and the largest offset of every pointer.
 
-Launches of sizes that no GPU holds are recorded on meta tensors and compiled (kernels/aot.py). Then
-the compiler's intermediate code is read from top to bottom with an interval for every integer.
+Launches of sizes that fit on no GPU are recorded on meta tensors and compiled (kernels/aot.py).
+Then the compiler's intermediate code is read from top to bottom with an interval for every integer.
 """
 
 import functools
@@ -86,13 +86,13 @@ RULES = {
 
 
 class Reader:
-    "The code of one kernel."
+    "Reader of the code of one kernel."
 
     def __init__(
         self,
         text,
-        given,  # bounds of its integer arguments
-        programs,  # their number
+        given,  # bounds of the kernel's integer arguments
+        programs,  # number of programs
         stored,  # pointer -> bounds of the integers in its memory
     ):
         lines = text.splitlines()
@@ -143,7 +143,7 @@ class Reader:
                 self.base.setdefault(after, self.base.get(before))
             if (
                 before in self.known
-            ):  # a number that is carried: a position in a ring, which stays below its size
+            ):  # a loop-carried number is a position in a ring, which stays below the ring's size
                 ring = [
                     int(v)
                     for v in re.findall(
@@ -170,7 +170,7 @@ class Reader:
             self.overflows.add(f"{result} = {kind} {rest.split(' : ')[0]}")
 
     def reads_stored(self, names, types):
-        "Whether a load with a result of integers is from memory whose bounds are given."
+        "Check whether integers are loaded from memory with given bounds."
         return bool(names and types) and self.base.get(names[0], names[0]) in self.stored
 
     def operation(self, result, kind, rest):
@@ -219,7 +219,7 @@ class Reader:
 
 
 def bounds(launch, text, programs, sequences, T):
-    "Return what one recorded launch reads: a `Reader` that has read."
+    "Read the code of one recorded launch and return the `Reader`."
     kernel, args, kwargs = launch
     values = dict(zip(kernel.arg_names, args)) | kwargs
     given = {f"%{n}": (v, v) for n, v in values.items() if type(v) is int}
@@ -235,7 +235,7 @@ def bounds(launch, text, programs, sequences, T):
 
 
 def intermediate(source, target, options):
-    "The code of a kernel after the first stage of the compiler, with its functions inlined."
+    "Return the code of a kernel after the compiler's first stage, with functions inlined."
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
 
@@ -258,14 +258,14 @@ def intermediate(source, target, options):
 
 
 def on_meta(*sizes, like=None):
-    "A tensor without memory, of bfloat16 unless `like` names another type."
+    "Return a meta tensor, in bfloat16 unless `like` names another dtype."
     import torch
 
     return torch.empty(sizes, device="meta", dtype=like or torch.bfloat16)
 
 
 def convolve(shape, sequences, T):
-    "Both directions of a convolution on tensors without memory."
+    "Run both directions of a convolution on meta tensors."
     import torch
 
     from longhorn_kit.scan.triton.conv import conv_backward, conv_forward
@@ -282,7 +282,7 @@ def convolve(shape, sequences, T):
 
 
 def step(B, D, N):
-    "A step of the exact form on tensors without memory."
+    "Run a step of the exact form on meta tensors."
     import torch
 
     from longhorn_kit.scan.triton.step import launch_step
@@ -295,7 +295,7 @@ def step(B, D, N):
 def launches(aot):
     """Yield (case, launches, number of sequences, rows of a sequence).
 
-    They have far more elements than 2^31, and blocks x rows pass it too."""
+    All have far more than 2^31 elements, and also more than 2^31 blocks x rows."""
     wide = dict(B=2048, T=8192, D=8192)
     long = dict(B=1, T=2**26, D=2048)
     packed = dict(B=1, T=2**24, D=8192, packed=8)
@@ -322,7 +322,7 @@ def main():
     import triton
 
     kernel = triton.runtime.jit.JITFunction
-    # what a launch calls for tensors without memory
+    # functions that a launch calls, for meta tensors
     grids = []
     warmup = kernel.warmup
 

@@ -14,7 +14,7 @@ CASES = [
 def draw(
     decay, delta, bonus, B=2, T=37, H=3, N=5, P=4, strongest=10.0, dtype=torch.float64, seed=0
 ):
-    "Arguments of `matrix_scan`; unit keys, log decays from 0 to -strongest, mostly small."
+    "Draw arguments of `matrix_scan`: unit keys, and mostly small log decays of 0 to -strongest."
     g = torch.Generator().manual_seed(seed)
 
     def randn(*shape):

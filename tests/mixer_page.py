@@ -1,4 +1,4 @@
-"""The page *Add a mixer* as data: files that its text makes, lines that it changes, commands."""
+"""Files, changed lines and commands of the page *Add a mixer*."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "nbs/models/26_add_a_mixer.ipynb"
-NOTEBOOK = "nbs/models/27_efla.ipynb"  # that the text makes
+NOTEBOOK = "nbs/models/27_efla.ipynb"  # notebook that the text creates
 
 
 @cache
@@ -30,7 +30,7 @@ def parts_of(file):
 
 
 def notebook_of(cells, name):
-    "Return a notebook of (type, source) pairs, as JSON; `name` starts the names of its cells."
+    "Return a notebook of (type, source) pairs, as JSON; ids of cells start with `name`."
     code = {"execution_count": None, "outputs": []}
     cells = [
         {"cell_type": kind, "id": f"{name}-{number}", "metadata": {}, "source": source.rstrip("\n")}
@@ -42,13 +42,13 @@ def notebook_of(cells, name):
 
 
 def notebook():
-    "Return the notebook that the text makes, as JSON."
+    "Return the notebook that the text creates, as JSON."
     made = [("markdown", source) for source in blocks("markdown")]
     made += [("code", source) for source in blocks("python")]
     first = f"# {NOTEBOOK}\n"
     for (_, before), (_, source) in zip(cells(), cells()[1:]):
         if source.startswith(first):
-            if "```" not in before:  # else it is about the files, not about the code
+            if "```" not in before:  # otherwise the fence is about the files, not about the code
                 made.append(("markdown", before))
             made.append(("code", source.replace(first, "#| export\n")))
     return notebook_of(made, "efla")
@@ -66,12 +66,12 @@ def module():
 
 
 def plain_mixer():
-    "Return the source of the page's layer without a frame, a subclass of `Mixer`."
+    "Return the source of the page's layer that is a plain subclass of `Mixer`."
     return next(source for _, source in cells() if '@register_mixer("decay")' in source)
 
 
 def changes():
-    "Return what the text changes in other files: (file, old text, new text)."
+    "Return the changes to other files: (file, old text, new text)."
     changed_texts = []
     for block in blocks("diff"):
         header, *lines = block.splitlines()
@@ -95,7 +95,7 @@ def changed(text, file, old, new):
 
 
 def apply(root):
-    "Do in the tree at `root` what the text says."
+    "Apply the text to the tree at `root`."
     (root / NOTEBOOK).write_text(json.dumps(notebook(), indent=1), encoding="utf-8")
     test = "\n".join(parts_of("tests/test_efla.py")) + "\n"
     (root / "tests/test_efla.py").write_text(test, encoding="utf-8")

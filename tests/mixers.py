@@ -1,4 +1,4 @@
-"""Checks of every mixer: `python -m pytest -m mixer -k NAME` runs all of them for one.
+"""Checks of every mixer: `python -m pytest -m mixer -k NAME` runs all checks of one mixer.
 
 The message of a failure starts with the docstring of its check."""
 
@@ -16,20 +16,20 @@ KIT = [name for name in NAMES if KINDS[name].__module__.startswith("longhorn_kit
 SCANS = [name for name in NAMES if issubclass(KINDS[name], ScanMixer)]
 MATRICES = [name for name in NAMES if issubclass(KINDS[name], MatrixMixer)]
 GROWING = ("attention",)  # caches that grow with every token
-OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm")  # mixers with an option that is on
+OPTIONS = ("longhorn+key_norm", "longhorn_exact+key_norm")  # mixers with an option enabled
 
 
 def parts(name):
-    "The mixer's name, and its options."
+    "Return the mixer's name and its options."
     name, _, option = name.partition("+")
     return name, {option: True} if option else {}
 
 
 def every(
     names,
-    quick=None,  # None: all; the others run in `make test-slow`
+    quick=None,  # names that `make test` checks; None: all. `make test-slow` checks the rest
 ):
-    "Return a decorator that runs a check for mixers; the check's docstring is its demand."
+    "Return a decorator that runs a check for mixers; the check's docstring is the requirement."
     cases = [name if quick is None or name in quick else slow_case(name) for name in names]
 
     def mark(check):
@@ -44,7 +44,7 @@ def every(
 every_mixer = every(NAMES)
 every_scan = every(SCANS)
 every_matrix = every(MATRICES)
-# not demanded of a layer from elsewhere: tracing at any length, keys, padding in one pass
+# not required of external layers: tracing at any length, keys, padding in one pass
 every_mixer_of_kit = every(KIT)
 every_layer = every([*NAMES, *OPTIONS])  # names for `parts`
 # for long checks: `make test` runs one mixer of each family of code
@@ -54,13 +54,13 @@ every_family_of_kit = every(KIT, FAMILIES)
 
 
 def rms(y, weight=1.0):
-    "Root-mean-square norm."
+    "Return the root mean square of a tensor."
     variance = y.square().mean(-1, keepdim=True)
     return y / (variance + 1e-5).sqrt() * weight
 
 
 def perturbed(name, d_model, seed=0, **options):
-    "Build a layer without a parameter at a value that could hide a missing term."
+    "Build a layer in which no parameter has a value that could hide a missing term."
     torch.manual_seed(seed)
     layer = build_mixer(name, d_model, **options)
     for parameter in layer.parameters():

@@ -1,9 +1,9 @@
-"""Change a solution of an exercise in many small ways: its check must reject what is then wrong.
+"""Change a solution of an exercise in many small ways; its check must reject the wrong versions.
 
 `mutants` changes one place of a source per mutant: an operator, a sign, a name, a constant, an
-index, a keyword, a line. It knows nothing about kernels except that names ending in `_ptr` are
-pointers, so it also serves for plain functions. `impostors` wraps a right answer in answers that
-are right once or nearly.
+index, a keyword or a line. The only rule about kernels is that names ending in `_ptr` are pointers,
+so it also works for plain functions. `impostors` wraps a right answer in answers that are right
+only once, or almost right.
 """
 
 import ast
@@ -34,7 +34,7 @@ COMPARISONS = {
     ast.In: (ast.NotIn,),
     ast.NotIn: (ast.In,),
 }
-NOT_VALUES = ("func", "annotation", "returns", "decorator_list")  # fields that hold no value
+NOT_VALUES = ("func", "annotation", "returns", "decorator_list")  # fields without a value
 
 
 def is_pointer(name):
@@ -53,7 +53,7 @@ def is_value(node, parent, field):
 
 
 def other_names(node, field, names):
-    "Yield names of the same scope in the place of a name, at most three."
+    "Yield at most three names of the same scope that can replace a name."
     loaded = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
     if not loaded or node.id not in names or field in NOT_VALUES:
         return
@@ -104,7 +104,7 @@ def other_values(node, parent, field):
 
 
 def other_order(node, field):
-    "Yield swapped operands, arguments and axes, and one side of an operation alone."
+    "Yield swapped operands, arguments and axes, and single sides of an operation."
     if isinstance(node, ast.Tuple) and len(node.elts) == 2 and isinstance(node.ctx, ast.Load):
         kind = "axis" if field == "slice" else "swapped"
         yield kind, ast.Tuple(node.elts[::-1], ast.Load())
@@ -169,7 +169,7 @@ def scopes(tree):
 def mutants(
     source: str, keep: Callable[[], bool] = lambda: True
 ) -> Iterator[tuple[str, str]]:  # kind of change, source
-    "Yield the mutants that `keep` chooses, each source once, formatted as `ast.unparse` does."
+    "Yield the mutants that `keep` chooses, without duplicates, formatted by `ast.unparse`."
     tree = ast.parse(source)
     texts = {ast.unparse(tree)}
     functions = scopes(tree)
@@ -192,7 +192,7 @@ def mutants(
 
 
 def with_replacement(tree, parent, field, i, new):
-    "Return the source of a tree in which a new node stands for a moment in the place of another."
+    "Return the source of a tree in which a new node temporarily replaces another."
     content = getattr(parent, field)
     if isinstance(content, list):
         changed = [*content[:i], new, *content[i + 1 :]]
@@ -205,7 +205,7 @@ def with_replacement(tree, parent, field, i, new):
 
 
 def impostors(answer: Callable, outputs: int = 1) -> Iterator[tuple[str, Callable]]:
-    """Yield answers that are right once, or nearly.
+    """Yield answers that are right only once, or almost right.
 
     An answer fills the last `outputs` of its arguments."""
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 
 def picture(number, label):
-    "Return a grey image whose brightness shows its class."
+    "Return a grey image whose brightness encodes its class."
     generator = np.random.default_rng(number)
     noise = generator.integers(0, 40, (8, 8))
     pixels = (noise + 150 * label).astype(np.uint8)
@@ -27,7 +27,7 @@ def filled(root, train, val, classes=("dark", "light")):
 
 
 def parquet(path, images, labels, column):
-    "Write a data set of encoded images; `column` is the kind of its labels."
+    "Write a data set of encoded images; `column` is the kind of labels."
     features = datasets.Features(image=datasets.Image(), label=column)
     table = dict(image=[dict(bytes=image, path=None) for image in images], label=list(labels))
     path.parent.mkdir(exist_ok=True)

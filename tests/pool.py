@@ -1,4 +1,4 @@
-"""Processes that start once and run functions together, as with `torchrun`.
+"""A pool of processes that start once and run functions together, as with `torchrun`.
 
 `Pool(4).run(function, ...)` runs a function in each of them.
 """
@@ -18,7 +18,7 @@ def free_port():
 
 
 def serve(pipe, environment):
-    "Run what comes through the pipe until it is closed; runs in a process of the pool."
+    "Run functions from the pipe until it is closed; this is the main loop of a process."
     os.environ |= environment
     import torch
 
@@ -32,7 +32,7 @@ def serve(pipe, environment):
 
 
 def called(function, arguments, options):
-    "Return what a function gives, or its error as text, and what it prints to stderr."
+    "Return a function's result, or its error as text, and its output to stderr."
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
@@ -43,7 +43,7 @@ def called(function, arguments, options):
 
 
 class Alone:
-    "A pool of one process: this one, which finds no other."
+    "A pool of one process, which is the current process."
 
     def run(self, function, *arguments, **options):
         import torch
@@ -63,7 +63,7 @@ class Alone:
 
 
 class Pool:
-    "Several processes. Only without `daemon` they may start processes themselves."
+    "A pool of several processes. They can start processes only without `daemon`."
 
     def __init__(self, count, daemon=True):
         spawn = multiprocessing.get_context("spawn")
@@ -108,7 +108,7 @@ class Pool:
 
 @contextlib.contextmanager
 def one_process():
-    "A process group of this process, for sharded models."
+    "Context manager that gives this process a process group, for sharded models."
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -24,7 +24,7 @@ def side(n):
 
 @triton.jit
 def indices(axis: tl.constexpr, BLOCK: tl.constexpr):
-    "The indices of a program's block along an axis of the grid."
+    "Return the indices of a program's block along an axis of the grid."
     return tl.program_id(axis) * BLOCK + tl.arange(0, BLOCK)
 
 
@@ -89,7 +89,7 @@ def sigmoid_single(b, beta):
     sigmoid_single_kernel[(len(b),)](b, beta)
 
 
-# 3: a grid with one axis over the elements of S; a program per row
+# 3: a grid with one axis over the elements of S; one program per row
 
 
 @triton.jit
@@ -193,7 +193,7 @@ def read_transposed(S, q, y):
     read_transposed_kernel[grid](S, q, y, D, N, BLOCK=4, NP=power(N))
 
 
-# 6: tl.cumsum over a tile that holds all of time; moving pointers
+# 6: tl.cumsum over a tile with all steps; moving pointers
 
 
 @triton.jit
@@ -230,7 +230,7 @@ def running_sum_pointer(x, y):
     running_sum_pointer_kernel[grid](x, y, *x.shape, BLOCK=16)
 
 
-# 7 and 13: an associative scan that starts from the state; a program per channel, with and
+# 7 and 13: an associative scan that starts from the state; one program per channel, with and
 # without a loop
 
 
@@ -383,7 +383,7 @@ def scores_row(q, k, A):
     scores_row_kernel[(M,)](q, k, A, T, N, TP=power(T), NP=power(N))
 
 
-# 10: the whole inner side at once, in TF32 three times; the sum added outside tl.dot
+# 10: the full inner dimension at once, in three TF32 products; the sum added outside tl.dot
 
 
 @triton.jit
@@ -441,7 +441,7 @@ def project_flat(x, W, y):
     project_flat_kernel[grid](x, W, y, T, M, D, BLOCK=8, INNER=16)
 
 
-# 11: one program per row, which sees only the keys up to it; a state that walks through the tokens
+# 11: one program per row, with only the keys up to the row; a state that moves through the tokens
 
 
 @triton.jit
@@ -540,7 +540,7 @@ def linear_whole(q, k, x, y):
     linear_whole_kernel[grid](q, k, x, y, T, N, D, TP=side(T), NP=side(N), DP=16)
 
 
-# 14: segments summed by a tree, padded to eight steps; a program per channel
+# 14: segments summed by a tree, padded to eight steps; one program per channel
 
 
 @triton.jit
@@ -598,7 +598,7 @@ def ends_by_channels(a, u, s0, ends):
     decay_single(P, R, s0, ends)
 
 
-# 15: row by row from the rows before it; Λ as a tile, columns by squeezing
+# 15: each row from the rows before it; Λ as a tile, columns by squeezing
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Inputs, a float64 oracle, error measures and checks that tests of the kernels share."""
+"""Inputs, a float64 oracle, error measures and checks for tests of the kernels."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def inputs(
     key_scale=0.5,
     seed=0,
 ):
-    "A dictionary of arguments (None where left out), the output's gradient and the final state's."
+    "Return arguments by name (None if omitted), and gradients of output and final state."
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
@@ -47,7 +47,7 @@ def inputs(
     a["x"] = new(B, T, D).to(dtype)
     b = new(B, T, 1 if scalar else D)
     a["b"] = b.to(dtype)
-    # All are drawn for every form: the numbers after them do not depend on it.
+    # all are drawn for every form, so that later random numbers do not depend on the form
     shared = dict(s6=rates(D, N), s6_given=rates(D, N))
     timed = rates(B, T, N).to(dtype)
     a["A"] = (shared | dict(s6_time_varying=timed)).get(form)
@@ -64,7 +64,7 @@ def inputs(
 
 
 def call(a, form, cu_seqlens=None, oracle=False, **options):
-    "One scan, by the kernels or by the reference."
+    "Run one scan by the kernels or by the reference."
     rest = dict(D_skip=a["D_skip"], z=a["z"], initial_state=a["initial_state"], **options)
     data = [a[n] for n in "qkxb"]
     if form == "s6_given":
@@ -77,7 +77,7 @@ def call(a, form, cu_seqlens=None, oracle=False, **options):
 
 
 def one_sequence(a, form, i, lo, hi):
-    "Sequence i of a packed batch as a separate batch."
+    "Return sequence i of a packed batch as a separate batch."
 
     def cut(name, t):
         if t is None or name in PER_CHANNEL or (name == "A" and form in ("s6", "s6_given")):
@@ -90,7 +90,7 @@ def one_sequence(a, form, i, lo, hi):
 
 
 def gradients(outputs, grads, a):
-    "Gradients by argument name; zeros for an argument that no output depends on."
+    "Return gradients by argument name; zeros for an argument that no output depends on."
     names = [n for n, t in a.items() if t is not None]
     tensors = [a[n] for n in names]
     gradients = torch.autograd.grad(outputs, tensors, grads, allow_unused=True)
@@ -106,7 +106,7 @@ def leaves(a, dtype=None):
 
 
 def oracle(a, dout, dfinal, form, bounds=None):
-    "Output, final state and gradients in float64, by the loop; small steps run on the CPU."
+    "Return output, final state and gradients of the float64 loop; small cases run on the CPU."
     n_states = a["x"].numel() * a["q"].shape[-1]
     if a["x"].is_cuda and n_states <= 10**7:
         cpu = {n: None if t is None else t.detach().cpu() for n, t in a.items()}
@@ -134,7 +134,7 @@ def oracle(a, dout, dfinal, form, bounds=None):
 
 
 def kernels(a, dout, dfinal, form, bounds=None, **options):
-    "Output, final state and gradients by the kernels."
+    "Return output, final state and gradients of the kernels."
     r = leaves(a)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     out, final = call(r, form, cu, **options)
@@ -144,7 +144,7 @@ def kernels(a, dout, dfinal, form, bounds=None, **options):
 
 
 def beyond(results, expected, relative, absolute=1e-6):
-    "Names of what differs by more than a share of its norm and, if it vanishes, that per element."
+    "Return names of tensors that differ by more than a share of their norm (or per element)."
     differences = {}
     for n, r in expected.items():
         wide = results[n].double()
@@ -159,7 +159,7 @@ def beyond(results, expected, relative, absolute=1e-6):
 
 
 def off(got, want):
-    "Errors of one (output, final state, gradients) against another."
+    "Return the errors of one (output, final state, gradients) relative to another."
     gradients = {n: error(got[2][n], g) for n, g in want[2].items()}
     out_error = error(got[0], want[0])
     final_error = error(got[1], want[1])
@@ -167,7 +167,7 @@ def off(got, want):
 
 
 def errors(B, T, D, N, form, bounds=None, options=None, **made):
-    "Errors of every output and gradient against the oracle."
+    "Return the errors of every output and gradient relative to the oracle."
     a, dout, dfinal = inputs(
         B, T, D, N, form, sequences=None if bounds is None else len(bounds) - 1, **made
     )
@@ -178,14 +178,14 @@ def errors(B, T, D, N, form, bounds=None, options=None, **made):
 
 
 def assert_close(errors, dtype=torch.float32, factor=1.0):
-    "Every error under the dtype's tolerance."
+    "Check that every error is below the dtype's tolerance."
     limit = TOLERANCE[dtype] * factor
     bad = {n: f"{e:.1e}" for n, e in errors.items() if not e < limit}
     assert not bad, bad
 
 
 def assert_same_bits(got, want):
-    "Output, final state and gradients, to the bit."
+    "Check that output, final state and gradients are equal bit for bit."
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     for n in want[2]:
@@ -193,7 +193,7 @@ def assert_same_bits(got, want):
 
 
 def assert_packed_as_alone(a, dout, dfinal, form, bounds, start=False, **options):
-    "A packed batch has the bits of each sequence alone; `start`: gradients of initial states too."
+    "Check that packing changes no bit; `start`: check gradients of initial states too."
     out, final, grads = kernels(a, dout, dfinal, form, bounds, **options)
     pairs = zip(bounds, bounds[1:])
     for i, (lo, hi) in enumerate(pairs):
@@ -216,9 +216,9 @@ def assert_packed_as_alone(a, dout, dfinal, form, bounds, start=False, **options
 
 
 def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
-    """Forward and backward beyond 2^31 elements.
+    """Check forward and backward beyond 2^31 elements.
 
-    What is far away is forgotten, so both ends agree with short runs."""
+    The scan forgets distant steps, so both ends agree with short runs."""
     free = torch.cuda.mem_get_info()[0] >> 30
     if free < gib:
         pytest.skip(f"needs {gib} GiB of free GPU memory, {free} GiB are free")
@@ -233,7 +233,7 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
     for name, part in parts.items():
         leaf = {n: t[:, part].detach().requires_grad_() for n, t in a.items()}
         out, final = triton_scan(**leaf, **options)
-        # Every element is its own weight in the loss, so a wrong address shows.
+        # every element has a different weight in the loss, so a wrong address changes gradients
         grads = gradients((out,), (out.detach(),), leaf)
         outputs = dict(out=out.detach(), final=final.detach())
         runs[name] = outputs | grads
@@ -252,7 +252,7 @@ def assert_ends_agree(B, T, D, N, gib, near, margin, scalar=False, **options):
 
 
 def poisoned(monkeypatch):
-    "New memory holds what is no number."
+    "Fill new memory with NaN."
     empty = torch.empty
 
     def fill(t):
@@ -262,7 +262,7 @@ def poisoned(monkeypatch):
 
 
 def within(t, margin=3):
-    "`t` as a window into a larger new tensor."
+    "Return `t` as a window into a larger new tensor."
     sizes = [s + 2 * margin + 1 for s in t.shape]
     big = torch.empty(*sizes, device=t.device, dtype=t.dtype)
     inside = tuple(slice(margin, margin + s) for s in t.shape)
@@ -270,7 +270,7 @@ def within(t, margin=3):
 
 
 def captured(run):
-    "A CUDA graph of a call that has run before, and what it returned while it was recorded."
+    "Record a CUDA graph of a call that has run before; return the graph and its results."
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -1,4 +1,4 @@
-"""The scripts of docs/ as modules: `build`, `api`, `figures`."""
+"""Import the scripts of docs/ as modules: `build`, `api`, `figures`."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Every scan kernel compiles ahead of time, without a GPU, within bounds of registers, spills and
-shared memory."""
+"""Every kernel compiles without a GPU, within bounds of registers, spills and shared memory."""
 
 import importlib.util
 import json
@@ -35,9 +34,8 @@ PORTABLE = {
     "_sum_kernel",
     "_rows_kernel",
 }
-# (registers, bytes of stack, KiB of shared memory) by states, the most of any case and NVIDIA
-# target and a little room. There are 255 registers: where a kernel takes all of them, its bound is
-# the stack.
+# (registers, bytes of stack, KiB of shared memory) by number of states: the maximum over cases and
+# NVIDIA targets, with a small margin. If a kernel takes all 255 registers, the stack is its bound.
 BOUNDS = {
     "_diagonal_fwd_kernel": {
         16: (255, 40, 15),
@@ -90,13 +88,14 @@ AMD = {
     "_scan_fwd_kernel": (352, 0, 9),
     "_adjoint_kernel": (376, 0, 17),
     "_scan_bwd_kernel": (512, 40, 17),
-}  # of 512; registers spilled
+}  # AMD, of 512 registers; registers spilled
 
 
 @pytest.fixture(scope="module")
 def without_interpreter():
-    """Return a function that runs Python with the kernels compiled, also where the tests
-    interpret them: (output, errors)."""
+    """Return a function that runs Python code with compiled kernels and returns (output, errors).
+
+    It does so even if the tests interpret kernels."""
     python = WarmPython(os.environ | dict(PYTHONPATH=str(ROOT), TRITON_INTERPRET="0"), ROOT)
 
     def run(*command):
@@ -110,8 +109,7 @@ def without_interpreter():
 
 @pytest.fixture(scope="module")
 def compiled(without_interpreter):
-    """Return a function that gives what kernels/aot.py reports, one dictionary per kernel and
-    target."""
+    """Return a function that returns the rows of kernels/aot.py, one per kernel and target."""
 
     def report(what, targets, only=""):
         output, _ = without_interpreter(
@@ -144,8 +142,10 @@ ALL_FORMS = "diagonal|exact|decoupled|s6|s6_time_varying"
 
 @pytest.mark.parametrize("targets, forms", [(["sm_90"], "exact"), slow_case(NVIDIA, ALL_FORMS)])
 def test_fast_kernels_compile_and_keep_what_is_no_number(compiled, targets, forms):
-    """The minimum of a logit keeps NaN. That of a gate may drop it, as the gate itself is a
-    factor; softplus adds two terms, and one keeps it."""
+    """The minimum of a logit keeps NaN.
+
+    The minimum of a gate may drop NaN, because the gate itself is a factor. Softplus adds two
+    terms, and one of them keeps NaN."""
     rows = compiled("fast", targets, only=f"^fast ({forms})$")
     assert_bounded(rows)
     for target in targets:
@@ -227,7 +227,7 @@ def test_fast_kernels_compile_with_every_release_of_triton(without_interpreter, 
 
 @pytest.mark.slow
 def test_a_release_of_triton_is_tried_separately(tmp_path):
-    "The installed one, as it is and with a part missing, from folders that stand for downloads."
+    "The installed release compiles, and a broken copy fails; local folders replace downloads."
     here = pathlib.Path(importlib.util.find_spec("triton").origin).parent
     for name in ("whole", "broken"):
         (tmp_path / name).mkdir()
@@ -267,8 +267,9 @@ sys.meta_path.insert(0, Moved())
 
 @pytest.mark.slow
 def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
-    """At sizes with far more than 2^31 elements, and as many blocks times rows, from each
-    kernel's own plan and code."""
+    """No offset overflows with far more than 2^31 elements, and more than 2^31 blocks times rows.
+
+    Plans and code are those of the kernels."""
     rows = [json.loads(line) for line in without_interpreter("tests/int_ranges.py")[0].splitlines()]
     assert {row["kernel"] for row in rows} >= FAST | PORTABLE | {
         "_diagonal_carry_kernel",
@@ -284,7 +285,7 @@ def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
         for name, (far, size) in row["largest"].items()
         if far >= size - 1 > 2**31
     }
-    # the reading follows these to their last element, so nothing was left out
+    # the reader follows these pointers to the last element, so it skipped no code
     expected = {
         "_exact_fwd_kernel": "x b z out ckpt",
         "_exact_bwd_kernel": "x b z g dx db dz dtok",
@@ -301,8 +302,7 @@ def test_no_offset_of_any_kernel_passes_32_bits(without_interpreter):
 
 
 def test_another_function_of_a_rule_is_another_kernel(without_interpreter, tmp_path):
-    """Triton's cache on disk must not give the kernel that was compiled from an earlier text of
-    a function."""
+    """Triton's cache on disk must not return a kernel compiled from an older source."""
     out, _ = without_interpreter(
         "-c",
         f"""
@@ -341,7 +341,7 @@ print(len({{aot.source(kernel, args, kwargs | dict(RULE=r)).hash() for r in rule
 def test_where_gluon_has_moved_the_portable_kernels_run_and_a_warning_says_why(
     without_interpreter, moved, works
 ):
-    "For those forms alone that need what has moved."
+    "Only the forms that need the moved part use the portable kernels."
     out, log = without_interpreter(
         "-c",
         f"""
@@ -401,7 +401,7 @@ for _ in range(2):
     (("exact", False, False), ("s6_given", False, False), ("diagonal", True, True)),
 )
 def test_a_trial_compares_fast_kernels_with_the_loop(form, wide, broken, monkeypatch):
-    "On a CPU, a shorter one, with the kernels' emulator."
+    "On a CPU, a shorter trial runs in the kernels' emulator."
     from longhorn_kit.scan.triton import diagonal as triton_diagonal
     from longhorn_kit.scan.triton import exact as triton_exact
     from longhorn_kit.scan.triton import exact_backward as triton_exact_backward
@@ -506,9 +506,10 @@ for case in itertools.product(FORMS, ({dtypes}), ({widths}), (True, False)):
 def test_what_is_compiled_for_a_sequence_alone_and_for_packed_ones_rounds_alike(
     without_interpreter, case, forms, kernels, results
 ):
-    """The same operations, each rounded separately in the PTX. Where lengths may be ragged, the
-    exact backward has its loop's body once more, for the last chunk. kernels: part of
-    their names."""
+    """Kernels have the same operations, each rounded separately in the PTX.
+
+    With ragged lengths, the exact backward has a second copy of its loop's body, for the last
+    chunk. kernels: part of their names."""
     said, _ = without_interpreter(
         "-c",
         ALONE_AND_PACKED
@@ -546,7 +547,7 @@ def test_an_unknown_triton_is_tried_on_every_kind_of_fast_kernel():
 
 
 def test_the_kernels_of_a_backward_are_built_beside_the_first_forward(without_interpreter):
-    "Those that the backward launches, with the same options, from tensors without values."
+    "Meta tensors build the kernels that the backward launches, with the same options."
     out, _ = without_interpreter(
         "-c",
         """
@@ -612,15 +613,16 @@ def test_the_first_call_of_a_kind_builds_both(monkeypatch, tmp_path):
     assert made[3].stride() == (24, 8, 2)
     assert made[2].shape == x.shape
     (tmp_path / "hash").mkdir()
-    (tmp_path / "hash" / "_exact_bwd_kernel.json").touch()  # now it was
+    (tmp_path / "hash" / "_exact_bwd_kernel.json").touch()  # now it was compiled
     triton_op._BUILT.clear()
     assert triton_op._backward_builder("exact", 0, tensors) is None
     assert len(built) == 1
 
 
 def test_inputs_begin_where_copies_can():
-    """A contiguous tensor may start anywhere: a packed batch without its first tokens, a view
-    into a flat buffer."""
+    """A contiguous tensor may start anywhere.
+
+    Examples are a packed batch without its first tokens, and a view into a flat buffer."""
     from longhorn_kit.scan.triton.gluon import _aligned, _keys
 
     x = torch.randn(1, 9, 2044, dtype=torch.bfloat16)[:, 1:]
@@ -631,4 +633,4 @@ def test_inputs_begin_where_copies_can():
         assert ready.data_ptr() % 16 == 0
         assert torch.equal(given, ready)
     whole = x.clone()
-    assert _aligned(whole, 4) is whole  # and what is right is not copied
+    assert _aligned(whole, 4) is whole  # aligned tensors are not copied

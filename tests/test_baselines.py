@@ -46,7 +46,7 @@ pytestmark = pytest.mark.numeric
 
 
 def pair(d_model=24, d_state=5, d_conv=3, expand=2, seed=0):
-    "The kit's layer and mamba.py's with the same weights, none of which can hide a missing term."
+    "Return the kit's and mamba.py's layer with equal weights that cannot hide a missing term."
     torch.manual_seed(seed)
     layer = Mamba(d_model, d_state=d_state, d_conv=d_conv, expand=expand)
     options = dict(d_state=d_state, d_conv=d_conv, expand_factor=expand)
@@ -111,7 +111,7 @@ def test_mamba_starts_with_time_scales_from_ten_to_a_thousand_tokens():
 
 
 def naive_attention(layer, h):
-    "One query at a time, in float64; rotary positions as multiplication by complex numbers."
+    "Attend one query at a time, in float64; rotate positions by complex multiplication."
     B, T, d = h.shape
     H = layer.n_heads
     P = d // layer.n_heads
@@ -157,7 +157,7 @@ def test_attention_equals_a_plain_softmax(d_model, n_heads, T):
     late = layer.prefill(second_half, cache)[0]
     expected_half = expected[:, T // 2 :]
     assert_close(late.double(), expected_half, atol=1e-5, rtol=1e-4)
-    if T > 1:  # a single token looks at itself, whatever its query
+    if T > 1:  # a single token attends only to itself, for any query
         agree(layer, lambda h: naive_attention(layer, h).float(), h)
 
 
@@ -202,29 +202,29 @@ def test_heads_are_of_a_size_near_64(d_model, heads):
     assert default_heads(d_model) == heads
 
 
-# The matrix mixers
+# matrix mixers
 
 
 def split(t, heads, *sizes):
-    "(B,T,C) -> pieces (B,T,H,F) of these sizes a head."
+    "Split (B,T,C) into pieces (B,T,H,F) with these sizes per head."
     pieces = t.split([heads * size for size in sizes], -1)
     B, T, _ = t.shape
     return [piece.reshape(B, T, heads, size) for piece, size in zip(pieces, sizes)]
 
 
 def project(h, linear):
-    "The product with the weight of a linear layer, without its bias."
+    "Multiply by the weight of a linear layer, without the bias."
     return h @ linear.weight.T
 
 
 def unit(v):
-    "Keys or queries divided by their length."
+    "Divide keys or queries by their length."
     length = v.square().sum(-1, keepdim=True).sqrt()
     return v / length
 
 
 def short_conv(layer, t):
-    "The causal convolution as a sum of shifted copies."
+    "Compute the causal convolution as a sum of shifted copies."
     weight = layer.conv1d.weight[:, 0]
     T = t.shape[1]
     taps = weight.shape[1]
@@ -371,7 +371,7 @@ def naive_rwkv6(layer, h):
 
 
 def naive_mamba_input_a(layer, h):
-    "The parts of mamba.py, whose scan takes any A that can be broadcast."
+    "Combine the parts of mamba.py, whose scan takes any broadcastable A."
     x, z = project(h, layer.in_proj).chunk(2, -1)
     taps = layer.conv1d.weight[:, 0]
     T = h.shape[1]
@@ -406,7 +406,7 @@ REFERENCES = {
 
 
 def agree(layer, reference, h):
-    "Outputs and the gradients of the input and of every parameter; reference: (B,T,D) -> same."
+    "Compare outputs and gradients of input and parameters; reference: (B,T,D) -> (B,T,D)."
     dy = torch.randn(*h.shape)
 
     def with_gradients(function):
@@ -439,7 +439,7 @@ def test_hgrn2_with_a_lower_bound():
 
 @cache
 def from_transformers(kind):
-    "transformers' layer and configuration."
+    "Return transformers' layer and configuration."
     mend_torchvision()
     pytest.importorskip("transformers", reason="needs transformers (the extra hf)")
     from transformers import Mamba2Config, MambaConfig
@@ -450,7 +450,7 @@ def from_transformers(kind):
 
 
 def with_reference(kind, d_model, **options):
-    "The kit's layer, and transformers' as a function that runs on the parameters of the first."
+    "Return the kit's layer, and transformers' layer as a function of the same parameters."
     Block, Config = from_transformers(kind)
     layer = perturbed(kind, d_model, **options)
     config = dict(
@@ -493,7 +493,7 @@ def test_the_mambas_equal_those_of_transformers(kind, options, steps):
     agree(layer, reference, torch.randn(2, steps, 24))
 
 
-# Properties of all baselines
+# properties of all baselines
 
 
 @every_mixer
@@ -533,7 +533,7 @@ def test_a_state_given_in_the_cache_is_where_decoding_begins(name):
 
 @every_matrix
 def test_sequences_may_be_at_different_positions(name):
-    "Two sequences of different lengths continue in one batch, as beam search and padding need it."
+    "Two sequences of different lengths continue in one batch, as in beam search and padding."
     layer = perturbed(name, 32)
     h = torch.randn(2, 12, 32)
     with torch.no_grad():
@@ -555,7 +555,7 @@ def test_sequences_may_be_at_different_positions(name):
 
 @every_mixer
 def test_gradients_are_finite_after_a_long_sequence_of_large_inputs(name):
-    "After 300 large inputs all gradients are finite."
+    "After 300 large inputs, all gradients are finite."
     layer = perturbed(name, 16)
     h = 30 * torch.randn(1, 300, 16)
     loss = layer(h).square().mean()
@@ -588,7 +588,7 @@ def one_block(config):
 
 
 def count_alike(config):
-    "`count_parameters` without building every block: they are all alike."
+    "Count parameters without building every block, because all blocks are equal."
     settings = replace(config, n_layer=1).to_dict()
     one = one_block(json.dumps(settings))
     per_block = sum(parameter.numel() for parameter in one.blocks.parameters())
@@ -636,7 +636,7 @@ def test_every_model_learns_a_short_text_and_goes_on_with_it(name):
     continued = result[0, 24:]
     expected = tokens[0, :12]
     assert torch.equal(continued, expected), (
-        f"it continues with {continued.tolist()} at a loss of {loss.item():.2f} nats"
+        f"the model continues with {continued.tolist()} at a loss of {loss.item():.2f} nats"
     )
 
 
@@ -690,7 +690,7 @@ def test_the_backend_can_be_told():
 
 @every_matrix
 def test_the_backend_is_told_for_what_each_mixer_passes(name, monkeypatch):
-    "`scan_backend` picks the backend from what the layer passes to its scan."
+    "`scan_backend` chooses the backend by the arguments that the layer passes to its scan."
     from longhorn_kit.scan import matrix
 
     without_beta = []

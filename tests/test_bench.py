@@ -1,5 +1,4 @@
-"""The benchmark: no time on a wrong result, what it writes can be repeated, and the GPU side runs
-without a GPU."""
+"""The benchmark times no wrong result, its records can be repeated, and it runs without a GPU."""
 
 import dataclasses
 import importlib
@@ -188,7 +187,7 @@ def main_row(**other):
         (dict(forward_ms=1.3, forward_quartiles=[1.16, 1.5]), 1),
         (dict(backward_ms=2.09), 0),
         (dict(backward_ms=2.11), 1),
-        (dict(eager_forward_ms=9.0, host_forward_us=9.0), 0),  # the earlier record has none
+        (dict(eager_forward_ms=9.0, host_forward_us=9.0), 0),  # the earlier record has no such time
         (dict(kernels="portable", forward_ms=9.0, backward_ms=9.0), 0),
         (dict(section="T", forward_ms=9.0, forward_quartiles=[9.0, 9.0]), 0),
     ],

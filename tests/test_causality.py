@@ -1,4 +1,4 @@
-"""No output depends on a later step, on a packed neighbour, or on padding behind a text."""
+"""No output depends on a later step, on a packed neighbour, or on padding after a text."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -23,7 +23,7 @@ GPU = DEVICE == "cuda"
 BF16 = torch.bfloat16
 FP32 = torch.float32
 INPUTS = ("q", "k", "x", "b", "z")
-# A step may hold other numbers, numbers whose products overflow, the largest, and none.
+# contents of a step: other numbers, numbers whose products overflow, the largest number, NaN
 CONTENTS = ("random", "large", "huge", "inf", "-inf", "nan")
 
 
@@ -41,7 +41,7 @@ def make(B, T, D, N, dtype=FP32, gate=True, seed=0):
 
 
 def fill(t, content, seed=0):
-    "`t` with other contents, in place."
+    "Replace contents of `t` in place."
     gen = torch.Generator().manual_seed(seed)
     drawn = torch.randn(t.shape, generator=gen)
     values = drawn.to(t)
@@ -53,7 +53,7 @@ def fill(t, content, seed=0):
 
 
 def spoiled(a, names, rows, content, seed=0):
-    "The arguments with other contents in some rows of some of them."
+    "Return arguments with other contents in some rows of some of them."
     a = {n: t if t is None else t.clone() for n, t in a.items()}
     for i, name in enumerate(names):
         if a[name] is not None:
@@ -69,7 +69,7 @@ def same_bits(one, other):
 
 
 def assert_causal(scan, a, steps, inputs=(INPUTS,), contents=CONTENTS, seed=0):
-    "Outputs before a step have the same bits, whatever the inputs hold from it on."
+    "Outputs before a step have the same bits for any inputs from this step on."
     want = scan(a)
     for at, content, names in product(steps, contents, inputs):
         got = scan(spoiled(a, names, slice(at, None), content, seed))
@@ -93,7 +93,7 @@ cases = st.tuples(
 @given(case=cases, at=st.integers(0, 69), gate=st.booleans(), dtype=st.sampled_from((FP32, BF16)))
 @example(
     case=(["k"], "nan", 0), at=20, gate=True, dtype=FP32
-)  # these changed outputs of their chunk before them
+)  # these contents once changed earlier outputs of the chunk
 @example(case=(["x"], "inf", 0), at=20, gate=False, dtype=FP32)
 @example(case=(["b", "k"], "huge", 0), at=33, gate=True, dtype=BF16)
 def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
@@ -112,7 +112,7 @@ def test_later_steps_change_no_output(form, backend, N, case, at, gate, dtype):
 @pytest.mark.parametrize("gate", (True, slow_case(False)))
 @pytest.mark.parametrize("form", FORMS)
 def test_later_steps_change_no_output_of_the_portable_kernels(form, gate):
-    "In the interpreter."
+    "The kernels of the interpreter are causal too."
     assert_causal(
         lambda a: longhorn_scan(**a, form=form, backend="triton"),
         make(1, 11, 3, 4, FP32, gate),
@@ -139,7 +139,7 @@ def test_later_steps_change_no_output_of_a_matrix_scan(backend, decay, delta, bo
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
 @RULES
 def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(decay, delta, bonus):
-    "No number can be looked at there."
+    "A scan that a transform traces is causal too; it cannot read values."
     a = draw(decay, delta, bonus, B=1, T=40, H=2, dtype=FP32)
 
     def scan(a):
@@ -154,7 +154,7 @@ def test_later_steps_change_no_output_of_a_matrix_scan_that_a_transform_traces(d
 @pytest.mark.parametrize("N", (4, 16, 64))
 @pytest.mark.parametrize("form", FORMS)
 def test_later_steps_change_no_output_compiled(form, N):
-    "The scan between other operations, as a compiler fuses them."
+    "A scan that a compiler fuses with other operations is causal."
     torch._dynamo.reset()
 
     def step(a):
@@ -174,7 +174,7 @@ def test_later_steps_change_no_output_compiled(form, N):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("path", ("fast", "portable"))
 def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
-    """At borders of chunks and between them, with and without a gate, whole and in segments.
+    """Kernels are causal at chunk borders and inside chunks, with or without gate and segments.
 
     The fast exact form takes keys in bfloat16."""
     monkeypatch.setattr(triton_op, "FAST", path == "fast")
@@ -192,7 +192,7 @@ def test_gpu_later_steps_change_no_output(path, form, dtype, N, monkeypatch):
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", FORMS)
 def test_gpu_later_steps_change_no_output_of_another_segment(form):
-    "One sequence of few channels, which the diagonal kernels cut into segments of 256 steps."
+    "A sequence with few channels, which is cut into segments of 256 steps, is causal."
     scan = partial(longhorn_scan, form=form, backend="triton")
     a = make(1, 600, 40, 16, BF16)
     assert_causal(lambda a: scan(**a), a, (255, 256, 300, 512))
@@ -222,9 +222,9 @@ def test_gradients_of_earlier_outputs_by_later_inputs_are_zero(form, backend):
 @pytest.mark.skipif(GPU, reason="for the CPU's scans")
 @RULES
 def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
-    """By later inputs they are zero; by earlier ones they stay.
+    """Gradients of outputs by later inputs are zero, and those by earlier inputs do not change.
 
-    The latter also where an early query times a later key overflows."""
+    This also holds if the product of an early query and a later key overflows."""
     a = draw(decay, delta, bonus, B=1, T=70, H=2, dtype=FP32)
     a["q"][:, :36] *= 1e10
 
@@ -252,7 +252,7 @@ def test_gradients_of_earlier_outputs_of_a_matrix_scan(decay, delta, bonus):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
-    "Outputs, final states and gradients of a sequence, whatever those before and behind it hold."
+    "Results and gradients of a sequence do not depend on the sequences before and after it."
     bounds = [0, 5, 25, 25, 70]
     a = make(1, 70, 40, 16, BF16 if GPU else FP32)
     packing = dict(cu_seqlens=torch.tensor(bounds, device=DEVICE), output_final_state=True)
@@ -277,7 +277,7 @@ def test_neighbours_in_a_packed_batch_change_nothing(form, backend):
             other_out, other_final, other_grads = run(others, slice(lo, hi))
             assert same_bits(other_out, out), (i, content)
             assert same_bits(other_final[i], final[i]), (i, content)
-            # A zero gradient times what is no number is none, in any neighbour.
+            # a zero gradient times NaN is NaN, in any neighbour
             if content == "random":
                 assert all(map(same_bits, other_grads, grads)), i
 

@@ -1,4 +1,4 @@
-"""The chunked scans against the reference: values, every gradient, odd sizes, hard numbers."""
+"""Compare chunked scans with the reference: values, gradients, odd sizes, extreme numbers."""
 
 from functools import partial
 
@@ -46,7 +46,7 @@ def run(form, t, reference=False, chunk=None):
 
 
 def everything(form, t, weights=(1, 1), **options):
-    "Values and gradients of all inputs by name, under a random projection of output and state."
+    "Return values and gradients of all inputs, for a random projection of output and state."
     t = leaves(t)
     gen = torch.Generator().manual_seed(9)
     out, state = run(form, t, **options)
@@ -72,7 +72,7 @@ def agree(results, references, tolerance):
             assert error <= tolerance, (name, error)
 
 
-# N D is below and above SMALL_PRODUCT, where `bmm` replaces a product and a sum over the states.
+# N D is below and above SMALL_PRODUCT, from where `bmm` replaces a product and a sum over states
 SIZES = [
     (1, 1, 1, 1, None),
     (3, 37, 5, 4, 8),
@@ -212,10 +212,10 @@ def test_float32_at_layer_like_sizes(form, N):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_no_second_derivative_is_taken_for_zero(form):
-    "`torch.autograd.grad` gets some inputs only and must not find that nothing depends on them."
+    "`torch.autograd.grad` with only some inputs must find a dependence on each of them."
     t = leaves(make(2, 5, 3, 2, form=form))
     given = {n: v for n, v in t.items() if v is not None}
-    outside = ("D_skip", "z")  # they meet the read-outs outside the scan
+    outside = ("D_skip", "z")  # applied to the read-outs outside the scan
     refusal = "no second derivative; use the reference scan: .*set layer.scan = functools"
     for first in (v for n, v in given.items() if n not in outside):
         for second in given.values():
@@ -251,7 +251,7 @@ def opaque_inputs(form, packed, B=2):
     "form", ["exact", "s6", *(slow_case(form) for form in FORMS if form not in ("exact", "s6"))]
 )
 def test_the_opaque_operation_is_well_formed(form, packed, keep):
-    "PyTorch's test: schema, registered gradients, fake tensors, tracing with dynamic shapes."
+    "PyTorch's test of schema, gradients, fake tensors and tracing with dynamic shapes passes."
     bounds = torch.tensor([0, 5, 5, 30]) if packed else None
     arguments = (*opaque_inputs(form, packed), bounds, form, 8, keep)
     operation = torch.ops.longhorn_kit.chunked_scan.default
@@ -298,7 +298,7 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
         compare(None, None)
         return
     compare([0, 5, 20, 37], [0, 5, 20, 37])
-    compare([-3, 20, 7, 99], [0, 20, 20, 37])  # moved into the range
+    compare([-3, 20, 7, 99], [0, 20, 20, 37])  # clamped to the range
     for part in everything_of(compiled, [3, 20, 20, 30]):
         if part.dim() == 3 and part.shape[1] == 37:
             before = part[:, :3]
@@ -320,9 +320,9 @@ def test_compiled_chunks_equal_eager_ones_and_wrong_bounds_do_no_harm(form, B, p
     ],
 )
 def test_finite_differences_confirm_the_operation(form, way):
-    """PyTorch's gradcheck in float64, with the initial and the final state.
+    """PyTorch's gradcheck passes in float64, with the initial and the final state.
 
-    Also compiled, and recomputed inside a compiled function."""
+    It also passes compiled, and recomputed inside a compiled function."""
     from longhorn_kit.scan.op import longhorn_scan, selective_scan
 
     t = leaves(make(1, 5, 2, 2, form=form))

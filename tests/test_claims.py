@@ -1,4 +1,4 @@
-"""The claims: the published tables, readings of a record, and that every claim is complete."""
+"""Check the published tables, readings of a record, and that every claim is complete."""
 
 import importlib
 import json
@@ -197,7 +197,7 @@ def test_grid_counts_only_cells_that_another_rate_cannot_change():
         cell("longhorn", [0.9, 0.8, 0.7]),
         cell("mamba", [0.5, 0.5, 0.05]),  # both inside
         cell("longhorn", [0.99] * 3, 128, lr=0.1),
-        cell("mamba", [0.995] * 3, 128),  # solved at the edge: counts, and is a tie
+        cell("mamba", [0.995] * 3, 128),  # solved with a rate at the edge: counts as a tie
         cell("longhorn", [0.9] * 3, 256, lr=0.1),
         cell("mamba", [0.1] * 3, 256),  # at the edge
         cell("longhorn", [0.9] * 3, 512, rewritten=8),

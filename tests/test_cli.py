@@ -33,7 +33,7 @@ LONGHORN = [sys.executable, "-m", "longhorn_kit.cli"]
 
 @pytest.fixture
 def here(monkeypatch, tmp_path):
-    "An empty working folder, with two quick claims in place of the paper's."
+    "Use an empty working folder, with two quick claims instead of the paper's."
     rows = [
         fakes.claim(),
         fakes.claim("second"),
@@ -50,7 +50,7 @@ def here(monkeypatch, tmp_path):
     return tmp_path
 
 
-# Errors of the command line itself: exit code 2
+# errors of the command line: exit code 2
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_help_goes_to_stdout_and_explains_every_flag(argv, capsys):
     fields = dataclasses.fields(cli.COMMANDS[argv[0]]) if argv[0] in cli.COMMANDS else ()
     for words in (
         field.name.replace("_", "-") for field in fields if field.name != "settings"
-    ):  # its fields are the flags
+    ):  # the fields are the flags
         assert f"--{words}" in out or words.upper() in out
 
 
@@ -275,7 +275,7 @@ def test_reproduce_prints_the_time_left_after_the_first_job(here, capsys):
     assert cli.main(["reproduce", "fake", "--seeds", "0", "1", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines.count("  less than a minute left on this machine (1 job at a time)") == 1
-    assert cli.main(["reproduce", "fake", "--seeds", "7"]) == 0  # one job: nothing is left after it
+    assert cli.main(["reproduce", "fake", "--seeds", "7"]) == 0  # no job is left
     assert " left " not in capsys.readouterr().out
 
 
@@ -521,7 +521,7 @@ def test_sigterm_ends_reproduce_with_one_line(tmp_path):
     end = time.monotonic() + 120
     while len(list(tmp_path.glob("runs/toy/*/jobs/*/steps.txt"))) < 2 and time.monotonic() < end:
         time.sleep(0.05)
-    os.killpg(child.pid, signal.SIGTERM)  # as SLURM and `timeout` do: the workers get it too
+    os.killpg(child.pid, signal.SIGTERM)  # SLURM and `timeout` also signal the workers
     out, err = child.communicate(timeout=120)
     assert child.returncode == 130
     assert "Traceback" not in out + err
@@ -556,7 +556,7 @@ def test_sigterm_ends_every_command_with_one_line(kind, monkeypatch, capsys):
 
 
 def test_a_forked_process_of_a_command_ends_as_usual():
-    "In a new process: a fork of this one may wait for a lock of another thread."
+    "Run in a new process, because a fork may wait for a lock of another thread."
     script = """
 import multiprocessing, time
 from longhorn_kit import cli
@@ -735,7 +735,7 @@ def test_generate_refuses_a_prompt_that_is_not_utf_8(model, capsys, monkeypatch)
     assert reported in fails(
         capsys, ["generate", str(model), "--prompt", os.fsdecode(b"caf\xe9")], 2
     )
-    for errors in ("strict", "surrogateescape"):  # the second where the locale is C
+    for errors in ("strict", "surrogateescape"):  # the second is for the locale C
         stream = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), "utf-8", errors)
         monkeypatch.setattr("sys.stdin", stream)
         assert reported in fails(capsys, ["generate", str(model), "--prompt", "-"], 2)
@@ -776,7 +776,7 @@ def test_streamed_text_never_holds_half_a_character_and_passes_over_bytes_that_a
     assert result == text
 
 
-# Through the real command
+# with the real command
 
 
 def command(*words, **options):
@@ -809,7 +809,7 @@ def test_help_is_quick_and_starts_no_torch():
     imported = {line.split("|")[-1].strip() for line in lines}
     assert "tyro" in imported
     assert not imported & {"torch", "matplotlib", "numpy", "datasets"}
-    assert time.monotonic() - start < 10  # generous: measured 0.2 s alone
+    assert time.monotonic() - start < 10  # generous limit: it takes 0.2 s on a quiet machine
 
 
 def test_closed_pipe_is_silent():
@@ -861,7 +861,7 @@ def test_a_terminal_without_all_characters_shows_the_others_and_a_mistake_ends_w
     assert err == "longhorn: error: unknown claim 'recal'; did you mean 'recall'?\n"
 
 
-# Training, interrupting and going on
+# training, interrupting and resuming
 
 
 @pytest.fixture(scope="module")
@@ -898,7 +898,7 @@ def tiny(text, out, *flags):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    "Prepared text in a separate folder, and one thread: these models are too small for two."
+    "Prepare text in a separate folder; use one thread, since models are too small for two."
     import torch
 
     monkeypatch.setenv("LONGHORN_CACHE", str(tmp_path / "cache"))
@@ -1126,7 +1126,7 @@ def test_zero_is_a_value_and_not_a_missing_flag(monkeypatch):
         "save_every": 0,
         "compile": True,
         "weight_decay": 0,
-    }  # the others are the preset's
+    }  # other settings come from the preset
 
 
 def test_options_of_the_mixer_and_first_weights_reach_the_run(monkeypatch, tmp_path, capsys):
@@ -1259,11 +1259,11 @@ def test_interrupted_reproduction_leaves_whole_files_only(tmp_path):
     child = command("reproduce", "recall", "--out", str(tmp_path / "runs"))
     while "[1/1] recall" not in child.stdout.readline():
         assert child.poll() is None
-    time.sleep(2)  # importing, or in the first run
+    time.sleep(2)  # the process is importing or in the first run
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=60)
-    # Python ends with the signal itself where the interrupt struck inside `exec`, as in an
-    # import; a shell shows 130 for both.
+    # If the interrupt arrives inside `exec`, as in an import, the signal ends Python; a shell shows
+    # 130 in both cases.
     assert child.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in err
     assert (

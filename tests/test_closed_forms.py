@@ -21,7 +21,7 @@ STEPS = [explicit_step, exact_step, diagonal_step, decoupled_step]
 
 
 def row_by_row(S, k, x, beta, form):
-    """The same updates from dense linear systems in numpy, one row at a time."""
+    """Compute the same updates from dense linear systems in NumPy, one row at a time."""
     S, k, x, beta = (t.double().numpy() for t in (S, k, x, beta))
     identity = np.eye(len(k))
     outer = np.outer(k, k)

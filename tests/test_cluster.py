@@ -1,4 +1,4 @@
-"""The commands of the page on clusters: two launchers stand for two machines, gloo for NCCL."""
+"""Run the cluster page's commands; two launchers replace two machines, and gloo replaces NCCL."""
 
 import json
 import os
@@ -24,7 +24,7 @@ COMMAND = f"train-lm --preset laptop {SMALL} --data text.txt".split()
 
 
 def folder_of_node(path):
-    "The working folder of a machine, with a copy of the text."
+    "Return the working folder of a machine, with a copy of the text."
     path.mkdir()
     (path / "text.txt").write_text(
         "".join(f"{i} times {i % 7} is {i * (i % 7)}\n" for i in range(2000))
@@ -48,7 +48,7 @@ def environment(node, **more):
 
 
 def torchrun(node, *words, **more):
-    "A launcher in the folder of a node; each node prepares the text for itself."
+    "Start a launcher in the folder of a node; each node prepares the text separately."
     return subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *map(str, words)],
         cwd=node,
@@ -64,7 +64,7 @@ def errors_in(text):
 
 
 def two_nodes(nodes, *commands, processes=1):
-    "Run a command on each of two nodes; their exit codes and the kit's messages."
+    "Run a command on each of two nodes; return the exit codes and the kit's messages."
     launch = (
         f"--nnodes 2 --nproc_per_node {processes} --rdzv_backend c10d "
         f"--rdzv_endpoint localhost:{free_port()} -m longhorn_kit.cli"
@@ -76,7 +76,7 @@ def two_nodes(nodes, *commands, processes=1):
         reported = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
-            agent.terminate()  # it ends its processes
+            agent.terminate()  # the launcher ends its processes
             agent.wait()
     codes = [agent.returncode for agent in agents]
     return codes, [errors_in(text) for text in reported]
@@ -95,7 +95,7 @@ def files(nodes):
     return [files_of(node) for node in nodes]
 
 
-@pytest.mark.slow  # the refusals themselves: test_distributed
+@pytest.mark.slow  # test_distributed tests the error messages
 @pytest.mark.parametrize(
     "options, other, says",
     [
@@ -103,12 +103,12 @@ def files(nodes):
             "--out runs/run",
             "--out runs/run",
             r"is not the folder of process 0",
-        ),  # without a shared disk
+        ),  # there is no shared disk
         (
             "--out ../runs/run",
             "--out ../runs/run --lr -1",
             "lr is -1.0",
-        ),  # the other must not wait for it
+        ),  # the other node must not wait for it
     ],
 )
 def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, options, other, says):
@@ -122,7 +122,7 @@ def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, opti
     for lines in reported:
         for line in lines:
             assert says in line
-    if "folder" in says:  # host and folder of both, whichever node has process 0
+    if "folder" in says:  # host and folder of both nodes; either may have process 0
         for node in nodes:
             for lines in reported:
                 for line in lines:
@@ -132,8 +132,8 @@ def test_nodes_that_do_not_start_alike_are_refused_and_leave_nothing(nodes, opti
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["auto", "hsdp"])
 def test_nodes_train_in_a_shared_folder_on_texts_of_their_own(nodes, sharding):
-    "hsdp: two machines with two processes each train as one process does."
-    nodes[1].joinpath("text.txt").rename(nodes[1] / "copy.txt")  # the tokens decide, not the name
+    "hsdp: two machines with two processes each train like one process."
+    nodes[1].joinpath("text.txt").rename(nodes[1] / "copy.txt")  # tokens are compared, not names
     commands = [
         [*COMMAND, "--steps", "4", "--sharding", sharding, "--out", "../run", "--data", name]
         for name in ("text.txt", "copy.txt")
@@ -191,7 +191,7 @@ def curve(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.3, 5, 9.5])
 def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
-    "The processes stop within two steps, not only when metrics are written, and resume to the bit."
+    "The processes stop within two steps, even between metrics, and resume bit for bit."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
 
@@ -215,7 +215,7 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
         assert launcher.poll() is None
         assert time.monotonic() < until
         time.sleep(0.05)
-    time.sleep(seconds / 2)  # in the first or second step, after its vote
+    time.sleep(seconds / 2)  # in the first or second step, after the vote
     launcher.send_signal(signal.SIGTERM)
     reported = launcher.communicate(timeout=300)[0]
     [checkpoint] = (node / "run" / "checkpoints").iterdir()
@@ -236,7 +236,7 @@ def test_sigterm_leaves_a_checkpoint_whatever_a_step_takes(tmp_path, seconds):
 @pytest.mark.faults
 @pytest.mark.timeout(2400)
 def test_ten_runs_with_a_killed_process_go_on_by_themselves(tmp_path):
-    "The --max-restarts line: each run ends within three minutes, with undisturbed losses."
+    "With --max-restarts, each run ends within three minutes, with undisturbed losses."
     node = folder_of_node(tmp_path / "node")
     (node / "slow.py").write_text(SLOW)
     whole = torchrun(
@@ -306,10 +306,10 @@ assert names and not any("gloo" in name for name in names), names
 """
 
 
-@pytest.mark.slow  # of one process: test_distributed
+@pytest.mark.slow  # test_distributed tests one process
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_the_connections_outlives_them(tmp_path):
-    "A thread that waits for the interpreter's lock as the process ends would abort it."
+    "No thread waits for the interpreter's lock at exit, which would abort the process."
     (tmp_path / "leaves.py").write_text(LEAVES)
     launcher = torchrun(tmp_path, "--standalone", "--nproc-per-node", 2, "leaves.py")
     reported = launcher.communicate(timeout=300)[0]
@@ -320,7 +320,7 @@ def test_no_thread_of_the_connections_outlives_them(tmp_path):
 
 
 def commands():
-    "The shell commands of the page: what the comment of each calls it -> the text."
+    "Return the shell commands of the page by the names in their comments."
     page = json.loads((ROOT / "nbs" / "lab" / "41_cluster.ipynb").read_text())
     text = "\n".join(
         "".join(cell["source"]) for cell in page["cells"] if cell["cell_type"] == "markdown"
@@ -332,7 +332,7 @@ def commands():
 
 
 def at_toy_size(block, node):
-    "The same command with two processes, a model of a few weights and folders that exist."
+    "Return the same command with two processes, a tiny model and existing folders."
     for pattern, own in {
         r"--nproc-per-node 8": "--nproc-per-node 2",
         r"--preset owt-\S+": f"--preset laptop {SMALL} --steps 4 --data text.txt",
@@ -394,7 +394,7 @@ def test_every_command_of_the_page_runs(tmp_path, name):
         timeout=300,
     )
     said = done.stdout + done.stderr
-    if name == "grid":  # stopped at once; what cannot be done without a cluster is one sentence
+    if name == "grid":  # stopped at once; without a cluster it prints one sentence
         assert done.returncode == 1, said
         assert "the same command resumes" in said, said
     else:
@@ -413,7 +413,7 @@ def test_every_command_of_the_page_runs(tmp_path, name):
         assert sizes["device"] == "cpu"
         newest = max(
             (metrics.parent / "checkpoints").iterdir()
-        )  # each process has written its share
+        )  # every process has written its share
         result = {path.name.split("_")[2] for path in newest.glob("__*.distcp")}
         expected = set(map(str, range(count)))
         assert result == expected
@@ -425,7 +425,7 @@ def test_every_command_of_the_page_runs(tmp_path, name):
 def test_accelerate_launch_starts_one_process_on_the_cpu_and_is_refused(
     tmp_path, monkeypatch, capsys, command
 ):
-    "In the environment of that process; torchrun starts all of them."
+    "Run in the environment of that process; torchrun starts all processes."
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 

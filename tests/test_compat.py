@@ -1,4 +1,4 @@
-"""Repairs of libraries that do not fit together."""
+"""Test the workarounds for incompatible libraries."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def counted(T):
     return out.item()
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled where there is a GPU")
+@pytest.mark.skipif(DEVICE == "cuda", reason="kernels are compiled on a GPU")
 def test_the_interpreter_of_triton_3_6_counts_loops_with_a_new_numpy(monkeypatch):
     replace_methods = interpreter._patch_lang_tensor
 

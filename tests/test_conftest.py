@@ -1,4 +1,4 @@
-"""The sample of the long tests that CI runs."""
+"""Test the sample of long tests that CI runs."""
 
 from conftest import one_case_per_test
 

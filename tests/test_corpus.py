@@ -49,7 +49,7 @@ def bytes_of(result):
 
 
 def expected(source, **options):
-    "Return the expected bytes of both parts, from the documents and the rule of the split."
+    "Return the expected bytes of both parts, computed from the documents by the split's rule."
     parts = {"train.bin": b"", "val.bin": b""}
     for part, text in split(load_documents(source), by_name=source == "stdlib", **options):
         content = text.encode()
@@ -79,7 +79,7 @@ def in_processes(work, *arguments):
 
 
 def at_call(monkeypatch, owner, name, call, what, before=True):
-    "Call `what` before or after a numbered call of a function."
+    "Call `what` before or after the n-th call of a function."
     real = getattr(owner, name)
     count = iter(range(10**6))
 
@@ -96,7 +96,7 @@ def at_call(monkeypatch, owner, name, call, what, before=True):
 
 
 def interrupted(monkeypatch, call, source, **options):
-    "Raise SIGINT before a preparation saves its state for the given time."
+    "Raise SIGINT before a preparation saves its state for the n-th time."
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         at_call(
             patch, corpus.CorpusBuilder, "save", call, lambda: signal.raise_signal(signal.SIGINT)
@@ -168,7 +168,7 @@ def test_limits_and_a_named_held_out_part(tmp_path):
     n_documents = some.index["train"]["documents"] + some.index["val"]["documents"]
     rest = texts[n_documents:]
     end = bytes(whole.train[len(some.train) :])
-    assert end.startswith(rest[0].encode())  # it stopped before a training document
+    assert end.startswith(rest[0].encode())  # the end stops before a training document
     limited = prepare(source, cache=tmp_path, limit=150)
     index = limited.index
     result = index["train"]["documents"] + limited.index["val"]["documents"]
@@ -239,7 +239,7 @@ def test_bits_per_byte_compare_tokenizers(gpt2_folder, tmp_path):
     index = json.dumps(bpe.index)
     assert str(gpt2_folder) not in index
     for result in (bpe, plain):
-        total_bits = 1000 / math.log(2)  # as if a model spent 1000 nats on the whole part
+        total_bits = 1000 / math.log(2)  # as if a model needed 1000 nats for the full part
         bits = result.bits_per_byte(1000 / len(result.val))
         assert math.isclose(bits * result.index["val"]["bytes"], total_bits)
     repeated = prepare(str(bpe.folder), f"gpt2:{gpt2_folder}")  # a prepared folder is a source
@@ -286,9 +286,9 @@ def on_the_hub(monkeypatch, texts):
 
 DEATHS = [  # function, call, before or after its work
     (corpus, "write_piece", 2, True),
-    (corpus.CorpusBuilder, "save", 2, True),  # a piece is read; appended
+    (corpus.CorpusBuilder, "save", 2, True),  # after a piece is read and appended
     (corpus, "write_record", 2, True),
-    (corpus, "write_record", 2, False),  # on the disk but for the state; with it
+    (corpus, "write_record", 2, False),  # before and after the state is on disk
     (corpus.CorpusBuilder, "cut_back", 1, False),  # while resuming
     (corpus, "write_index", 0, False),
     (corpus, "discard", -2, True),  # at the end
@@ -343,7 +343,7 @@ def test_a_preparation_killed_again_and_again_gives_the_same_files(
             (name, before) == ("put_in_place", False)
         )
     assert len(set(observed)) > 4
-    assert observed == sorted(observed)  # it resumed, and not from the start
+    assert observed == sorted(observed)  # it resumed after the start
     result, whole = (
         prepare(source, cache=folder, tokens=tokens) for folder in (cache, tmp_path / "whole")
     )
@@ -395,7 +395,7 @@ def test_processes_that_tokenise_end_with_a_stopped_parent(tmp_path, monkeypatch
     assert len(alive()) == 2
     workers = [*(int(path.stem) for path in alive() if sent == signal.SIGINT), child.pid]
     for process in workers:
-        os.kill(process, sent)  # as Ctrl-C does
+        os.kill(process, sent)  # as by Ctrl-C
     child.join()
     while alive() and time.monotonic() < end:
         time.sleep(0.05)
@@ -424,7 +424,7 @@ def test_a_hub_stream_resumes_from_its_position(tmp_path, monkeypatch):
     )
     assert (
         len(list((tmp_path / "cache").iterdir())) == 1
-    )  # a run that needs fewer tokens uses the whole
+    )  # a run that needs fewer tokens uses the complete folder
 
 
 def test_a_dataset_that_changed_meanwhile_is_not_joined(tmp_path, monkeypatch):
@@ -524,7 +524,7 @@ def test_a_lock_is_taken_again_if_its_folder_vanishes(tmp_path, monkeypatch):
 
     def locked(folder, wait):
         if not removed:
-            removed.append(folder.rmdir())  # by another process, between two calls of this one
+            removed.append(folder.rmdir())  # another process removes it between two calls
         return real(folder, wait)
 
     monkeypatch.setattr(records, "locked", locked)
@@ -560,7 +560,7 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, separate
     def work(results, rank):
         if separately == "ranks":
             os.environ["RANK"] = str(rank)
-        time.sleep(0.05 * (2 - rank))  # the first process of the run is the last to arrive
+        time.sleep(0.05 * (2 - rank))  # the first process arrives last
         try:
             results.put(
                 bytes_of(prepare(source, cache=tmp_path / "cache", workers=1)) == expected(source)
@@ -574,8 +574,8 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, separate
     if separately:
         assert set(results) == {True}
         folders = list((tmp_path / "cache").iterdir())
-        assert len(folders) == 1  # prepared once, with no work left
-    assert set(results) <= {True, "refused"}  # two separate runs may stop each other
+        assert len(folders) == 1  # prepared once, with no temporary files left
+    assert set(results) <= {True, "refused"}  # two separate runs may refuse each other
     for _ in range(3):  # a damaged file is refused and named
         try:
             result = bytes_of(prepare(source, cache=tmp_path / "cache"))
@@ -661,7 +661,7 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
 ):
     source = write(tmp_path / "a.txt", 2000)
     cache = {"cache": tmp_path / "cache"}
-    assert prepare(source, **cache).checked == corpus.IN_FULL  # just made
+    assert prepare(source, **cache).checked == corpus.IN_FULL  # just prepared
     path = prepare(source, **cache).folder / "train.bin"
     content = path.read_bytes()
     date = path.stat().st_mtime_ns
@@ -675,7 +675,7 @@ def test_tokens_are_hashed_when_made_asked_for_or_of_another_date_and_otherwise_
         before = content[:at]
         after = content[at + 1 :]
         path.write_bytes(before + b"?" + after)
-        os.utime(path, ns=(date, date))  # as on a failing disk: date and size are unchanged
+        os.utime(path, ns=(date, date))  # a failing disk changes neither date nor size
 
     between = 1024 + (len(content) - 1024) // 63 // 2  # between the first two samples
     assert prepare(source, **cache).checked == corpus.SAMPLED
@@ -720,7 +720,7 @@ def test_a_damaged_note_is_made_again_and_a_damaged_index_is_named(tmp_path, not
         (folder / "index.json").write_text(index)
         with pytest.raises(ValueError, match="index.json.*delete it and run"):
             prepare(source, cache=tmp_path / "cache")
-    (folder / "index.json").unlink()  # the remedy
+    (folder / "index.json").unlink()  # apply the suggested remedy
     result = bytes_of(prepare(source, cache=tmp_path / "cache"))
     assert result == expected(source)
 

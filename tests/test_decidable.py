@@ -1,4 +1,4 @@
-"""Every claim can get a verdict: invented results of its command's runs give either word."""
+"""Every claim can get either verdict from invented results of its command's runs."""
 
 import math
 import shlex
@@ -27,13 +27,13 @@ RECORDS = Path(__file__).parents[1] / "nbs/lab/results"
 
 
 def noise(seed):
-    "An invented deviation of a seed, between -1 and 1; every model gets the same ones."
+    "Return an invented deviation of a seed, between -1 and 1, the same for every model."
     return (seed % 1000 * 3 % 5 - 2) / 2
 
 
 @dataclass
 class Invented:
-    "Results of an experiment: every job is done, and a function of its settings gives its metrics."
+    "Return results in which every job is done; a function of the settings gives the metrics."
 
     metrics: Callable
     folder: object = None
@@ -43,7 +43,7 @@ class Invented:
 
 
 def commanded(command):
-    "The settings of every `longhorn reproduce` of a command: (claim, scale, settings)."
+    "Return (claim, scale, settings) of every `longhorn reproduce` in a command."
     words = shlex.split(command)
     parts = []
     part = []
@@ -63,7 +63,7 @@ def commanded(command):
 
 
 def record_of(name, scale, config, metrics, tmp_path):
-    "The record of a run whose jobs all gave invented metrics."
+    "Return the record of a run in which all jobs have invented metrics."
     experiment = find_experiment(find_claim(name))
     (tmp_path / "jobs").mkdir(exist_ok=True)
     results = Invented(metrics, tmp_path / "jobs")
@@ -77,13 +77,13 @@ def record_of(name, scale, config, metrics, tmp_path):
 
 
 def text_of(tokens):
-    "A text of so many tokens, without its tokens."
+    "Return a text with a number of tokens, but without the tokens."
     corpus = SimpleNamespace(train=range(tokens), tokenizer=SimpleNamespace(name="gpt2"))
     summary = {"unit": "nats per token", "train_tokens": tokens, "domains": {"held out": {}}}
     return SimpleNamespace(corpus=corpus, domains={}, summary=lambda: dict(summary))
 
 
-def language_metrics(losses, late=None):  # mixer -> loss; after the last pass, if it is another one
+def language_metrics(losses, late=None):  # mixer -> loss; late: losses after the last pass
     def metrics(settings):
         steps = settings["preset"]["train"]["steps"]
         whole = (
@@ -458,7 +458,7 @@ def test_long_texts_are_decided_by_the_command_that_trains_first(
     assert result == {(4, word)}
 
 
-# all others: 4
+# all other groups: 4
 RANKS = {
     "longhorn_exact": 0,
     "longhorn": 1,
@@ -482,8 +482,8 @@ SECOND_PLAN = (
 )
 
 
-def one_pass_metrics(sign):  # 1: for the claims
-    "Losses with the order of the claims, or the opposite one, and a best learning rate of 5e-3."
+def one_pass_metrics(sign):  # 1: in favour of the claims
+    "Return losses in the claims' order or the opposite order, with a best rate of 5e-3."
 
     def metrics(settings):
         model = settings["model"]
@@ -552,7 +552,7 @@ def test_one_pass_is_decided_by_its_command(name, sign, word, monkeypatch, tmp_p
 
 
 def first_plan_record(losses):
-    "A record of the first one-pass plan with invented losses."
+    "Return a record of the first one-pass plan with invented losses."
 
     def val(loss):
         return {"tokens": [50, 100], "all": [loss + 1, loss]}
@@ -600,7 +600,7 @@ def test_records_of_the_first_plan_are_still_read(name, sign, word):
 
 
 def judged_tables(monkeypatch, longhorn, mamba):
-    "Published entries of four runs each, in place of the single ones."
+    "Replace the single published entries by entries of four runs each."
     runs = {
         "longhorn": [longhorn + 0.1 * i for i in range(4)],
         "mamba": [mamba + 0.1 * i for i in range(4)],
@@ -706,7 +706,7 @@ def test_no_claim_is_left_out():
         *TIMED,
     }
     tested |= {claim.name for claim in all_claims() if claim.name.startswith("elsewhere-")}
-    # the theory pages test the derivation
+    # the theory pages test derivations
     derived = {claim.name for claim in all_claims() if claim.basis == "derived"}
     expected = {claim.name for claim in all_claims()}
     assert tested | derived | NO_CODE == expected

@@ -1,4 +1,4 @@
-"""Copies and slices of a model train alike, resume each other's checkpoints, and end together."""
+"""Copies and slices of a model train equally, resume each other's checkpoints, and end together."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 
 class Pools:
-    "Pools by their number of processes, each started when it is first asked for."
+    "Return pools by their number of processes; each is started at its first use."
 
     def __init__(self):
         self.started = {}
@@ -50,7 +50,7 @@ class Pools:
         return self.started[count]
 
     def drop(self, count):
-        "End the processes of a pool: the next call starts others."
+        "End the processes of a pool, so that the next call starts new ones."
         self.started.pop(count).close()
 
 
@@ -91,7 +91,7 @@ def curve(folder):
 
 
 def language(folder, sharding, stop=None):
-    "Train a language model with all kinds of weights, up to an error at step `stop`."
+    "Train a language model with all kinds of weights until an error at step `stop`."
     torch.manual_seed(0)
     config = dataclasses.replace(
         SHORT, batch_size=8, sharding=sharding, ema=0.9, loss_chunk=5, eval_every=5, save_every=8
@@ -107,7 +107,7 @@ def language(folder, sharding, stop=None):
 
 
 def failing(sampler, at):
-    "Make a sampler fail at a step, or never."
+    "Make a sampler raise an error at a step, or never."
     draw = sampler.next_batch
 
     def next_batch():
@@ -133,9 +133,9 @@ def sampled(kind, rows, gradient_accumulation_steps=1):
 
 
 def images(folder, sharding, stop=None):
-    "Train on images, the same in any layout; without Mixup, which pairs images of a process."
+    "Train on images equally in any layout, without Mixup, which pairs images of a process."
     from longhorn_kit.lab.data import (
-        images as lab_images,  # seconds, which the other tests' processes save
+        images as lab_images,  # takes seconds that other tests' processes save
     )
     from longhorn_kit.lab.experiments import vision as lab_vision
     from longhorn_kit.lab.train import vision as vision_training
@@ -166,7 +166,7 @@ def images(folder, sharding, stop=None):
 
 
 KINDS = {"language": language, "images": images}
-# Slices are left and resumed, also to the bit, and one process resumes what several left.
+# slices are stopped and resumed bit for bit, and one process resumes a run of several
 QUICK = [
     ("language", "two slices", "two copies"),
     ("language", "two copies", "one"),
@@ -232,7 +232,7 @@ class Counting(checkpoint.Reader):
 
 
 def large(folder, sharding):
-    "Train a model large enough to measure, and return the bytes of pieces that this process read."
+    "Train a measurably large model; return the bytes of checkpoints that this process read."
     Counting.bytes = 0
     with patch.object(checkpoint, "Reader", Counting):
         plain(
@@ -243,7 +243,7 @@ def large(folder, sharding):
 
 @pytest.mark.parametrize("sharding", ["ddp", "fsdp"])
 def test_a_process_reads_and_writes_its_share_alone(pools, tmp_path, sharding):
-    "With copies each process writes half and reads all; with slices it reads what it wrote."
+    "With copies, a process writes half and reads all; with slices, it reads its own files."
     assert no_error(pools(2).run(large, tmp_path, sharding)) == [0, 0]
     stored = [path.stat().st_size for path in checkpoints(tmp_path)[0].glob("*.distcp")]
     shares = no_error(pools(2).run(large, tmp_path, sharding))
@@ -297,7 +297,7 @@ def test_two_processes_train_as_one_would(pools, tmp_path, options):
     tokens = options.get("tokens", TOKENS)
     whole = alone(model, Masked(TOKENS, 8, 4, 0) if callable(tokens) else tokens)
     same_curves(read_jsonl(tmp_path / "metrics.jsonl"), whole)
-    for loss in result:  # each process gathers the whole weights
+    for loss in result:  # each process gathers the full weights
         assert loss is None or math.isclose(loss, whole[-1]["val_loss"], rel_tol=1e-5)
 
 
@@ -305,12 +305,12 @@ def test_two_processes_train_as_one_would(pools, tmp_path, options):
 def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
     """Copies and slices multiply the same numbers in the same shapes: their losses have equal bits.
 
-    A sum of two gradients has no order. A norm of all gradients has one, so nothing is clipped
-    here; and all sizes are multiples of 16, so that no processor treats the end of a slice apart.
-    One process multiplies twice the rows: its products may sum in another order, and a bfloat16
-    result then falls on the number next to it. Nine products follow one another, and a loss moves
-    by at most twice as much as logits, which are below 1/2 at the start. Later losses have no bound
-    that follows from arithmetic: every step of the training enlarges the difference."""
+    A sum of two gradients does not depend on the order. A norm of all gradients does, so gradients
+    are not clipped here. All sizes are multiples of 16, so that no processor computes the end of a
+    slice differently. A single process multiplies twice as many rows. Its products may be summed in
+    another order, and a bfloat16 result may be rounded to the adjacent number. Nine products follow
+    one another, and a loss changes by at most twice as much as logits, which are below 1/2 at the
+    start. Later losses have no such bound, because every training step enlarges the difference."""
     options = dict(precision="bf16", clip=0)
     losses = {}
     for kind in ("ddp", "fsdp"):
@@ -335,7 +335,7 @@ def test_in_bf16_slices_round_where_copies_round(pools, tmp_path):
 
 
 class Unpicklable(ValueError):
-    "Error that needs more than a message."
+    "Error whose constructor needs more than a message."
 
     def __init__(self, message, code):
         super().__init__(message)
@@ -350,7 +350,7 @@ ERRORS = (
 
 
 def raised(kind, *arguments):
-    "Raise an error in process 1 and return what this process gets."
+    "Raise an error in process 1 and return the error that this process raises."
     try:
         with together():
             if os.environ["RANK"] == "1":
@@ -527,7 +527,7 @@ def test_damage_is_found_by_the_process_that_reads_it(pools, tmp_path):
 
 
 def lost(folder, where):
-    "Train while process 1 exits at a batch, during a checkpoint, or before the first step."
+    "Train while process 1 exits: at a batch, during a checkpoint, or before the first step."
 
     def gone():
         if os.environ["RANK"] == "1":
@@ -579,7 +579,7 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, whe
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the threads are read from /proc")
 def test_no_thread_of_a_connection_outlives_it():
-    "A connection of one process; test_cluster.py has two processes that end."
+    "Test a connection of one process; test_cluster.py tests two processes that end."
 
     def threads():
         return {
@@ -592,7 +592,7 @@ def test_no_thread_of_a_connection_outlives_it():
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
-    cycle = [torch.distributed.group.WORLD]  # as a trained model holds it
+    cycle = [torch.distributed.group.WORLD]  # as a trained model references it
     cycle.append(cycle)
     del cycle
     torch.distributed.all_reduce(torch.ones(9))

@@ -1,4 +1,4 @@
-"""lm-eval on checkpoints of the kit: the model's own numbers, contexts twice, clear errors."""
+"""Run lm-eval on the kit's checkpoints: the model's numbers, repeated contexts, clear errors."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def save(folder, mixer="longhorn", vocab_size=256):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    "A model of the kit; beside it its export, and the export without a manifest."
+    "Return a model of the kit, its export, and the export without a manifest."
     root = tmp_path_factory.mktemp("folders")
     save(root / "kit")
     (root / "kit" / "tokenizer.json").write_text('{"tokenizer": "bytes"}')
@@ -56,7 +56,7 @@ NAMES = ["tiny_choice", "tiny_line", "tiny_whole"]
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
-    "Three tasks of lm-eval, one for each kind of request, on local documents."
+    "Return three tasks of lm-eval on local documents, one per kind of request."
     folder = tmp_path_factory.mktemp("tasks")
     (folder / "docs.json").write_text(json.dumps(DOCS))
 
@@ -104,7 +104,7 @@ def value(record, task, metric, read="once"):
 
 @torch.no_grad()
 def log_probability(model, context, continuation):
-    "By hand, in nats; byte 0 stands before an empty context."
+    "Compute the score by hand, in nats; byte 0 precedes an empty context."
     context = context.encode() or b"\0"
     ids = continuation.encode()
     tokens = torch.tensor([[*context, *ids]])
@@ -165,7 +165,7 @@ def test_tokenizers_are_the_same_for_transformers(tmp_path):
 
 
 def by_the_harness(export, tasks):
-    "Results of the harness's way to a model."
+    "Return the harness's results for a model."
     manager = lm_eval.tasks.TaskManager(include_path=str(tasks), include_defaults=False)
     with evaluation.quiet():
         return lm_eval.simple_evaluate(
@@ -206,7 +206,7 @@ def test_every_kind_of_request_gives_the_models_own_numbers(checkpoint, tasks, m
     assert record["parameters"] == model.num_parameters()
     monkeypatch.setattr(
         "lm_eval.evaluator.add_env_info", lambda result: None
-    )  # asks pip, for seconds
+    )  # calls pip, which takes seconds
     result = by_the_harness(checkpoint.parent / "export", tasks)
     for row in evaluation.metric_rows(result, "once"):
         expected = value(record, row["task"], row["metric"])
@@ -236,7 +236,7 @@ def test_generated_lines_are_the_models_own(checkpoint, batch_size):
             expected = text.split("\n")[0]
             assert line == expected
     result = [request.args[0] for request in requests]
-    assert result == [doc["text"] for doc in DOCS]  # left alone
+    assert result == [doc["text"] for doc in DOCS]  # unchanged
 
 
 def test_only_contexts_are_doubled_and_long_ones_lose_their_start(checkpoint):
@@ -388,7 +388,7 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(
     )
     assert (
         len(evaluation.manager_for(evaluation.expand_tasks(["downstream"]), None).all_subtasks) < 20
-    )  # not the files of all tasks
+    )  # does not read the files of all tasks
     out = capsys.readouterr().out
     record = json.loads((tmp_path / "scores.json").read_text())
     model = SequenceLM.from_pretrained(checkpoint)
@@ -417,7 +417,7 @@ def test_downstream_gives_perplexities_per_word_and_their_mean(
         "gla",
         *map(slow_case, ("longhorn_exact", "mamba", "attention", "retnet", "rwkv5")),
     ],
-)  # the official code's, and exact
+)  # equal to the official code's result
 def test_exported_folder_scores_the_same(mixer, tasks, tmp_path):
     save(tmp_path / "kit", mixer)
     out = evaluation.export_checkpoint(tmp_path / "kit", tmp_path / "hf")
@@ -503,7 +503,7 @@ def test_a_flipped_bit_a_lost_weight_and_an_export_moved_aside_are_found(checkpo
             evaluation.load_pair(tmp_path / name)
     shutil.copytree(
         checkpoint.parent / "export", tmp_path / ".hf.old"
-    )  # a killed writer had moved it aside
+    )  # as after a killed writer had moved the file
     assert evaluation.is_export(tmp_path / "hf")
     assert evaluation.load_pair(tmp_path / "hf")
 
@@ -514,7 +514,7 @@ def test_a_reader_gets_one_export_whole(checkpoint, tmp_path, monkeypatch):
     for name, mixer in (
         ("a", "longhorn"),
         ("b", "longhorn_exact"),
-    ):  # equal shapes: a mixture would not be noticed
+    ):  # equal shapes, so that a mixture would raise no error
         save(tmp_path / f"m{name}", mixer)
         model = SequenceLM.from_pretrained(tmp_path / f"m{name}")
         weight = model.embedding.weight.data
@@ -630,7 +630,7 @@ def test_code_of_a_folder_is_not_run(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "foreign" / "modeling_longhorn.py").write_text(
         f"open({str(tmp_path / 'ran')!r}, 'w')\n"
     )
-    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question was asked"))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("input() was called"))
     tokenizer = (
         shutil.copytree(checkpoint.parent / "export", tmp_path / "words") / "tokenizer_config.json"
     )
@@ -701,7 +701,7 @@ def test_command_prints_a_table_and_writes_the_record(
     out, err = capsys.readouterr()
     shown = " ".join(out.split())
     assert "tiny_choice once acc" in shown
-    assert "No space left" in err  # the scores are seen all the same
+    assert "No space left" in err  # the scores are printed anyway
 
 
 def test_what_cannot_be_evaluated_is_one_sentence(checkpoint, tasks, tmp_path, capsys, monkeypatch):

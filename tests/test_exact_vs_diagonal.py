@@ -1,4 +1,4 @@
-"""Limits, fixed points and symmetries of the updates, against formulas that use none of them."""
+"""Check limits, fixed points and symmetries of the updates against independent formulas."""
 
 import base64
 import json
@@ -158,7 +158,7 @@ def test_learners_that_want_unit_keys_do_not_see_the_length_of_keys():
         assert same == (name in ("deltanet", "linear_attention"))
 
 
-# --- the film and the sliders of the notebook
+# --- film and sliders of the notebook
 
 NOTEBOOK = Path(__file__).parent.parent / "nbs" / "theory" / "03_exact_vs_diagonal.ipynb"
 
@@ -172,7 +172,7 @@ def outputs():
 
 
 def test_committed_outputs_hold_pictures_and_no_widget():
-    "Sliders work in a running notebook; a page has the curves, which need no front end."
+    "Sliders work in a running notebook; a static page shows curves instead."
     kinds = {kind for data in outputs() for kind in data}
     assert "image/png" in kinds
     assert not [kind for kind in kinds if "widget" in kind]

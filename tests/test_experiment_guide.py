@@ -1,4 +1,4 @@
-"""CONTRIBUTING, *Add an experiment with its claim*: its text adds one to a copy of the kit."""
+"""The section *Add an experiment with its claim* adds an experiment to a copy of the kit."""
 
 import json
 import sys

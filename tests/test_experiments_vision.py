@@ -1,4 +1,4 @@
-"""The vision experiment: pictures, accuracy, models of one size, jobs, and a tiny run's record."""
+"""Test the vision experiment: images, accuracy, equal sizes, jobs, and a tiny run's record."""
 
 from dataclasses import replace
 from itertools import islice
@@ -94,7 +94,7 @@ def test_pictures_are_moved_mirrored_and_mixed_consistently():
     pictures = numbers.expand(8, 1, 8, 8).contiguous()
     ones = ImageSet(pictures, torch.arange(8))
     images, labels = next(batches(ones, replace(PLAIN, cutmix=1.0), classes=8))
-    # of pixels, and of the label
+    # errors of pixels, and of the label
     numbers = torch.arange(8)[:, None, None]
     shares = (images == numbers).float().mean((2, 3))
     assert torch.allclose(shares, labels, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Long contexts: streamed losses, flat memory, positions of needles, results of their weights."""
+"""Test long contexts: streamed losses, constant memory, positions of needles, stored weights."""
 
 import math
 from dataclasses import replace
@@ -66,7 +66,7 @@ def model(mixer="longhorn", seed=0):
 
 @every_mixer
 def test_streamed_losses_are_those_of_the_whole_text(name):
-    "A text read in chunks has the losses of the whole text."
+    "A text read in chunks has the losses of the complete text."
     lm = model(name)
     generator = torch.Generator().manual_seed(0)
     windows = torch.randint(256, (2, 38), generator=generator)
@@ -99,7 +99,7 @@ def test_losses_by_hand_with_the_state_reset_and_carried():
             targets = windows[length][:, 1:]
             expected = float(lm(inputs, targets)[1])
             assert loss.mean() == pytest.approx(expected, rel=1e-4)
-    added = ex.added(losses[64], losses[16])  # what the state adds is nothing in the first stretch
+    added = ex.added(losses[64], losses[16])  # in the first stretch, the state adds nothing
     by_hand = []
     for i in range(4):
         stretch = slice(16 * i, 16 * (i + 1))
@@ -123,7 +123,7 @@ def test_losses_by_hand_with_the_state_reset_and_carried():
 
 def test_sliding_windows_predict_each_token_once_with_half_a_window_before_it():
     class Spy(torch.nn.Module):
-        "A model with the same loss everywhere, which notes the tokens that it was asked for."
+        "Model with the same loss everywhere, which records its input tokens."
 
         embedding = torch.nn.Embedding(1, 1)
 
@@ -302,7 +302,7 @@ def test_what_cannot_be_is_refused():
 
 
 def save_job(run, mixer, seed, weights, done=True):
-    "Leave what a job of the language experiment leaves."
+    "Write the files of a job of the language experiment."
     folder = run / "jobs" / f"{mixer}{seed}" / "model"
     save_lm(model(mixer, weights), "bytes", folder)
     if done:
@@ -346,7 +346,7 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
         for comparison in compare_length(record, ("longhorn",)) + compare_needles(record)
     ] == [2, 2, 1]
     assert about_length(record).startswith("0.0")
-    # where the models lie does not matter
+    # the location of the models does not matter
     moved_folder = (tmp_path / "grid").rename(tmp_path / "moved")
     moved = str(moved_folder)
     assert go(checkpoints=moved)["results"] == record["results"]

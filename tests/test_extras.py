@@ -1,4 +1,4 @@
-"""The wheel works with its core packages alone, and names the extra of everything else."""
+"""The wheel works with only its core packages, and names the extra of every other package."""
 
 import ast
 import json
@@ -52,7 +52,7 @@ def normal(name):
 
 
 def required(extra):
-    "Names of the distributions of an extra, with those of the extras that it includes."
+    "Return the distributions of an extra, and of the extras that it includes."
     names = set()
     for line in PROJECT["optional-dependencies"][extra]:
         included = re.match(r"longhorn-kit\[(.*)\]", line)
@@ -95,7 +95,7 @@ def test_the_package_imports_only_what_an_extra_brings():
         "psutil",
         "IPython",
         "matplotlib_inline",  # with tiktoken, accelerate, jupyterlab
-        "torchvision",  # only mended if it is there
+        "torchvision",  # corrected only if installed
         *sum(EXTRAS.values(), ()),
         *sys.stdlib_module_names,
     }
@@ -133,7 +133,7 @@ def applies(requirement, extras):
 
 
 def with_requirements(lines, visited):
-    "Return the distributions that these requirements bring on this machine."
+    "Return the distributions that these requirements install on this machine."
     for requirement in map(Requirement, lines):
         name = normal(requirement.name)
         key = (name, *requirement.extras)
@@ -147,9 +147,9 @@ def with_requirements(lines, visited):
 
 
 def environment(folder, wheel, *distributions):
-    """Make an environment with the wheel and links to distributions with what they need.
+    """Make an environment with the wheel and links to distributions and their requirements.
 
-    Returns its folder `bin`."""
+    Return its folder `bin`."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     site = next(folder.glob("lib/python*/site-packages"))
     for name in with_requirements(distributions, set()):
@@ -162,7 +162,7 @@ def environment(folder, wheel, *distributions):
     pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install"]
     options = ["-q", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check"]
     subprocess.run(
-        # ignored: such as the checkout, if it is in the path
+        # ignored files, for example the checkout if it is in the path
         [*pip, *options, "--ignore-installed", wheel],
         check=True,
         env={**os.environ, "PIP_CONFIG_FILE": os.devnull},
@@ -263,7 +263,7 @@ sys.exit(start())
     ],
 )
 def test_the_help_of_every_command_needs_the_extra_lab_alone(command, tmp_path):
-    "Other packages of extras are hidden from the process."
+    "Run a command in a process that cannot import other packages of extras."
     hidden = {package for packages in EXTRAS.values() for package in packages} - set(EXTRAS["lab"])
     code = HIDE.replace("{packages}", repr(hidden))
     done = run(sys.executable, "-c", code, command, "--help", cwd=tmp_path, PYTHONPATH=str(ROOT))
@@ -418,7 +418,7 @@ def test_the_package_imports_and_runs_without_what_only_posix_has(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-# Python runs this file at every start, so that child processes lack the same things.
+# Python runs this file at every start, so that child processes lack the same modules.
 WITHOUT = """
 import builtins, multiprocessing, sys
 sys.modules["triton"] = None
@@ -438,7 +438,7 @@ builtins.__import__ = for_the_kit
 
 @pytest.mark.slow
 def test_claims_run_in_spawned_processes_without_triton(tmp_path):
-    "macOS and Windows have no Triton and no forkserver; Windows has no fcntl either."
+    "macOS and Windows have no Triton and no forkserver, and Windows has no fcntl."
     (tmp_path / "sitecustomize.py").write_text(WITHOUT)
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     longhorn = (sys.executable, "-m", "longhorn_kit.cli", "reproduce")
@@ -510,7 +510,7 @@ for page in map(pathlib.Path, sys.argv[1:]):
             report.append((error and f"{type(error).__name__}: {error}", text))
     print(json.dumps(report))
 """
-# solutions and other cells that need no kernel, by a name that they define or call
+# solutions and other cells without a kernel, by a name that they define or call
 RUN_ANYWAY = {
     "12_triton_primer": ("floor_ms",),
     "12b_triton_puzzles": ("draw_programs(",),
@@ -525,7 +525,7 @@ RUN_ANYWAY = {
     "18_triton_step": ("check_most_tokens(most_tokens)",),
     "triton_op": (),
 }
-NEED_KERNELS = {  # checks and cells that do
+NEED_KERNELS = {  # checks and cells that need kernels
     "12_triton_primer": ("check_softplus(_softplus_kernel)", "check_sums(column_sums)"),
     "12b_triton_puzzles": ("check_copy(copy)", "check_exact_chunk(exact_chunk)"),
     "13_triton_diagonal": ("check_decoupled(decoupled)", "checkpointed(q, k, x, b, dy, *grads"),
@@ -542,7 +542,7 @@ NEED_KERNELS = {  # checks and cells that do
     ids=["one", "rest"],
 )
 def test_pages_of_kernels_without_triton(names):
-    "Each prints one sentence at its top; what needs Triton fails with it, and the rest runs."
+    "Each page prints one sentence; cells that need Triton fail with it, and all others run."
     allowed = (
         None,
         f"ModuleNotFoundError: This page {NEEDS_TRITON}.",
@@ -584,7 +584,7 @@ def test_pages_of_kernels_without_triton(names):
         ),
         (
             ["import triton", "y = 1\ntriton.cdiv(y, 2)", "y"],
-            [False, False, False],  # not the y before the kernel
+            [False, False, False],  # not the y that precedes the kernel
         ),
         (
             ["import triton.language as tl", "def f(tl): return tl", "f(3)"],
@@ -623,7 +623,7 @@ def test_a_backend_without_triton_is_refused_with_the_same_sentence(monkeypatch)
 
 
 class NoFloat64(TorchDispatchMode):
-    "Apple's GPUs have no float64: no operation may return it."
+    "Mode that forbids float64 results, because Apple's GPUs have no float64."
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -652,7 +652,7 @@ def test_models_need_no_float64(name, bf16, monkeypatch):
 
 @every_matrix
 def test_matrix_layers_without_float64_agree_with_those_that_have_it(name, monkeypatch):
-    "Sums of log decays in float32 change a layer's output little."
+    "Summing log decays in float32 changes a layer's output little."
     torch.manual_seed(0)
     layer = build_mixer(name, 32)
     x = torch.randn(2, 150, 32)
@@ -663,7 +663,7 @@ def test_matrix_layers_without_float64_agree_with_those_that_have_it(name, monke
 
 @every_mixer
 def test_all_tensors_of_a_model_stay_on_its_device(name):
-    "A model creates no tensor on another device, also if its own is neither CPU nor CUDA."
+    "A model creates no tensor on another device, even if its device is neither CPU nor CUDA."
     model = SequenceLM(LMConfig(16, 32, 2, name)).to("meta")
     tokens = torch.zeros(2, 40, dtype=torch.int64, device="meta")
     model(tokens).sum().backward()
@@ -706,7 +706,7 @@ assert data[0].grad.isfinite().all() and "torch._dynamo" not in sys.modules
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton runs on Linux")
 def test_where_triton_interprets():
-    "Without a GPU, unless imported before; a child with a GPU takes back what the kit set."
+    "Without a GPU, the kit selects the interpreter before Triton's import; a GPU child reverts it."
     code = (
         "import glob, os, sys\nglob.glob = lambda path: {}\n{}\nimport longhorn_kit\n"
         "print(os.environ.get('TRITON_INTERPRET'))"

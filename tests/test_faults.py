@@ -155,7 +155,7 @@ def test_reproduce_killed_at_every_file_operation(here):
         return [path for path in paths if not path.name.startswith(".")]
 
     def whole(folder):
-        return all(map(records.read_record, named(folder)))  # files with their final name
+        return all(map(records.read_record, named(folder)))  # files with final names
 
     for folder, repeated in killed_and_resumed(argv, here, operations, between=whole):
         assert numbers(folder) == numbers(here / "whole")
@@ -224,7 +224,7 @@ def writes(folder):
 
 @pytest.mark.parametrize("swap", [True, False])
 def test_export_killed_at_every_file_operation(here, warm, monkeypatch, swap):
-    if not swap:  # as on a system that cannot swap two folders in one step
+    if not swap:  # some systems cannot swap two folders in one step
         monkeypatch.setattr(records, "exchange", lambda one, other: False)
     old = small_model(here / "old", 0)
     new = small_model(here / "new", 1)
@@ -451,7 +451,7 @@ TRAINERS = {
 
 @pytest.fixture(params=TRAINERS)
 def trainer(request, here, monkeypatch):
-    "Run a command whole; return its words, folder, output and number of file operations."
+    "Run a command to its end; return its words, folder, output and number of file operations."
     monkeypatch.setenv("LONGHORN_CACHE", str(here / "cache"))
     (here / "cache").mkdir()  # cache of prepared text
     (here / "text.txt").write_text(
@@ -498,7 +498,7 @@ def outcome(folder):
 def test_training_killed_at_every_file_operation(here, trainer):
     words, whole, output, operations = trainer
 
-    def whole_ones(folder):  # a checkpoint is listed only while all its files are there
+    def whole_ones(folder):  # a checkpoint is listed only while all its files exist
         for path in checkpoints(folder):
             metadata, _ = read_checkpoint(path)
             result = len(list(path.iterdir()))
@@ -513,7 +513,7 @@ def test_training_killed_at_every_file_operation(here, trainer):
 
 
 def test_a_hundred_damaged_files_of_a_run_change_no_number(here, trainer):
-    "Damage to any file gives the same result, or a sentence that names the file and a remedy."
+    "After damage to any file, results are equal, or one sentence names the file and a remedy."
     words, whole, output, _ = trainer
     chance = random.Random(40)
     reported = 0

@@ -1,5 +1,4 @@
-"""The counts behind the floors agree with real tensors, with the compiled kernels, and with each
-other."""
+"""The counts behind lower bounds agree with tensors, compiled kernels, and each other."""
 
 import json
 import pathlib
@@ -89,15 +88,14 @@ def test_exact_by_products_is_the_least_work_and_the_floor_is_the_largest_part()
 
 
 def test_floors_of_the_code_add_up_over_kernels():
-    """A scheduler issues at most one instruction a cycle for 32 lanes; one pipe serves four
-    schedulers."""
-    cycle = (
-        1e3 * 32 / RATES["operations"]
-    )  # milliseconds of one scheduler's slot, all schedulers together
+    """A scheduler issues at most one instruction per cycle for 32 lanes.
+
+    Four schedulers share one pipe."""
+    cycle = 1e3 * 32 / RATES["operations"]  # milliseconds per instruction, over all schedulers
     counts = [
         dict(total=60, wavefronts=7),
         dict(total=40),
-    ]  # the second is of a record without wavefronts
+    ]  # the second bound is for a record without wavefronts
     assert code_floors(1, 32, 32, counts, RATES) == pytest.approx(
         dict(issue=32 * 100 * cycle, wavefronts=32 * 4 * 7 * cycle)
     )

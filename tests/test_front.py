@@ -1,4 +1,4 @@
-"""The front page: one wording for either leader, readable pictures, a notebook that shows them."""
+"""Test the front page: wording for either leader, readable pictures, and the index notebook."""
 
 import json
 import os
@@ -212,7 +212,7 @@ def jupyterlab(tmp_path_factory):
     (home / "book").mkdir()
     index = json.loads((ROOT / "nbs/index.ipynb").read_text(encoding="utf-8"))
     (home / "book/index.ipynb").write_text(json.dumps(index), encoding="utf-8")
-    for cell in index["cells"]:  # what a notebook with inline SVG would show
+    for cell in index["cells"]:  # replace the output by that of a notebook with inline SVG
         for output in cell.get("outputs", []):
             if "text/html" in output.get("data", {}):
                 output["data"]["text/html"] = inline("".join(output["data"]["text/html"]))
@@ -253,7 +253,7 @@ def jupyterlab(tmp_path_factory):
     server.terminate()
     try:
         server.wait(60)
-    except subprocess.TimeoutExpired:  # it waits for a kernel
+    except subprocess.TimeoutExpired:  # the server waits for a kernel
         server.kill()
 
 
@@ -266,8 +266,8 @@ def test_an_untrusted_notebook_shows_the_pictures_of_the_index(jupyterlab, tmp_p
             f"(seen => seen.length >= 2 && seen.every(image => image.pixels > 0))({SEEN})", 180
         )
         wide, narrow = browser.run(SEEN)
-        assert wide["width"] > 400, "the second one is for phones"
-        assert narrow["width"] == 0, "the second one is for phones"
+        assert wide["width"] > 400, "the first picture is for wide screens"
+        assert narrow["width"] == 0, "the second picture is for phones"
         assert (
             "Mamba is ahead of"
             not in browser.run("document.querySelector('.jp-Notebook').innerText").split(

@@ -1,6 +1,6 @@
-"""Random command lines and calls, with a seed: each works, or refuses in one sentence.
+"""Random command lines and calls with a seed: each works, or fails with one sentence.
 
-python -m pytest tests/test_fuzz.py -m slow     # a part, in a minute (make test-all)
+python -m pytest tests/test_fuzz.py -m slow     # some cases, in a minute (make test-all)
 python -m pytest tests/test_fuzz.py -m release  # 500 command lines and 500 calls, in ten minutes
 """
 
@@ -84,7 +84,7 @@ def forked(work, limit):  # work() -> exit code; prints to the screen
             nothing = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nothing, 0)
             resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-            # OpenMP's threads do not survive a fork: a second one would be waited for without end
+            # OpenMP's threads do not survive a fork: waiting for a second thread would never end
             torch.set_num_threads(1)
             code = work()
         except SystemExit as stop:
@@ -172,7 +172,7 @@ def command(rng, folder, out):
 
 
 def problem_of(code, said, seconds):
-    "The fault in the end of a command, or None."
+    "Return the fault in a command's exit code and output, or None."
     if code is None:
         return "hangs"
     if code < 0:
@@ -305,7 +305,7 @@ def describe(value):
 
 
 def tried(name, function):
-    "Return 0 for a result or one sentence that names the fault, else 3."
+    "Return 0 for a result, or for one sentence that names the fault, and 3 otherwise."
     try:
         function()
     except (ValueError, TypeError, NotImplementedError) as error:

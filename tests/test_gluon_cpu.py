@@ -1,5 +1,4 @@
-"""The fast kernels' own source on a CPU: outputs and gradients against float64, and what the
-interpreter of Gluon finds."""
+"""Run the fast kernels' source on a CPU: compare with float64, check the interpreter's errors."""
 
 from functools import partial
 
@@ -25,7 +24,7 @@ ARGUMENTS = ("q", "k", "x", "b", "b_bias", "D_skip", "z", "A", "initial_state")
 
 
 def collect(p, q, k, x, b, z, bias, skip, A, written, scalar):
-    "`_collect` in PyTorch, which needs neither a GPU nor Triton's interpreter."
+    "Compute `_collect` in PyTorch, without a GPU and without Triton's interpreter."
     by_row = written.dtok.sum(0).view(*k.shape[:2], p.width, p.NP)
     by_token = by_row[..., : p.N]
     dk, dq, *dA_by_token = by_token.unbind(2)
@@ -56,7 +55,7 @@ def collected_in_pytorch(monkeypatch):
 
 @pytest.mark.parametrize("form", ("diagonal", "s6", "s6_time_varying"))
 def test_sums_over_programs(form):
-    "The kernels' own sums against PyTorch's, with states that are only there to fill a block."
+    "The kernels' sums agree with PyTorch's, even with states that only fill a block."
     B = 2
     T = 5
     D = 6
@@ -97,7 +96,7 @@ def test_sums_over_programs(form):
 
 
 def kernels(form):
-    "Plan, forward and backward."
+    "Return plan, forward and backward."
     if form in ("s6", "s6_given", "s6_time_varying", "decoupled"):
         return (
             partial(selective_plan, form),
@@ -118,7 +117,7 @@ def kernels(form):
 
 
 def scanned(form, a, dout, dfinal, bounds=None, **plan):
-    "Output, final state and gradients."
+    "Return output, final state and gradients."
     make, forward, backward = kernels(form)
     N = a["q"].shape[2]
     sizes = (*a["x"].shape, N)
@@ -281,7 +280,7 @@ def test_a_logit_that_is_no_number_shows_in_its_channel_alone(form):
 
 
 def cut(name, values, tokens, which):
-    "An argument for some tokens and some sequences."
+    "Return an argument for some tokens and some sequences."
     if name in ("b_bias", "D_skip"):
         return values
     if name in ("initial_state", "dfinal"):
@@ -292,8 +291,9 @@ def cut(name, values, tokens, which):
 def exact_gradients(
     D, lengths, few=False, channels=slice(None), changed=lambda a: None, packed=False
 ):
-    """Of exact sequences of such lengths, packed or each alone; of D channels only some are
-    given to the kernels."""
+    """Return the results of exact sequences of these lengths, packed or each alone.
+
+    The kernels receive only some of the D channels."""
     gen = torch.Generator().manual_seed(0)
 
     def new(*s, like=BF16):
@@ -309,7 +309,7 @@ def exact_gradients(
     }
     a |= dict(b_bias=new(D, like=FP32), D_skip=new(D, like=FP32))
     for name in ("initial_state", "dfinal"):
-        a[name] = new(n, D, 16, like=FP32).mT  # channels last
+        a[name] = new(n, D, 16, like=FP32).mT  # channels in the last dimension
     changed(a)
     a = {name: t if name in "qk" else t[..., channels].contiguous() for name, t in a.items()}
 
@@ -346,7 +346,7 @@ def test_a_packed_exact_sequence_has_the_bits_it_has_alone(D):
 
 @pytest.mark.parametrize("D, few", ((47, False), slow_case(40, False), slow_case(40, True)))
 def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
-    "Of the whole width the last block writes last; of the first 32 channels no block starts early."
+    "Compare the full width, whose last block starts early, with the first 32 channels."
     (whole,) = exact_gradients(D, [37], few)
     (part,) = exact_gradients(D, [37], few, slice(32))
     for name in ("x", "b", "z", "b_bias", "D_skip"):
@@ -366,7 +366,7 @@ def test_channels_of_two_blocks_have_the_same_bits_in_both(D, few):
     ),
 )
 def test_what_is_no_number_spreads_from_a_channel_of_two_blocks_as_from_any(D, name, value):
-    "As in a width of whole blocks whose further channels are zeros."
+    "Compare with a width of complete blocks, whose additional channels are zeros."
 
     def changed(a):
         for t in a.values():
@@ -465,8 +465,9 @@ def test_afterwards_kernels_are_compiled_again():
 @pytest.mark.parametrize("N", (16, slow_case(64)))
 @pytest.mark.parametrize("form", ("exact", "diagonal", slow_case("decoupled")))
 def test_later_steps_change_no_output(form, N):
-    """Within a chunk and before it, with a gate; the state alone has the bits that it has beside
-    an output."""
+    """Later steps affect no output in their chunk or before it, with a gate.
+
+    A state computed without outputs has the same bits as with outputs."""
     a = inputs(1, 37, 40, N, form, dtype=BF16, state=False, bias=False, skip=False)[0]
     make, forward, _ = kernels(form)
 

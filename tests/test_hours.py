@@ -1,4 +1,4 @@
-"""The GPU hours of the ledger: every record counts once, shared GPUs as a range, no guesses."""
+"""Test the ledger's GPU hours: each record counts once, and shared GPUs give a range."""
 
 import json
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""The project keeps its form: lines, statements, functions, imports, pages, wording.
+"""Check the project's form: lines, statements, functions, imports, pages, wording.
 
 No test here counts the lines or characters of the source: a page or a function more is welcome.
-`LIMITS` leave room above what is there, for the next function of a contributor.
+`LIMITS` are above the current values, with room for the next function of a contributor.
 """
 
 import ast
@@ -20,10 +20,10 @@ import mixer_page
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "longhorn_kit"
-# a module imports its own floor or a lower one
+# a module imports from its own level or a lower one
 FLOORS = ["ground", "theory", "scan", "models", "lab", "top"]
 RULES = ("E501", "E701", "E702", "E703", "C901")  # 100 columns, a statement per line, complexity
-# how many of each: in the package, in the tests
+# limits: in the package, in the tests
 LIMITS = {
     "E501": (30, 70),
     "E701": (0, 0),
@@ -64,7 +64,7 @@ ONE_PLACE = {  # mechanism -> pattern
 }
 
 
-# ---- the modules: those of the package, and those that the guides for contributors show
+# ---- modules of the package and of the guides for contributors
 
 
 @cache
@@ -135,7 +135,7 @@ def test_few_functions_are_long(side, kernels):
 
 
 def floor(name):
-    "Return the floor of a module: its folder, or of a single file the ground or the top."
+    "Return the level of a module: its folder, or for a single file the lowest or highest level."
     room = name.split("/")[0]
     if room in ("cli", "timm"):
         return "top"
@@ -148,7 +148,7 @@ def imported_names(node, package):
         return {alias.name for alias in node.names}
     if isinstance(node, ast.ImportFrom):
         parts = [node.module] if node.module else []
-        if node.level:  # from .. import: one part of the package less per dot after the first
+        if node.level:  # from .. import: each dot after the first removes a part of the package
             parts = package[: len(package) - node.level + 1] + parts
         base = ".".join(parts)
         return {base} | {f"{base}.{alias.name}" for alias in node.names}
@@ -209,7 +209,7 @@ def test_a_mechanism_stands_in_one_place(mechanism):
 
 
 def unannotated(function, bound):
-    "Return the arguments, and `return`, that have no annotation; kernels need none."
+    "Return the arguments and `return` without annotation; kernels need no annotations."
     if form.is_kernel(function):
         return []
     args = function.args
@@ -250,7 +250,7 @@ def public_functions(body):
 
 @pytest.mark.parametrize(
     "name", [name for name in modules() if name != "scan/triton/gluon_cpu"]
-)  # it has the signatures of Gluon
+)  # its signatures are those of Gluon
 def test_public_functions_are_annotated(name):
     lacking = {}
     for title, function, bound in public_functions(ast.parse(modules()[name]).body):
@@ -282,7 +282,7 @@ def is_exported(cell):
 
 
 def is_prose(cell):
-    "Return whether a cell explains something: a heading alone does not."
+    "Check whether a cell contains an explanation; a heading is not enough."
     words = re.findall(r"[A-Za-z]{2,}", cell["source"])
     return cell["cell_type"] == "markdown" and len(words) >= 12
 
@@ -339,7 +339,7 @@ def words_of_code(source):
 
 
 def prose(path):
-    "Yield what a person reads in a file, without code: lines, comments, docstrings, messages."
+    "Yield the prose of a file: lines without code, comments, docstrings, messages."
     if path.suffix == ".md":
         yield from words_of_markdown(path.read_text(encoding="utf-8"))
     elif path.suffix == ".py":
@@ -353,7 +353,7 @@ def prose(path):
 def test_wording():
     patterns = ("*.md", "tests/*.py", "kernels/*.py", "kernels/README.md", "docs/*.py")
     files = PAGES + [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    files.remove(Path(__file__))  # it quotes the odd phrases
+    files.remove(Path(__file__))  # this file quotes the odd phrases
     result = []
     for path in files:
         result += [(path.name, line) for line in prose(path) if ODD.search(line)]

@@ -1,4 +1,4 @@
-"""Language models: recipes, text, one training, the experiment, and the two baselines."""
+"""Test language models: recipes, text, training, the experiment, and two baselines."""
 
 import json
 import lzma
@@ -111,7 +111,7 @@ def comparable(record):
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    "A folder with two domains."
+    "Write a folder with two domains."
     folder = tmp_path_factory.mktemp("texts")
     words = (("prose", "and then"), ("docs", "returns"))
     lengths = (("train", 400), ("val", 8))
@@ -124,7 +124,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(texts, tmp_path_factory):
-    "The folder of a run, and its record."
+    "Return the folder of a run, and its record."
     folder = tmp_path_factory.mktemp("run")
     return folder, rehearse(TOY, folder, data=texts)
 
@@ -133,7 +133,7 @@ COUNTS = {}  # config of one block -> parameters with one block and with two
 
 
 def count_by_two(config):
-    "Parameters of a model from one with one block and one with two: blocks are alike."
+    "Count a model's parameters from models with one and two blocks, since blocks are equal."
     key = str(replace(config, n_layer=1))
     if key not in COUNTS:
         COUNTS[key] = [count_parameters(replace(config, n_layer=n)) for n in (1, 2)]
@@ -148,18 +148,18 @@ def vocabulary(preset):
 
 @cache
 def longhorn_parameters(preset):
-    "Parameters of a preset's Longhorn, of which every block is counted."
+    "Count the parameters of a preset's Longhorn, block by block."
     return count_parameters(model_config(LM_PRESETS[preset], "longhorn", vocabulary(preset)))
 
 
 @every_family
 @pytest.mark.parametrize("preset", sorted(LM_PRESETS))
 def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset, monkeypatch):
-    "A preset's model is as large as Longhorn's within 1 %, with sizes that suit matrix products."
+    "A preset's model matches Longhorn's size within 1 %, in multiples that suit GPUs."
     chosen = LM_PRESETS[preset]
     vocab = vocabulary(preset)
     whole = longhorn_parameters(preset)
-    for module in (lm, presets):  # the search counts a model dozens of times
+    for module in (lm, presets):  # the search counts the parameters of a model dozens of times
         monkeypatch.setattr(module, "count_parameters", count_by_two)
     config = model_config(chosen, name, vocab)
     scan = name.startswith(("longhorn", "mamba"))
@@ -170,7 +170,7 @@ def test_every_mixer_of_a_preset_has_the_same_number_of_parameters(name, preset,
     assert config.n_layer == expected
     assert config.vocab_size == (256 if vocab == 256 else 50304)
     assert scan or config.d_mlp > chosen.d_model
-    # what a GPU's matrix products want
+    # multiples for a GPU's matrix products
     assert vocab == 256 or config.d_model % 4 == config.d_mlp % 8 == 0
 
 
@@ -196,7 +196,7 @@ def test_the_papers_recipe():
         assert recipe.beta1 == 0.9
         assert recipe.beta2 == 0.95
         assert recipe.clip == 1.0
-        # parts are whole on one GPU and on four
+        # batches divide evenly on one GPU and on four
         assert recipe.gradient_accumulation_steps % 4 == 0
         assert recipe.batch_size % recipe.gradient_accumulation_steps == 0
     for text in ("3.225", "3.238", "3.247"):
@@ -354,7 +354,7 @@ def test_train_lm_leaves_a_model_that_can_be_loaded_and_continued(
         )
 
     with pytest.raises(ValueError, match="a context of 1000000 needs at least 1000001"):
-        rerun("mamba", context=10**6)  # a start that failed does not claim the folder
+        rerun("mamba", context=10**6)  # a failed start does not reserve the folder
     result = rerun()
     folder = tmp_path / "run" / "model"
     out = capsys.readouterr().out
@@ -397,7 +397,7 @@ def trained(tmp_path, texts, monkeypatch):
 
 
 def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
-    "It resumes at its last checkpoint, at the rates of the longer run; also after an interruption."
+    "A longer run resumes at the last checkpoint with its own learning rates, even if stopped."
     for out in ("run", "stopped"):
         short = trained(out, 3)
     longer = trained("run", 6)
@@ -457,7 +457,7 @@ def test_more_steps_lengthen_a_finished_run(tmp_path, trained, monkeypatch):
 
 
 def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
-    "The next start would read its metrics as texts."
+    "A run inside its text folder fails: the next start would read metrics as texts."
     plain = tmp_path / "plain"
     plain.mkdir()
     (plain / "a.txt").write_text("a text")
@@ -472,7 +472,7 @@ def test_a_run_does_not_lie_among_its_texts(tmp_path, texts):
         "hf:plain",
         "stdlib",
         "",
-    ):  # those read files of certain names
+    ):  # these read files with certain names
         language_training.check_outside(Path(source) / "run", source)
     language_training.check_outside(tmp_path / "run", str(plain))
 
@@ -583,7 +583,7 @@ def test_the_folder_of_a_vocabulary_is_found_from_anywhere(tmp_path, monkeypatch
 
 
 def two_steps(data, out):
-    "A command that trains a small model for two steps."
+    "Return a command that trains a small model for two steps."
     words = "train-lm --preset laptop --d-model 16 --n-layer 1 --steps 2 --context 16 --cpu"
     return [*words.split(), "--data", str(data), "--out", str(out)]
 
@@ -597,7 +597,7 @@ def test_a_model_of_characters_keeps_its_table(tmp_path, capsys):
     assert "text: 1,440 tokens of chars to train on, checked in full" in out
     assert "--prompt ' or '" in out
     assert "train.bin: read as ids of the tokenizer chars" in err
-    shutil.rmtree(tmp_path / "char")  # the model has its own
+    shutil.rmtree(tmp_path / "char")  # the model has a copy of the text's files
     words = ["generate", str(tmp_path / "run"), "--prompt", "to be", "--tokens", "9"]
     assert cli.main(words) == 0
     out = capsys.readouterr().out
@@ -633,7 +633,7 @@ def test_no_record_and_no_card_holds_a_full_path(tmp_path, monkeypatch, capsys):
     export = tmp_path / "e"
     data.parent.mkdir(parents=True)
     data.write_text("words of a text\n" * 100)
-    monkeypatch.chdir(tmp_path.parent.parent)  # the working folder is above, as / may be
+    monkeypatch.chdir(tmp_path.parent.parent)  # the working folder is a parent, such as /
     monkeypatch.setattr(os, "getcwd", lambda: "/nowhere/else")
     words = two_steps(data, out)
     monkeypatch.setattr(sys, "argv", ["longhorn", *words])
@@ -763,14 +763,14 @@ def test_the_first_runs_of_a_scale_are_a_comparison():
         for n, mixers in ((3, MAIN), (2, SECOND), (1, OTHERS))
         for mixer in mixers
     )
-    for config in (PRESETS["gpu"], PRESETS["paper"]):  # the steps follow from the tokens
+    for config in (PRESETS["gpu"], PRESETS["paper"]):  # the tokens determine the steps
         runs = chosen_runs(config)
         runs_seeds = {seed for _, seed in runs}
         assert len(runs_seeds) == len(runs) == 16
         result = [mixer for mixer, _ in runs[:4]]
         assert result == list(PUBLISHED)
         assert set(runs) < set(chosen_runs(replace(config, judged=8, models=MAIN + SECOND))), (
-            "more seeds and models keep what is finished"
+            "more seeds and models keep finished runs"
         )
         long = recipe_of(config)
         short = recipe_of(replace(config, tokens=config.tokens // 2))
@@ -906,7 +906,7 @@ def test_stopped_in_the_middle_a_run_resumes_to_the_same_numbers(
 
 @pytest.fixture(scope="module")
 def small_records(texts, tmp_path_factory):
-    "Records of small runs, by whether they have baselines."
+    "Return records of small runs, with and without baselines."
     configs = {True: SMALL, False: replace(SMALL, baselines=False, sample=0, lengths=())}
     data = f"{texts}/docs.train.txt"
     return {
@@ -924,7 +924,7 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
     config, record = small_records[with_baselines]
     results = record["results"]
     then = recorded["results"]
-    # recipes gain settings
+    # newer recipes have more settings
     names = record["settings"]["train"].keys()
     expected_names = recorded["settings"]["train"].keys()
     assert names >= expected_names
@@ -934,7 +934,7 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
         (results["baselines"], then["baselines"]),
         (results["runs"][0]["decode"], then["runs"][0]["decode"]),
     ):
-        # of the rule with looks
+        # a setting of the rule with looks
         result = here.keys() - {"judged", "models", "passes"}
         assert result == there.keys()
     result = {frozenset(row) for row in results["runs"]}
@@ -949,7 +949,7 @@ def test_a_run_has_the_structure_of_the_committed_records_and_can_be_judged(
 
 
 def by_hand(windows, tokens, size):
-    "Witten-Bell back-off with dictionaries, one position after another."
+    "Compute Witten-Bell back-off with dictionaries, one position after another."
     grams = Counter(
         tuple(w[i : i + order])
         for w in windows
@@ -997,7 +997,7 @@ def test_baselines_are_given_what_training_feeds_the_model():
         == 8 * len(lzma.compress(data[:-1].tobytes(), preset=9 | lzma.PRESET_EXTREME)) / 4000
         > 8
     )
-    assert levels["xz_primed"] < 0.2  # only the distance to the first copy is left
+    assert levels["xz_primed"] < 0.2  # only the distance to the first copy is stored
     probabilities = trigram(data[None], data[:-1])
     assert levels["trigram"] == pytest.approx(-np.log2(probabilities).mean())
 
