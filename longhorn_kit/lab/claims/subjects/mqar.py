@@ -60,7 +60,7 @@ def both_cells(record: dict, first: str, second: str) -> list[tuple[dict, dict]]
 
 # %% ../../../../nbs/machine/claims_mqar.ipynb #claims_mqar-006
 def counts(cell: dict) -> bool:
-    "Check that no other rate could change a cell: it is solved, or its rate lies inside the grid."
+    "Check that no other rate could change a cell: it is solved, or its rate is inside the grid."
     return min(cell["accuracy"]) >= SOLVED or not edge({"": (cell["lr"], cell["by_lr"])})
 
 
@@ -117,7 +117,7 @@ def about_mqar(record: dict) -> str:
 
 # %% ../../../../nbs/machine/claims_mqar.ipynb #claims_mqar-008
 def compare_states(record: dict) -> list[Comparison]:
-    "Compare larger states with the usual one, at the size where both were trained."
+    "Compare larger states with the default state, at the size where both were trained."
     usual = [cells for cells in mqar_cells(record) if next(iter(cells.values()))["pairs"] == 64][:1]
     comparisons = []
     for d_state in (32, 64, 128):
