@@ -83,8 +83,8 @@ FIRST_JUDGED = 4  # index of a model's first judged seed; earlier seeds are for 
 
 
 def own_seeds(
-    number: int,  # of the model, from 1
-    count: int,  # of seeds
+    number: int,  # number of the model, from 1
+    count: int,  # number of seeds
 ) -> list[int]:
     "Return the seeds on which a model is judged."
     first = 1000 * number + FIRST_JUDGED

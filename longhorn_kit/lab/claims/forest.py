@@ -55,9 +55,9 @@ def mark(
 # %% ../../../nbs/machine/forest.ipynb #6c195cca
 def text_at(
     x: float,  # pixels
-    y: float,  # of the baseline, pixels
+    y: float,  # height of the baseline, pixels
     words: str,
-    classes: str = "",  # of the style sheet
+    classes: str = "",  # classes of the style sheet
     anchor: str = "start",  # or "middle", "end": the part of the text that is at x
     style: str = "",  # CSS
 ) -> str:
@@ -77,7 +77,7 @@ def _ring(x, y):
 # %% ../../../nbs/machine/forest.ipynb #39_forest-009
 def axis(
     rows: list,
-    unit: str,  # of all rows
+    unit: str,  # unit of all rows
     ends: tuple[float, float],  # left and right, pixels
 ) -> tuple:
     "Return the scale of an axis, a function from values to pixels, and its ticks."
@@ -122,7 +122,7 @@ def signed(number: str) -> str:
 
 def interval(
     ends: tuple[float, float],  # pixels
-    middle: float,  # of the row, pixels
+    middle: float,  # middle of the row, pixels
     colour: str,  # CSS variable
     layout: dict,  # `WIDE` or `NARROW`
 ) -> list[str]:

@@ -322,7 +322,7 @@ def _colour(finding: Finding) -> str:
 
 def _interval(
     finding: Finding,
-    middle: float,  # of the row, pixels
+    middle: float,  # middle of the row, pixels
     to_pixels: Callable,  # from values
     layout: dict,  # `WIDE` or `NARROW`
 ) -> list[str]:
@@ -339,7 +339,7 @@ def _interval(
 
 def _row(
     finding: Finding,
-    y: float,  # top, pixels
+    y: float,  # top of the panel or row, pixels
     height: float,  # pixels
     to_pixels: Callable,  # from values
     layout: dict,  # `WIDE` or `NARROW`
@@ -388,8 +388,8 @@ def _legend(layout: dict) -> tuple[list[str], float]:  # parts, height
 
 def _panel(
     panel: list[Finding],
-    unit: str,  # of all findings
-    y: float,  # top, pixels
+    unit: str,  # unit of all findings
+    y: float,  # top of the panel or row, pixels
     layout: dict,  # `WIDE` or `NARROW`
 ) -> tuple[list[str], float]:
     "Draw the rows of one unit with their axis, downwards from y; return the parts and the end."

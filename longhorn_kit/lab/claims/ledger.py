@@ -118,7 +118,7 @@ def rows_of_record(
     scale: str,
     command: str,  # that repeats the run
     file: str = "",  # path of the record
-    note: str = "",  # beside the description of the run
+    note: str = "",  # shown beside the description of the run
 ) -> list[Row]:
     "Return one row per comparison of a claim; ValueError if the record lacks a value."
     judged = records.outcomes(claim, record)
@@ -132,7 +132,7 @@ def rows_of_record(
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n09
 def rerun_command(
-    name: str,  # of the claim
+    name: str,  # name of the claim
     scale: str,  # of `SCALES`, or with a variant's name in brackets
     record: dict | None = None,  # whose command is used if it ran this claim alone or a variant
 ) -> str:
@@ -479,9 +479,9 @@ def ledger_html(rows: list[Row]) -> str:
 
 
 def section(
-    name: str,  # of a claim
-    rows: list[Row],  # of any claims
-    plot: bool = True,  # with the figure
+    name: str,  # name of a claim
+    rows: list[Row],  # rows of any claims
+    plot: bool = True,  # include the figure
 ) -> str:
     """Write a claim's section as HTML: statement, figure, table, records, commands.
 

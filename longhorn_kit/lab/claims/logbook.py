@@ -45,7 +45,7 @@ def logbook_cell(
 # %% ../../../nbs/machine/logbook.ipynb #logbook-014
 def claim_page(
     claim: Claim,
-    rows: list[Row],  # of the claim
+    rows: list[Row],  # rows of the claim
     time: str,  # ISO 8601
 ) -> str:
     "Return the page of a claim as Markdown with cells."
@@ -124,7 +124,7 @@ def check_logbook_folder(folder: Path) -> None:
 
 def write_logbook(
     rows: list[Row],  # from `ledger`
-    folder: str | Path,  # to write
+    folder: str | Path,  # folder to write
 ) -> Path:
     "Write the ledger as a logbook, and return its folder; ValueError or OSError if it cannot."
     folder = Path(folder)

@@ -22,9 +22,9 @@ from ...records import to_plain
 class Model:
     "A model of the plan."
 
-    name: str  # in tables
+    name: str  # name in tables
     mixer: str  # a key of `MIXERS`
-    options: dict  # of the mixer
+    options: dict  # options of the mixer
     d_mlp: int = 0  # hidden size of the MLP in every block; 0: the block is the mixer alone
     speed: float = 1.0  # million tokens per second that are expected on one H200
 
@@ -180,7 +180,7 @@ def _judged_runs(model, n):
 
 def doubt_about(
     pair: tuple,  # names
-    models: dict,  # of a record, by name
+    models: dict,  # name -> model of a record
     n: int,  # seeds of the group
 ) -> tuple:  # waits, doubt
     "Return whether a pair waits for seeds, and the reason for no verdict, or an empty text."
@@ -201,7 +201,7 @@ def compare_pairs(
     record: dict,
     group: str,  # a key of `GROUPS`
     pairs: tuple,  # ((first, second), ...)
-    form: str,  # of the label
+    form: str,  # format of the label
     measure: Callable,  # (run of the first, run of the second) -> difference
     **more: object,  # fields of `Comparison`
 ) -> list[Comparison]:

@@ -108,7 +108,7 @@ def facts(record: dict) -> dict:  # name -> text
 # %% ../../../nbs/machine/report.ipynb #40_report-031
 def part_of(
     run: Run,
-    recorded: list[Row],  # of recorded runs
+    recorded: list[Row],  # rows of recorded runs
 ) -> dict:
     "Return the content of a run for the template."
     record = run.record
@@ -138,7 +138,7 @@ def part_of(
 # %% ../../../nbs/machine/report.ipynb #40_report-046
 def write_report(
     runs: list[Run],  # finished runs, in the order of the page
-    path: str | Path,  # of the page
+    path: str | Path,  # path of the page
     ledger: Ledger | None = None,  # rows of all claims, for the end of the page
     later: list[str] | tuple = (),  # names of the remaining claims
 ) -> Path:

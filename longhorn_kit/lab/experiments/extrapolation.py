@@ -192,7 +192,7 @@ def haystack(
     tokens: np.ndarray,  # (M,) held-out token ids
     tokenizer: Any,  # from `get_tokenizer`
     kind: str,  # of `NEEDLES`
-    seed: int,  # of the needle; the seed also decides where the text starts
+    seed: int,  # seed of the needle and of the text's start
     length: int,  # L, tokens up to the answer
     depth: float,  # 0: the needle comes first, 1: right before the question
     choices: int = 8,  # answers
@@ -322,7 +322,7 @@ def finetune(
 
     def loss_of(model, inputs, targets):
         _, loss = model(inputs, targets)
-        return loss, loss  # to learn from, to record
+        return loss, loss  # for training, for the record
 
     with torch.enable_grad(), torch.random.fork_rng():
         batches = lessons(tokens, tokenizer, s, model.embedding.weight.device)

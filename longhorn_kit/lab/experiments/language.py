@@ -424,7 +424,7 @@ def write_text(
     model: SequenceLM,
     tokenizer: object,
     prompt: str = "The ",
-    tokens: int = 240,  # to add
+    tokens: int = 240,  # number to add
     seed: int = 0,
 ) -> str:
     "Return the prompt with its continuation."

@@ -105,7 +105,7 @@ def doubling_bins(context: int) -> np.ndarray:
 
 
 def binned(
-    losses: list[np.ndarray],  # of n documents
+    losses: list[np.ndarray],  # losses of n documents
     edges: np.ndarray,  # (bins+1,) positions
 ) -> tuple[np.ndarray, np.ndarray]:  # (n,bins) each
     "Return the summed loss and the number of predictions per document and position bin."
@@ -398,7 +398,7 @@ def coarse(sums: np.ndarray) -> np.ndarray:
 
 
 def summary_of_part(
-    losses: list[np.ndarray],  # of every document, nats
+    losses: list[np.ndarray],  # losses of every document, nats
     context: int,
 ) -> dict:
     "Summarize a part: documents, bytes, loss, loss by position, documents per length."
@@ -415,7 +415,7 @@ def summary_of_part(
 
 
 def arrays_of_part(
-    losses: list[np.ndarray],  # of every document, nats
+    losses: list[np.ndarray],  # losses of every document, nats
     by_length: np.ndarray,  # (documents,5) from `losses_by_length`
     context: int,
 ) -> dict:

@@ -279,7 +279,7 @@ class Config:
     seeds: tuple = (0, 1, 2)  # all but the first run only at the best learning rate
     tokens: int = 16384  # per batch
     most_streams: int = 256  # per batch
-    steps: int = 6000  # at most
+    steps: int = 6000  # largest number of steps
     warmup: int = 300  # steps
     layers: int = 2
     bf16: bool = True  # matrix products in bfloat16
@@ -449,7 +449,7 @@ def accuracy(
     model: SequenceLM,
     task: Task,
     settings: dict,  # seed and precision of a job
-    streams: int,  # to test
+    streams: int,  # number of test streams
     kind: str = "",  # see `perturb_keys`; "": keys are unchanged
     amount: float = 0.0,
 ) -> dict[str, float]:

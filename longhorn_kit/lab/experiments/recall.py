@@ -138,7 +138,7 @@ class RecallConfig:
     embed: int = 32  # size of a symbol's embedding
     d_state: int = 8  # N, size of the layer's keys
     width: int = 32  # D, channels of exact and diagonal; other models match their size
-    rank: int = 3  # of the map from a token to its rates
+    rank: int = 3  # rank of the map from a token to its rates
     batch_size: int = 32  # streams per step
     steps: int = 250  # each on fresh streams
     warmup: int = 25  # steps, then half a cosine to 0
@@ -148,7 +148,7 @@ class RecallConfig:
     seeds: tuple = tuple(range(5, 13))
     test_streams: int = 128  # per number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32)  # numbers of pairs to test with
-    points: int = 30  # of a training curve; each is a mean over steps
+    points: int = 30  # points of a training curve, each a mean over steps
 
     def __post_init__(self):
         two = dict.fromkeys(("steps", "key_size", "values", "d_state"), (2, math.inf))
@@ -240,7 +240,7 @@ def matched_width(name: str, config: RecallConfig) -> int:
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-031
 def initial(
-    name: str,  # of the parameter
+    name: str,  # name of the parameter
     shape: tuple,  # (inputs, outputs)
     generator: torch.Generator,
 ) -> Tensor:

@@ -158,7 +158,7 @@ MEAN = 0.03  # bits per byte; limit of the mean difference of the first losses
 
 
 def compare_first(
-    losses: list[float],  # of the first steps
+    losses: list[float],  # losses of the first steps
     recorded: list[float],  # losses of the same steps in the record
 ) -> str:
     "Return a sentence that tells whether the first losses equal those of the record."
@@ -241,7 +241,7 @@ def on_cpu(model: SequenceLM, seed: int) -> SequenceLM:
 
 
 def sentence_of(
-    losses: list,  # of the first steps
+    losses: list,  # losses of the first steps
     recorded: list,  # losses of the same steps in the record; [] if missing
     same: bool,  # whether the text is that of the record
 ) -> str:

@@ -50,7 +50,7 @@ def nearest(
 
 
 def losses(
-    results: dict,  # of a language record
+    results: dict,  # results of a language record
     mixer: str,
     tokens: float | None,  # None: the end of the curve
 ) -> dict:  # seed -> held-out loss
@@ -64,7 +64,7 @@ def losses(
 
 # %% ../../../../nbs/machine/claims_language.ipynb #claims_language-006
 def published_lead(
-    results: dict,  # of a language record
+    results: dict,  # results of a language record
     first: str,
     second: str,
     sizes: str,  # row of `OPENWEBTEXT`
@@ -106,7 +106,7 @@ def compare_language(
     return comparisons
 
 # %% ../../../../nbs/machine/claims_language.ipynb #claims_language-007
-def losses_by_seed(results: dict, tokens: float | None) -> dict:  # of a language record
+def losses_by_seed(results: dict, tokens: float | None) -> dict:  # results: of a language record
     "Return {model: losses of its judged seeds} up to the first missing seed; NaN if diverged."
     by_model = {}
     for run in sorted(results["runs"], key=lambda run: run["seed"]):

@@ -32,7 +32,7 @@ from longhorn_kit.lab.claims.stats import (
 
 # %% ../../../../nbs/machine/claims_one_pass.ipynb #claims_one_pass-005
 def second_plan(
-    name: str,  # of the claim
+    name: str,  # name of the claim
     first: Callable | None = None,  # comparison in the first plan; None: the claim is new
 ) -> Callable:  # record of one-pass -> comparisons
     "Return a function that compares by the plan that a record follows."
@@ -56,8 +56,8 @@ def pools_of(name: str) -> list[str]:  # claim with a question of the second pla
 
 
 def about_both_plans(
-    name: str,  # of the claim
-    *groups: str,  # of the first plan
+    name: str,  # name of the claim
+    *groups: str,  # groups of the first plan
     pairs: tuple = (),  # additional pairs of the first plan
 ) -> Callable:  # record -> text
     "Return the description of a one-pass record, by the plan that it follows."
@@ -73,9 +73,9 @@ def about_both_plans(
 
 # %% ../../../../nbs/machine/claims_one_pass.ipynb #claims_one_pass-006
 def _one_pass(
-    name: str,  # of the claim
-    *groups: str,  # of the first plan
-    minutes: int,  # on a GPU
+    name: str,  # name of the claim
+    *groups: str,  # groups of the first plan
+    minutes: int,  # expected minutes on a GPU
     compare: Callable = compare_losses,  # comparison in the first plan
 ) -> dict:
     "Return the entries of a claim in both plans: comparisons, and the second plan's command."
