@@ -25,16 +25,16 @@ class Claim:
     compare: Callable | None = None  # record -> list of `Comparison`
     about: Callable | None = None  # record -> a description of the run
     reads: str | None = None  # name of another claim whose record `compare` reads
-    # further claim whose record is read -> (compare, about)
+    # other claim whose record is also read -> (compare, about)
     also: dict = field(default_factory=dict)
     timed: Callable | None = None  # record of times -> list of (Comparison, Judgement)
     times: str = "kernels/results/h200.json"  # path of the record of times in a checkout
-    later: str = ""  # path of a newer record of times, which `timed` gets as its second argument
+    later: str = ""  # path of a newer record of times, the second argument of `timed`
     settled: Callable | None = None  # () -> list of (Comparison, Judgement), without a run
-    basis: str = "published"  # of `settled`: a key of `BASES`
+    basis: str = "published"  # a key of `BASES`: the source of `settled`
     limits: dict = field(default_factory=dict)  # scale -> reason why its run gets no verdict
     minutes: dict = field(default_factory=dict)  # scale -> expected minutes, on its `PLATFORM`
-    by_name: tuple = ()  # scales at which it runs only if named
+    by_name: tuple = ()  # scales at which the claim runs only if named
     stages: int = 1  # number of looks at the results, which share the 5 % level
     # scale or variant -> command, unless it is `reproduce`
     commands: dict = field(default_factory=dict)

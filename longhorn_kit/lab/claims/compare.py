@@ -93,7 +93,7 @@ def own_seeds(
 
 def looks_of(
     outcomes: dict[str, list[float]],  # model -> outcome of each judged seed; NaN: diverged
-    requested: dict[str, int],  # model -> seeds that its run should have
+    requested: dict[str, int],  # model -> planned number of seeds
 ) -> tuple[list[dict[str, Fit]], str]:
     "Return the fits of every complete look, and the reason why the next one has to wait."
     looks = []

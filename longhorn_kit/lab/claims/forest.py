@@ -58,7 +58,7 @@ def text_at(
     y: float,  # height of the baseline, pixels
     words: str,
     classes: str = "",  # classes of the style sheet
-    anchor: str = "start",  # or "middle", "end": the part of the text that is at x
+    anchor: str = "start",  # part of the text at x: "start", "middle" or "end"
     style: str = "",  # CSS
 ) -> str:
     "Write words as an SVG element."

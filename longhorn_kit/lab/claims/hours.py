@@ -21,8 +21,8 @@ class Part:
 
     experiment: str
     record: str  # path of the file in the repository
-    card: str  # "" if it is not recorded
-    runs: int | None = None  # None: the record does not count them
+    card: str  # "" if not recorded
+    runs: int | None = None  # None: not counted in the record
     seconds: float | None = None  # sum over the jobs; None: not recorded
     sharing: int = 1  # jobs that could share a GPU
     note: str = ""
@@ -96,7 +96,7 @@ def cards_of(record: dict) -> str:
 
 def experiment_parts(
     record: dict,
-    path: str,  # in the repository
+    path: str,  # path in the repository
 ) -> Iterator[Part]:
     "Yield the parts of a record of an experiment."
     name = record["experiment"]
@@ -135,7 +135,7 @@ def gpu_of(record: dict) -> str:
 
 def measured_part(
     record: dict,
-    path: str,  # in the repository
+    path: str,  # path in the repository
     experiment: str,  # name under which its time is counted
 ) -> Part:
     "Return the part of a record that belongs to no experiment."

@@ -113,10 +113,10 @@ def _state_of(path):
 # %% ../../../nbs/machine/ledger.ipynb #ledger-rows
 def rows_of_record(
     claim: Claim,
-    record: dict,  # that the claim reads
+    record: dict,  # record that the claim reads
     records: Records,
     scale: str,
-    command: str,  # that repeats the run
+    command: str,  # command that repeats the run
     file: str = "",  # path of the record
     note: str = "",  # shown beside the description of the run
 ) -> list[Row]:
@@ -133,8 +133,8 @@ def rows_of_record(
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n09
 def rerun_command(
     name: str,  # name of the claim
-    scale: str,  # of `SCALES`, or with a variant's name in brackets
-    record: dict | None = None,  # whose command is used if it ran this claim alone or a variant
+    scale: str,  # a scale of `SCALES`, or a scale with a variant's name in brackets
+    record: dict | None = None,  # its command is used if it ran only this claim or a variant
 ) -> str:
     "Return a shell command that repeats a run."
     claim = find_claim(name)

@@ -104,7 +104,7 @@ class Search:
     "A model's search for its learning rate, based on its finished runs."
 
     losses: dict  # (position, seed) -> loss of the finished runs, NaN if it diverged
-    seeds: tuple[int, ...]  # the first one walks
+    seeds: tuple[int, ...]  # the first seed walks
     count: int  # rates of the grid
     sd: float = PLAN_SD  # standard deviation of one run
     # (position, seed) of all runs that the search needs, in order
@@ -216,7 +216,7 @@ def fit_model(
     if exploded:
         why = f"{exploded} of {len(losses)} runs exploded at the common rate"
         return no_verdict(why)
-    return fit_mean(losses, own)  # the residuals at its best rate count too
+    return fit_mean(losses, own)  # also counts the residuals at the best rate
 
 # %% ../../../nbs/machine/looks.ipynb #looks-028
 @dataclass
@@ -448,7 +448,7 @@ def _tokens_saved(better, worse):  # curves of both models
 
     level = _last_loss(worse)
     saved = [share(curve, level) for curve in better]
-    losses = zip(*(curve["all"] for curve in better))  # of all runs, per point
+    losses = zip(*(curve["all"] for curve in better))  # losses of all runs, per point
     middle = {"tokens": tokens, "all": [mean(point) for point in losses]}
     noise = [share(middle, curve["all"][-1]) for curve in worse]
     center = mean(noise)
@@ -510,7 +510,7 @@ def by_looks(record: dict) -> bool:
 
 
 def rows_of_claim(
-    record: dict,  # of `one_pass`
+    record: dict,  # record of the one-pass experiment
     claim: str,
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge a claim's comparisons in both families; before its first look, one counts as not run."

@@ -26,7 +26,7 @@ class Model:
     mixer: str  # a key of `MIXERS`
     options: dict  # options of the mixer
     d_mlp: int = 0  # hidden size of the MLP in every block; 0: the block is the mixer alone
-    speed: float = 1.0  # million tokens per second that are expected on one H200
+    speed: float = 1.0  # expected million tokens per second on one H200
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Group:
 # %% ../../../nbs/machine/plan.ipynb #plan-008
 def scan_models(
     n: int,  # state per channel
-    names: tuple,  # of `mixers` below
-    speeds: tuple,  # million tokens per second that are expected on one H200
+    names: tuple,  # keys of `mixers` below
+    speeds: tuple,  # expected million tokens per second on one H200
     after: str = "",  # appended to every name
     mlps: tuple = (0, 0, 0),  # hidden sizes of the MLPs; 0: no MLP
 ) -> tuple[Model, ...]:

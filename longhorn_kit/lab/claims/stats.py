@@ -229,7 +229,7 @@ def _estimate(contrast, fits, variances):
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-006
 WORDS = ("holds", "does not hold", "undecided", "not run", "cannot be judged", "no code")
-MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0}  # two models are equal within it
+MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0}  # models that differ by less are equal
 LEVEL = 0.05
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-011
@@ -242,7 +242,7 @@ class Judgement:
     low: float = -math.inf  # interval of the difference
     high: float = math.inf
     p: float = 1.0  # corrected for the comparisons of the claim
-    verdict: str = "not run"  # one of `WORDS`
+    verdict: str = "not run"  # a word of `WORDS`
     why: str = ""  # reason if there is no verdict
     side: str = ""  # at the looks: "ahead", "behind", "equal within the margin"
     look: int = 0  # judged seeds at which the side was decided; 0: not decided

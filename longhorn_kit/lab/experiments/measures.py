@@ -143,7 +143,7 @@ def losses_by_length(
 
 # %% ../../../nbs/machine/measures.ipynb #measures-031
 def entry_shares(
-    form: str,  # of Longhorn: "exact", "diagonal" or "decoupled"
+    form: str,  # form of Longhorn: "exact", "diagonal" or "decoupled"
     k: Tensor,  # (M,N) keys
     beta: Tensor,  # (M,D) step sizes
 ) -> Tensor:  # (M,D,N)
@@ -198,7 +198,7 @@ def mamba_steps(mixer, x):
     _, k, x, dt_low_rank, _, _ = mixer.project(x)
     keys = k.flatten(0, 1)
     dt = F.softplus(mixer.dt_proj(dt_low_rank)).flatten(0, 1)
-    rates = mixer.rates(x)  # (D,N), or (B,T,N) if they come from the input
+    rates = mixer.rates(x)  # (D,N), or (B,T,N) if computed from the input
     if rates.dim() == 2:
         rates = rates.expand(len(keys), -1, -1)
     else:

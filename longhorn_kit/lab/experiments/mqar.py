@@ -145,7 +145,7 @@ PARTS = ("train", "test")
 
 def generator_of(
     seed: int,  # from 0 to 999
-    part: str,  # of `PARTS`
+    part: str,  # a part of `PARTS`
     block: int,
     device="cpu",
 ) -> torch.Generator:
@@ -264,7 +264,7 @@ class Stage:
     d_model: int
     rewritten: int = 0
     models: tuple = MODELS
-    d_state: int = 0  # N of models that have that option; 0: their default
+    d_state: int = 0  # N of models with this option; 0: the default of the model
 
 # %% ../../../nbs/machine/mqar_experiment.ipynb #33_mqar-049
 @dataclass(frozen=True)
@@ -486,7 +486,7 @@ def perturb_keys(
         u = u * h.norm(dim=-1, keepdim=True)
         return h + amount * u
 
-    def turn(h):  # all keys of a stream towards one direction
+    def turn(h):  # turns all keys of a stream towards one direction
         u = torch.randn(len(h), 1, h.shape[2], generator=generator, device=h.device)
         u = F.normalize(u, dim=-1)
         u = u * h.norm(dim=-1, keepdim=True)

@@ -28,7 +28,7 @@ from ...records import check_ranges
 from ...scan.op import longhorn_scan
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-006
-WRITES = {"once": 1, "rewritten": 2}  # task -> how often a key comes with a value
+WRITES = {"once": 1, "rewritten": 2}  # task -> number of values per key
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-009
 def draw_streams(
@@ -51,8 +51,8 @@ def draw_streams(
 
     keys = F.normalize(draw(torch.randn, distinct, key_size), dim=-1)
     shuffled = draw(torch.rand, pairs).argsort(1)
-    questions = draw(torch.rand, distinct).argsort(1)  # (B,Q) which key
-    shown = torch.cat([shuffled % distinct, questions], 1)  # (B,T) which key
+    questions = draw(torch.rand, distinct).argsort(1)  # (B,Q) index of the key
+    shown = torch.cat([shuffled % distinct, questions], 1)  # (B,T) index of the key
     keys = math.sqrt(key_size) * keys.gather(1, shown[..., None].expand(-1, -1, key_size))
     symbols = torch.cat([torch.randint(values, (streams, pairs), generator=g) for g in generators])
     matches = (shown[:, None, :pairs] == questions[..., None]).int()  # (B,Q,P)
@@ -110,7 +110,7 @@ def gated_linear_attention(
 ) -> Tensor:  # (B,T,D)
     "Return the read-outs of GLA by equation (3), for streams so short that $e^{c/2}$ is finite."
     c = (F.logsigmoid(b) / 16).cumsum(1)
-    c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # so that neither factor overflows
+    c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # prevents an overflow of either factor
     scores = (q * c.exp()) @ (k * (-c).exp()).mT
     return scores.tril() @ x
 
@@ -131,7 +131,7 @@ class RecallConfig:
     "Task, layer and recipe; the same for every model."
 
     tasks: tuple = ("once", "rewritten")  # see `WRITES`
-    models: tuple = tuple(MEMORIES)  # the layers that are compared
+    models: tuple = tuple(MEMORIES)  # layers to compare
     pairs: int = 16  # P, pairs to remember in training streams
     key_size: int = 8  # K; with K = 1 different keys would coincide
     values: int = 32  # V symbols

@@ -16,15 +16,15 @@ from ....records import NAMES
 
 # %% ../../../../nbs/machine/claims_extrapolation.ipynb #claims_extrapolation-005
 def compare_length(
-    record: dict,  # of `longhorn_kit.lab.experiments.extrapolation`
+    record: dict,  # record of `longhorn_kit.lab.experiments.extrapolation`
     mixers: tuple = ("longhorn", "longhorn_exact"),
-    grows: bool = False,  # claim that the perplexity grows, not that it stays
+    grows: bool = False,  # whether the claim is that perplexity grows, not that it stays equal
 ) -> list[Comparison]:
     "Compare perplexity at the longest context with that at the training context."
     longest = record["settings"]["multiples"][-1]
     if longest <= 1:
         return []
-    growth = {}  # in percent
+    growth = {}  # percent
     for model in record["results"]["models"]:
         for text, measured in model["text"].items():
             nats = measured["by_length"]["nats"]

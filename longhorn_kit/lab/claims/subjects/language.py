@@ -77,7 +77,7 @@ def published_lead(
 
 
 def compare_language(
-    record: dict,  # of `longhorn_kit.lab.experiments.language`
+    record: dict,  # record of `longhorn_kit.lab.experiments.language`
     pairs: tuple,  # (first, second): the claim is that the first has the lower loss
     sizes: str = "120M",  # row of `OPENWEBTEXT` with the published difference
 ) -> list[Comparison]:
@@ -137,7 +137,7 @@ def asked_seeds(record: dict, pairs: tuple) -> dict:  # {model: seeds}
 
 
 def compare_at_one_rate(
-    record: dict,  # of `longhorn_kit.lab.experiments.language`, with judged seeds
+    record: dict,  # record of `longhorn_kit.lab.experiments.language`, with judged seeds
     pairs: tuple,  # (first, second): the claim gives the first the lower loss
     sizes: str = "120M",  # row of `OPENWEBTEXT` with the published difference
 ) -> list[tuple[Comparison, Judgement]]:
@@ -197,7 +197,7 @@ ONE_PASS = ", one pass"  # suffix of a model's name: its loss after one pass
 
 
 def compare_leads(
-    record: dict,  # of `experiments.language`: judged seeds, a text that is read several times
+    record: dict,  # language record with judged seeds and a text that is read several times
     pairs: tuple,  # (first, second): the claim gives the first the lower loss
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge whether the leads of the first pass remain after the last, at the rate of a run."
@@ -269,7 +269,7 @@ def reads(
 
 def by_plan(
     new: Callable,  # record -> comparisons, for records with judged seeds
-    old: Callable,  # record -> comparisons, for others
+    old: Callable,  # record -> comparisons, for all other records
 ) -> Callable:  # record -> comparisons
     "Return a function that applies `new` to records with judged seeds and `old` to all others."
 

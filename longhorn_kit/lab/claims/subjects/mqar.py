@@ -84,7 +84,7 @@ def compare_mqar(record: dict, pairs: tuple = MQAR_PAIRS) -> list[Comparison]:
         if both and not good:
             doubt = "no cell where both learning rates are bracketed"
         label = f"{NAMES[first]} above {NAMES[second]} ({len(good)} of {len(both)} cells)"
-        leads = zip(*(_differences(a, b) for a, b in good))  # of all cells, per seed
+        leads = zip(*(_differences(a, b) for a, b in good))  # leads over all cells, per seed
         differences = tuple(100 * mean(lead) for lead in leads)
         comparisons.append(Comparison(label, differences, doubt=doubt))
     return comparisons

@@ -228,7 +228,7 @@ CLAIMS = [
 ]
 
 # %% ../../../../nbs/machine/claims_one_pass.ipynb #claims_one_pass-008
-EXPLORED = {  # block -> its groups in the record, pairs: the claim gives the first the lower loss
+EXPLORED = {  # block -> groups of the record, pairs: the first should have the lower loss
     "12 mixers, N = 16": (
         ("paper",),
         (
@@ -286,7 +286,7 @@ def explored_row(contrast: Contrast, judgement: Judgement) -> list[str]:
     return [contrast.label, difference, bar, f"{judgement.p:.2g}", str(judgement.n)]
 
 
-def explored(record: dict) -> tuple:  # of the first one-pass plan -> title, header, rows
+def explored(record: dict) -> tuple:  # record of the first plan -> title, header, rows
     "Tabulate the first plan's runs by the rule with looks, without verdicts."
     rates = record["settings"]["rates"]
     rows = []

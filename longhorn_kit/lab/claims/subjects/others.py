@@ -34,7 +34,7 @@ def _scores(value):
     return value if isinstance(value, tuple) else (value,)
 
 
-def _row_of_run(measure, sign, unit, longhorn, mamba):  # scores of one run each
+def _row_of_run(measure, sign, unit, longhorn, mamba):  # longhorn, mamba: scores of one run
     leads = tuple(sign * (a - b) for a, b in zip(longhorn, mamba))
     label = f"{measure}: {_joined(longhorn)}, Mamba {_joined(mamba)}"
     comparison = Comparison(label, leads, unit)
