@@ -25,7 +25,7 @@ class Model:
     name: str  # name in tables
     mixer: str  # a key of `MIXERS`
     options: dict  # options of the mixer
-    d_mlp: int = 0  # hidden size of the MLP in every block; 0: the block is the mixer alone
+    d_mlp: int = 0  # hidden size of the MLP in every block; 0: no MLP
     speed: float = 1.0  # expected million tokens per second on one H200
 
 
