@@ -42,6 +42,6 @@ def start() -> int:  # exit code
     return main()
 
 # %% ../../nbs/machine/start.ipynb #start-module-2
-# a page that is run has no package
+# code on a page has no `__package__`
 if __name__ == "__main__" and __package__:
     sys.exit(start())

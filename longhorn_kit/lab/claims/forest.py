@@ -20,7 +20,7 @@ from .stats import show
 # %% ../../../nbs/machine/forest.ipynb #39_forest-006
 COLOURS = {"holds": "--h", "does not hold": "--d"}  # CSS variable per verdict; all others are grey
 _FAST = "times as fast"  # unit of ratios
-# titles of panels; other units serve as titles themselves
+# titles of panels; all other units are their own titles
 TITLES = {"points": "Points of accuracy", _FAST: "Times as fast", "%": "Per cent"}
 # pixels: columns, ends of the plot, least height of a row; and characters per line of a label
 WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, chars=56)
@@ -33,7 +33,7 @@ def mark(
     x: float,  # pixels
     y: float,  # pixels
     verdict: str,
-    colour: str = "",  # CSS variable, if not the verdict's
+    colour: str = "",  # CSS variable; "": the colour of the verdict
 ) -> str:
     "Draw the mark of a verdict."
     colour = colour or COLOURS.get(verdict, "--u")
@@ -55,10 +55,10 @@ def mark(
 # %% ../../../nbs/machine/forest.ipynb #6c195cca
 def text_at(
     x: float,  # pixels
-    y: float,  # of the baseline, pixels
+    y: float,  # height of the baseline, pixels
     words: str,
-    classes: str = "",  # of the style sheet
-    anchor: str = "start",  # or "middle", "end": the part of the text that is at x
+    classes: str = "",  # classes of the style sheet
+    anchor: str = "start",  # part of the text at x: "start", "middle" or "end"
     style: str = "",  # CSS
 ) -> str:
     "Write words as an SVG element."
@@ -77,7 +77,7 @@ def _ring(x, y):
 # %% ../../../nbs/machine/forest.ipynb #39_forest-009
 def axis(
     rows: list,
-    unit: str,  # of all rows
+    unit: str,  # unit of all rows
     ends: tuple[float, float],  # left and right, pixels
 ) -> tuple:
     "Return the scale of an axis, a function from values to pixels, and its ticks."
@@ -122,7 +122,7 @@ def signed(number: str) -> str:
 
 def interval(
     ends: tuple[float, float],  # pixels
-    middle: float,  # of the row, pixels
+    middle: float,  # middle of the row, pixels
     colour: str,  # CSS variable
     layout: dict,  # `WIDE` or `NARROW`
 ) -> list[str]:
@@ -204,7 +204,7 @@ def _panel(panel, unit, y, layout):
 
 
 def _heading(unit, zero, y, layout):
-    "Draw a panel's title and the two directions of its axis; a narrow picture has room for one."
+    "Draw a panel's title and the directions of its axis (only one in a narrow picture)."
     title = TITLES.get(unit, unit.capitalize())
     against, pro = ("slower", "faster") if unit == _FAST else ("against", "for the claim")
     parts = [text_at(layout["label"], y, title, "bold")]
@@ -270,7 +270,7 @@ def inline(html: str) -> str:
 
 # %% ../../../nbs/machine/forest.ipynb #forest-both
 def both(wide: str, narrow: str) -> str:  # SVG elements
-    "Return a picture in two shapes as HTML; the narrow one is hidden until a style sheet shows it."
+    "Return a picture in two shapes as HTML; a style sheet shows the hidden narrow shape."
     return (
         f'<div class="lk-wide">{image(wide)}</div>'
         f'<div class="lk-narrow" hidden="hidden">{image(narrow)}</div>'
@@ -283,7 +283,7 @@ def forest(rows: list, title: str = "Results: one row per comparison") -> str:
 
 
 def _legend(width: float) -> str:
-    "Return the marks and their words as one SVG element, in as many lines as the width needs."
+    "Return the marks and their words as one SVG element, with line breaks to fit the width."
     parts = []
     x = 10
     y = 12

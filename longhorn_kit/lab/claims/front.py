@@ -30,7 +30,7 @@ from ...records import read_json, records_root
 class Shown:
     "A comparison of the front page."
 
-    claim: str  # its name in the ledger
+    claim: str  # name of the claim in the ledger
     scale: str
     label: str  # start of the comparison's label in the ledger
     field: str  # "Language"
@@ -284,7 +284,7 @@ MARKS = {  # kind -> (verdict with the same mark, colour); diagonal has a triang
 def leader_mark(
     x: float,  # pixels
     y: float,  # pixels
-    kind: str,  # of `MARKS`
+    kind: str,  # a key of `MARKS`
 ) -> str:
     "Draw the mark of a leader."
     verdict, colour = MARKS[kind]
@@ -322,8 +322,8 @@ def _colour(finding: Finding) -> str:
 
 def _interval(
     finding: Finding,
-    middle: float,  # of the row, pixels
-    to_pixels: Callable,  # from values
+    middle: float,  # middle of the row, pixels
+    to_pixels: Callable,  # function from values to pixels
     layout: dict,  # `WIDE` or `NARROW`
 ) -> list[str]:
     "Draw the interval and the mark."
@@ -339,9 +339,9 @@ def _interval(
 
 def _row(
     finding: Finding,
-    y: float,  # top, pixels
+    y: float,  # top of the panel or row, pixels
     height: float,  # pixels
-    to_pixels: Callable,  # from values
+    to_pixels: Callable,  # function from values to pixels
     layout: dict,  # `WIDE` or `NARROW`
 ) -> list[str]:
     "Draw one row."
@@ -388,8 +388,8 @@ def _legend(layout: dict) -> tuple[list[str], float]:  # parts, height
 
 def _panel(
     panel: list[Finding],
-    unit: str,  # of all findings
-    y: float,  # top, pixels
+    unit: str,  # unit of all findings
+    y: float,  # top of the panel or row, pixels
     layout: dict,  # `WIDE` or `NARROW`
 ) -> tuple[list[str], float]:
     "Draw the rows of one unit with their axis, downwards from y; return the parts and the end."

@@ -104,7 +104,7 @@ class Search:
     "A model's search for its learning rate, based on its finished runs."
 
     losses: dict  # (position, seed) -> loss of the finished runs, NaN if it diverged
-    seeds: tuple[int, ...]  # the first one walks
+    seeds: tuple[int, ...]  # the first seed walks
     count: int  # rates of the grid
     sd: float = PLAN_SD  # standard deviation of one run
     # (position, seed) of all runs that the search needs, in order
@@ -185,7 +185,7 @@ def runs_of(
     return model["runs"] if own else model["one_rate"]
 
 
-def planned_models(pools: dict) -> dict:  # of a record: pool -> models
+def planned_models(pools: dict) -> dict:  # pools: pool -> models of a record
     "Return the models of a record by name."
     return {model["name"]: model for models in pools.values() for model in models}
 
@@ -196,10 +196,10 @@ def loss_of(run: dict) -> float:
 
 
 def fit_model(
-    model: dict,  # of a record
+    model: dict,  # entry of a record
     family: str,  # "best rates" or "one rate"
     count: int,  # judged seeds to use
-    sd: float = PLAN_SD,  # of one run
+    sd: float = PLAN_SD,  # standard deviation of one run
 ) -> Fit:
     "Estimate a model's loss from its first `count` judged runs."
     if model["why"]:
@@ -216,14 +216,14 @@ def fit_model(
     if exploded:
         why = f"{exploded} of {len(losses)} runs exploded at the common rate"
         return no_verdict(why)
-    return fit_mean(losses, own)  # the residuals at its best rate count too
+    return fit_mean(losses, own)  # also counts the residuals at the best rate
 
 # %% ../../../nbs/machine/looks.ipynb #looks-028
 @dataclass
 class Looks:
     "The looks at the models of a family so far, and the seeds that each model needs."
 
-    pools: dict  # of a record: pool -> models
+    pools: dict  # pool -> models of a record
     questions: dict  # claim -> `Question`
     family: str = "best rates"
     needs: dict = field(default_factory=dict)  # model -> judged seeds
@@ -296,7 +296,7 @@ class Looks:
 
 # %% ../../../nbs/machine/looks.ipynb #looks-030
 def common_place(
-    models: list[dict],  # of a record, one pool
+    models: list[dict],  # entries of one pool in a record
 ) -> tuple:  # position or None, [(model, position) to run]
     "Find the rate with the lowest mean loss over a pool's models, and the runs that this needs."
     if not all(model["place"] is not None or model["why"] for model in models):
@@ -340,8 +340,8 @@ def stage_of(pool: str) -> int:
 
 
 def all_looks(
-    pools: dict,  # of a record: pool -> models
-    sd: float = PLAN_SD,  # of one run
+    pools: dict,  # pool -> models of a record
+    sd: float = PLAN_SD,  # standard deviation of one run
 ) -> dict:  # (stage, family) -> `Looks`
     "Take all possible looks; a stage starts when the previous one has ended."
     planned = questions_of(tuple(pools))
@@ -448,7 +448,7 @@ def _tokens_saved(better, worse):  # curves of both models
 
     level = _last_loss(worse)
     saved = [share(curve, level) for curve in better]
-    losses = zip(*(curve["all"] for curve in better))  # of all runs, per point
+    losses = zip(*(curve["all"] for curve in better))  # losses of all runs, per point
     middle = {"tokens": tokens, "all": [mean(point) for point in losses]}
     noise = [share(middle, curve["all"][-1]) for curve in worse]
     center = mean(noise)
@@ -462,7 +462,7 @@ def negative(fit: Fit) -> Fit:
 # %% ../../../nbs/machine/looks.ipynb #looks-037
 def outcome_fits(
     question: Question,
-    looks: Looks,  # at the losses of the same models
+    looks: Looks,  # looks at the losses of the same models
     look: int,  # 0: the first
 ) -> dict:  # name in the contrast -> `Fit`
     "Estimate another outcome of the runs at a look, separately for each contrast."
@@ -487,7 +487,7 @@ def _name_in(i, name):
 
 def outcome_judgements(
     question: Question,
-    looks: Looks,  # at the losses of the same models
+    looks: Looks,  # looks at the losses of the same models
 ) -> list[Judgement]:
     "Judge another outcome at the looks that were taken at the losses; empty before the first."
     names = question.models()
@@ -510,7 +510,7 @@ def by_looks(record: dict) -> bool:
 
 
 def rows_of_claim(
-    record: dict,  # of `one_pass`
+    record: dict,  # record of the one-pass experiment
     claim: str,
 ) -> list[tuple[Comparison, Judgement]]:
     "Judge a claim's comparisons in both families; before its first look, one counts as not run."

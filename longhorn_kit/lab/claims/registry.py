@@ -114,7 +114,7 @@ EXPERIMENTS: tuple[str, ...] = ()  # modules of lab/experiments with a list `CLA
 
 @cache
 def claim_modules() -> list[ModuleType]:
-    "Import the experiments that define claims: those of `EXPERIMENTS`."
+    "Import the experiments in `EXPERIMENTS`, which define claims."
     package = __name__.removesuffix("claims.registry")
     return [importlib.import_module(f"{package}experiments.{name}") for name in EXPERIMENTS]
 
@@ -149,7 +149,7 @@ def outcomes(name: str, record: dict) -> list[tuple[Comparison, Judgement]]:
     return with_verdicts(compare(record), LEVEL / claim.stages)
 
 # %% ../../../nbs/machine/claims.ipynb #39_claims-008
-_MOVED = {  # module beside this one -> names that stood here
+_MOVED = {  # neighbouring module -> names that used to be in this one
     "claim": "SCALES PLATFORM BASES readers settled train_all",
     "subjects.language": "longhorn_below at_one_rate models_in",
     "subjects.one_pass": "second_plan pools_of about_both_plans",
@@ -161,5 +161,5 @@ _MOVED = {  # module beside this one -> names that stood here
 
 
 def __getattr__(name: str) -> Any:
-    "Return a name that moved, with a warning."
+    "Return an object that has moved to another module, with a warning."
     return moved_name(name, __name__, _MOVED)

@@ -17,10 +17,10 @@ from statistics import fmean, mean, stdev
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r11
 PLAN_SD = 0.0046  # bits per byte: standard deviation of one run, in an earlier record
 LOOKS = (4, 8, 16)  # judged seeds per model at which a claim is judged
-LOOK_LEVEL = 0.020  # at each look
+LOOK_LEVEL = 0.020  # level of the test at each look
 FLATTEST = 0.15  # least curvature of a fitted parabola, in standard deviations per squared step
 FARTHEST = 0.75  # the fitted minimum is at most this share of the way to the outermost rate
-EXPLODED = 15  # standard deviations above the best rate's mean from which on a run has exploded
+EXPLODED = 15  # a run this many standard deviations above the best rate's mean has exploded
 MEAN_SEARCH = 0.1  # variance that a search on one seed adds to a mean at the best rate
 PRIOR_DF = 6  # weight of the pooled variance in the variance of a model
 APART = 0.001  # level of the test that excludes a variance from the pool
@@ -162,7 +162,7 @@ def _varies_more(fits):
     widest = max(variances, key=variances.get)
     rest = [fits[name] for name in variances if name != widest]
     df = sum(fit.df for fit in rest)
-    ratio = fdtri(fits[widest].df, df, 1 - APART)  # that chance exceeds at this level
+    ratio = fdtri(fits[widest].df, df, 1 - APART)  # chance exceeds it with probability `APART`
     largest = ratio * sum(fit.squares for fit in rest) / df
     return widest if variances[widest] > largest else None
 
@@ -175,7 +175,7 @@ class Contrast:
     weights: tuple  # ((model, weight), ...): (("exact", -1), ("Mamba", 1))
     kind: str = "better"  # or "as good"
     unit: str = "bits per byte"
-    margin: float = 0.005  # within it, two models are equal
+    margin: float = 0.005  # two models that differ by less are equal
     published: float | None = None  # the paper's difference, same unit
 
     def __post_init__(self):
@@ -229,7 +229,7 @@ def _estimate(contrast, fits, variances):
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-006
 WORDS = ("holds", "does not hold", "undecided", "not run", "cannot be judged", "no code")
-MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0}  # two models are equal within it
+MARGINS = {"points": 0.5, "bits per byte": 0.005, "%": 1.0}  # models that differ by less are equal
 LEVEL = 0.05
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-011
@@ -242,7 +242,7 @@ class Judgement:
     low: float = -math.inf  # interval of the difference
     high: float = math.inf
     p: float = 1.0  # corrected for the comparisons of the claim
-    verdict: str = "not run"  # one of `WORDS`
+    verdict: str = "not run"  # a word of `WORDS`
     why: str = ""  # reason if there is no verdict
     side: str = ""  # at the looks: "ahead", "behind", "equal within the margin"
     look: int = 0  # judged seeds at which the side was decided; 0: not decided
@@ -278,7 +278,7 @@ def judge_looks(
     looks: list[dict[str, Fit]],  # looks taken so far, in order: model -> fit at that look
     groups: dict[str, str],  # model -> name of its group; groups pool their variance
     counts: Sequence[int] = LOOKS,  # judged seeds at each look
-    level: float = LOOK_LEVEL,  # of each look
+    level: float = LOOK_LEVEL,  # level of each look
 ) -> list[Judgement]:
     "Judge all comparisons of one claim at every look taken so far."
     if len(looks) > len(counts):

@@ -157,7 +157,7 @@ LONGEST = 6  # bytes of every answer, so no tokenizer needs more tokens
 
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-n18
 def needle(
-    kind: str,  # of `NEEDLES`
+    kind: str,  # a key of `NEEDLES`
     seed: int,  # ten consecutive seeds give ten colours
     choices: int,  # answers
 ) -> tuple[str, str, list[str]]:
@@ -177,7 +177,7 @@ def needle(
 # %% ../../../nbs/lab/35_extrapolation.ipynb #35_extrapolation-024
 def encoded(
     tokenizer: Any,
-    *which: Any,  # as for `needle`
+    *which: Any,  # arguments of `needle`
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
     "Return sentence, question and answers of a needle as token ids."
     sentence, question, answers = needle(*which)
@@ -191,8 +191,8 @@ def encoded(
 def haystack(
     tokens: np.ndarray,  # (M,) held-out token ids
     tokenizer: Any,  # from `get_tokenizer`
-    kind: str,  # of `NEEDLES`
-    seed: int,  # of the needle; the seed also decides where the text starts
+    kind: str,  # a key of `NEEDLES`
+    seed: int,  # seed of the needle and of the text's start
     length: int,  # L, tokens up to the answer
     depth: float,  # 0: the needle comes first, 1: right before the question
     choices: int = 8,  # answers
@@ -262,7 +262,7 @@ def retrieval_maps(
     model: SequenceLM,
     tokens: np.ndarray,  # (M,) held-out token ids
     tokenizer: Any,
-    kind: str,  # of `NEEDLES`
+    kind: str,  # a key of `NEEDLES`
     s: Any,  # settings
 ) -> dict:  # reading -> lengths, shares of right and of written answers by depth and length
     "Measure how often a needle is retrieved from texts that are read once and twice."
@@ -322,7 +322,7 @@ def finetune(
 
     def loss_of(model, inputs, targets):
         _, loss = model(inputs, targets)
-        return loss, loss  # to learn from, to record
+        return loss, loss  # for training, for the record
 
     with torch.enable_grad(), torch.random.fork_rng():
         batches = lessons(tokens, tokenizer, s, model.embedding.weight.device)

@@ -329,12 +329,12 @@ def seen_windows(tokens, config: TrainConfig) -> np.ndarray:  # (steps·batch_si
 def trigram(
     windows,  # (W,L) bytes to count
     tokens,  # (M,) bytes to predict
-    size=256,  # different bytes
+    size=256,  # number of different bytes
 ) -> np.ndarray:  # (M-2,)
     "Return the probability of each byte from the third on by equation (2)."
     w, t = (np.asarray(part).astype(np.int64) for part in (windows, tokens))
     p = np.full(len(t) - 2, 1 / size)
-    for order in range(3):  # bytes of context
+    for order in range(3):  # order: bytes of context
         counts = np.bincount(ngram_codes(w, order, size).ravel(), minlength=size ** (order + 1))
         counts = counts.reshape(-1, size)
         context, following = divmod(ngram_codes(t[2 - order :], order, size), size)
@@ -348,7 +348,7 @@ def trigram(
 def ngram_codes(
     x: np.ndarray,  # (...,L) bytes
     order: int,  # bytes of context
-    size: int,  # different bytes
+    size: int,  # number of different bytes
 ) -> np.ndarray:  # (...,L-order)
     "Return one number per byte with its context."
     codes = 0
@@ -376,7 +376,7 @@ def baselines(
     }
 
 # %% ../../../nbs/machine/language_experiment.ipynb #34_language-075
-def cache_numbers(cache) -> int:  # of one sequence, as `prefill` returns it
+def cache_numbers(cache) -> int:  # cache of one sequence, from `prefill`
     "Count the numbers in a cache."
     if isinstance(cache, Tensor):
         return cache.numel()
@@ -396,7 +396,7 @@ def decode_costs(
     tokens,  # (1,M)
     lengths,  # contexts
     rounds=7,
-    steps=4,  # timed at once
+    steps=4,  # steps per measurement
 ) -> dict:
     "Return the median time per decoded token (ms) and the numbers in the cache."
     caches = []
@@ -406,7 +406,7 @@ def decode_costs(
         _, cache = model.eval().prefill(tokens[:, first:last], cache, last_only=True)
         caches.append(cache)
     times = [[] for _ in lengths]
-    for _ in range(rounds + 1):  # the first one warms up
+    for _ in range(rounds + 1):  # the first round warms up
         for cache, measured_times in zip(caches, times):
             started = time.perf_counter()
             for step in range(steps):
@@ -424,7 +424,7 @@ def write_text(
     model: SequenceLM,
     tokenizer: object,
     prompt: str = "The ",
-    tokens: int = 240,  # to add
+    tokens: int = 240,  # number to add
     seed: int = 0,
 ) -> str:
     "Return the prompt with its continuation."

@@ -105,7 +105,7 @@ def doubling_bins(context: int) -> np.ndarray:
 
 
 def binned(
-    losses: list[np.ndarray],  # of n documents
+    losses: list[np.ndarray],  # losses of n documents
     edges: np.ndarray,  # (bins+1,) positions
 ) -> tuple[np.ndarray, np.ndarray]:  # (n,bins) each
     "Return the summed loss and the number of predictions per document and position bin."
@@ -143,7 +143,7 @@ def losses_by_length(
 
 # %% ../../../nbs/machine/measures.ipynb #measures-031
 def entry_shares(
-    form: str,  # of Longhorn: "exact", "diagonal" or "decoupled"
+    form: str,  # form of Longhorn: "exact", "diagonal" or "decoupled"
     k: Tensor,  # (M,N) keys
     beta: Tensor,  # (M,D) step sizes
 ) -> Tensor:  # (M,D,N)
@@ -198,7 +198,7 @@ def mamba_steps(mixer, x):
     _, k, x, dt_low_rank, _, _ = mixer.project(x)
     keys = k.flatten(0, 1)
     dt = F.softplus(mixer.dt_proj(dt_low_rank)).flatten(0, 1)
-    rates = mixer.rates(x)  # (D,N), or (B,T,N) if they come from the input
+    rates = mixer.rates(x)  # (D,N), or (B,T,N) if computed from the input
     if rates.dim() == 2:
         rates = rates.expand(len(keys), -1, -1)
     else:
@@ -398,7 +398,7 @@ def coarse(sums: np.ndarray) -> np.ndarray:
 
 
 def summary_of_part(
-    losses: list[np.ndarray],  # of every document, nats
+    losses: list[np.ndarray],  # losses of every document, nats
     context: int,
 ) -> dict:
     "Summarize a part: documents, bytes, loss, loss by position, documents per length."
@@ -415,7 +415,7 @@ def summary_of_part(
 
 
 def arrays_of_part(
-    losses: list[np.ndarray],  # of every document, nats
+    losses: list[np.ndarray],  # losses of every document, nats
     by_length: np.ndarray,  # (documents,5) from `losses_by_length`
     context: int,
 ) -> dict:

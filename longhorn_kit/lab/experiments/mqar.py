@@ -145,7 +145,7 @@ PARTS = ("train", "test")
 
 def generator_of(
     seed: int,  # from 0 to 999
-    part: str,  # of `PARTS`
+    part: str,  # a part of `PARTS`
     block: int,
     device="cpu",
 ) -> torch.Generator:
@@ -264,7 +264,7 @@ class Stage:
     d_model: int
     rewritten: int = 0
     models: tuple = MODELS
-    d_state: int = 0  # N of models that have that option; 0: their default
+    d_state: int = 0  # N of models with this option; 0: the default of the model
 
 # %% ../../../nbs/machine/mqar_experiment.ipynb #33_mqar-049
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Config:
     seeds: tuple = (0, 1, 2)  # all but the first run only at the best learning rate
     tokens: int = 16384  # per batch
     most_streams: int = 256  # per batch
-    steps: int = 6000  # at most
+    steps: int = 6000  # largest number of steps
     warmup: int = 300  # steps
     layers: int = 2
     bf16: bool = True  # matrix products in bfloat16
@@ -449,7 +449,7 @@ def accuracy(
     model: SequenceLM,
     task: Task,
     settings: dict,  # seed and precision of a job
-    streams: int,  # to test
+    streams: int,  # number of test streams
     kind: str = "",  # see `perturb_keys`; "": keys are unchanged
     amount: float = 0.0,
 ) -> dict[str, float]:
@@ -486,7 +486,7 @@ def perturb_keys(
         u = u * h.norm(dim=-1, keepdim=True)
         return h + amount * u
 
-    def turn(h):  # all keys of a stream towards one direction
+    def turn(h):  # turns all keys of a stream towards one direction
         u = torch.randn(len(h), 1, h.shape[2], generator=generator, device=h.device)
         u = F.normalize(u, dim=-1)
         u = u * h.norm(dim=-1, keepdim=True)

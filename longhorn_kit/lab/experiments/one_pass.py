@@ -117,7 +117,7 @@ FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_l
 
 def plan_of(
     config: OnePass,
-    steps: int,  # of one pass
+    steps: int,  # steps of one pass
 ) -> dict:
     "Return a scale's plan: its hash, its rule, and the commit if it is the plan of this page."
     sizes = {name: getattr(config, name) for name in ("d_model", "context", "rows")}
@@ -144,7 +144,7 @@ def windows(
     tokens: Tensor,  # (M,)
     context: int,
     rows: int,  # sequences per batch
-    seed: int,  # of the order
+    seed: int,  # seed of the order
 ) -> Iterator[tuple]:  # inputs, targets: each (rows,context) int64
     "Yield every full batch of one pass, in the seed's order."
     count = (len(tokens) - 1) // context
@@ -235,7 +235,7 @@ def function_of(mixer, bf16: bool) -> str:
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-037
 @lru_cache(maxsize=1)
 def ready_model(
-    config: str,  # of the model, as JSON
+    config: str,  # config of the model, as JSON
     context: int,
     gpu: bool,
 ) -> tuple[SequenceLM, dict]:
@@ -369,7 +369,7 @@ def take_point(
 def summary_of(
     model,
     s,  # settings of the job
-    steps: list,  # of the points
+    steps: list,  # steps at the points
     curve: list,  # see `take_point`
     clock: list,  # start of training, then see `take_point`
 ) -> dict:
@@ -399,7 +399,7 @@ def job_of(
     shape: dict,  # from `shape_of`
     same: dict,  # from `shared_settings`
     config: OnePass,
-    position: float,  # in the grid of rates
+    position: float,  # index in the grid of rates
     seed: int,
 ) -> dict:
     "Return the settings of one run of a model."

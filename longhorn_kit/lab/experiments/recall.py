@@ -28,7 +28,7 @@ from ...records import check_ranges
 from ...scan.op import longhorn_scan
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-006
-WRITES = {"once": 1, "rewritten": 2}  # task -> how often a key comes with a value
+WRITES = {"once": 1, "rewritten": 2}  # task -> number of values per key
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-009
 def draw_streams(
@@ -51,8 +51,8 @@ def draw_streams(
 
     keys = F.normalize(draw(torch.randn, distinct, key_size), dim=-1)
     shuffled = draw(torch.rand, pairs).argsort(1)
-    questions = draw(torch.rand, distinct).argsort(1)  # (B,Q) which key
-    shown = torch.cat([shuffled % distinct, questions], 1)  # (B,T) which key
+    questions = draw(torch.rand, distinct).argsort(1)  # (B,Q) index of the key
+    shown = torch.cat([shuffled % distinct, questions], 1)  # (B,T) index of the key
     keys = math.sqrt(key_size) * keys.gather(1, shown[..., None].expand(-1, -1, key_size))
     symbols = torch.cat([torch.randint(values, (streams, pairs), generator=g) for g in generators])
     matches = (shown[:, None, :pairs] == questions[..., None]).int()  # (B,Q,P)
@@ -110,7 +110,7 @@ def gated_linear_attention(
 ) -> Tensor:  # (B,T,D)
     "Return the read-outs of GLA by equation (3), for streams so short that $e^{c/2}$ is finite."
     c = (F.logsigmoid(b) / 16).cumsum(1)
-    c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # so that neither factor overflows
+    c = (c - c[:, c.shape[1] // 2, None]).clamp(-80, 80)  # prevents an overflow of either factor
     scores = (q * c.exp()) @ (k * (-c).exp()).mT
     return scores.tril() @ x
 
@@ -131,14 +131,14 @@ class RecallConfig:
     "Task, layer and recipe; the same for every model."
 
     tasks: tuple = ("once", "rewritten")  # see `WRITES`
-    models: tuple = tuple(MEMORIES)  # the layers that are compared
+    models: tuple = tuple(MEMORIES)  # layers to compare
     pairs: int = 16  # P, pairs to remember in training streams
     key_size: int = 8  # K; with K = 1 different keys would coincide
     values: int = 32  # V symbols
     embed: int = 32  # size of a symbol's embedding
     d_state: int = 8  # N, size of the layer's keys
     width: int = 32  # D, channels of exact and diagonal; other models match their size
-    rank: int = 3  # of the map from a token to its rates
+    rank: int = 3  # rank of the map from a token to its rates
     batch_size: int = 32  # streams per step
     steps: int = 250  # each on fresh streams
     warmup: int = 25  # steps, then half a cosine to 0
@@ -148,7 +148,7 @@ class RecallConfig:
     seeds: tuple = tuple(range(5, 13))
     test_streams: int = 128  # per number of pairs
     test_pairs: tuple = (4, 8, 16, 24, 32)  # numbers of pairs to test with
-    points: int = 30  # of a training curve; each is a mean over steps
+    points: int = 30  # points of a training curve, each a mean over steps
 
     def __post_init__(self):
         two = dict.fromkeys(("steps", "key_size", "values", "d_state"), (2, math.inf))
@@ -240,7 +240,7 @@ def matched_width(name: str, config: RecallConfig) -> int:
 
 # %% ../../../nbs/lab/32_recall.ipynb #32_recall-031
 def initial(
-    name: str,  # of the parameter
+    name: str,  # name of the parameter
     shape: tuple,  # (inputs, outputs)
     generator: torch.Generator,
 ) -> Tensor:

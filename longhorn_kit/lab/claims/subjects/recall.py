@@ -61,7 +61,7 @@ def about_recall(record: dict) -> str:
 
 # %% ../../../../nbs/machine/claims_recall.ipynb #claims_recall-006
 def compare_designs(record: dict) -> list[Comparison]:
-    "Compare exact with diagonal Longhorn in each planned design, once all planned seeds are run."
+    "Compare exact with diagonal Longhorn in each planned design, once all seeds are finished."
     first, second = RECALL_ORDER[0]
     results = record["results"]
     comparisons = []
