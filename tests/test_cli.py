@@ -456,7 +456,7 @@ def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeyp
         capsys, ["reproduce", "broken", "--scale", "paper"]
     )
     assert "it has a recipe: --scale paper" in fails(capsys, ["reproduce", "done"])
-    assert "has no run at scale paper; those" in fails(
+    assert "has no run at scale paper; claims" in fails(
         capsys, ["reproduce", "filled", "--scale", "paper"]
     )
 
