@@ -1238,7 +1238,7 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     result = [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count(
-        "resumes from there"
+        "resumes from it"
     )
     assert result == 1
     assert "Traceback" not in err
