@@ -129,7 +129,7 @@ def recovered(path: str | Path) -> Path:
 # %% ../nbs/machine/records.ipynb #records-011
 @contextmanager
 def atomic_path(
-    path: str | Path,  # file or folder to write; its parent is made if missing
+    path: str | Path,  # file or folder to write; a missing parent is created
     inside: bool = False,  # use a temporary folder, for a library that writes additional files
 ) -> Iterator[Path]:
     "Context manager that yields a temporary path and renames it to `path`; OSError if it cannot."
@@ -262,7 +262,7 @@ def without_machine_paths(text: str) -> str:
 PATH_START = r"(?:(?<![\w./~-])|(?<=file://))(?:/(?=[^/\s])|[A-Za-z]:[\\/]|\\\\)"
 # group: its last part
 FULL_PATH = re.compile(PATH_START + r"(?:[^\s/\\'\"<>|`]+[\\/]+)+([^\s/\\'\"<>|`]*)")
-# from file names that are not UTF-8; JSON cannot store them
+# file names that are not UTF-8 contain these characters, which JSON cannot store
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -349,8 +349,8 @@ def contents(folder: Path) -> dict:  # -> name -> bytes and sha256
 
 # %% ../nbs/machine/records.ipynb #records-025-3
 def check_folder(
-    folder: str | Path,  # made by `atomic_folder`; without a manifest nothing is checked
-    remedy: str,  # what to do if the folder is damaged
+    folder: str | Path,  # folder from `atomic_folder`; without a manifest nothing is checked
+    remedy: str,  # remedy for a damaged folder, for the message
 ) -> None:
     "Raise ValueError for the first file that differs from the manifest."
     manifest = Path(folder) / "manifest.json"
@@ -524,7 +524,7 @@ def json_line(value: Any) -> str:
 
 
 def append_jsonl(
-    path: str | Path,  # made if missing
+    path: str | Path,  # file, created if missing
     *values: Any,  # one object per new line
 ) -> None:
     "Append one line per value, either all lines or none; OSError names the file."
@@ -568,7 +568,7 @@ def write_jsonl(path: str | Path, values: Iterable) -> None:
 # %% ../nbs/machine/records.ipynb #records-037
 @contextmanager
 def exclusive_lock(
-    folder: str | Path,  # made if missing
+    folder: str | Path,  # folder, created if missing
     wait: bool = True,  # False: raise BlockingIOError if another process has locked the folder
 ) -> Iterator[bool]:
     "Context manager that keeps other processes out of a folder; yields False without locks."
@@ -596,7 +596,7 @@ NO_LOCKS = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 
 
 def locked(folder: Path, wait: bool) -> int | None:
-    "Return a handle that holds the folder's lock; warn and return None on systems without locks."
+    "Return a handle with the folder's lock; warn and return None on systems without locks."
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:

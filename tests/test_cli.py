@@ -456,7 +456,7 @@ def test_a_recipe_runs_its_command_and_reports_its_failure(here, capsys, monkeyp
         capsys, ["reproduce", "broken", "--scale", "paper"]
     )
     assert "it has a recipe: --scale paper" in fails(capsys, ["reproduce", "done"])
-    assert "has no run at scale paper; those" in fails(
+    assert "has no run at scale paper; claims" in fails(
         capsys, ["reproduce", "filled", "--scale", "paper"]
     )
 
@@ -1238,7 +1238,7 @@ def test_interrupted_training_goes_on_and_ends_as_if_it_had_not_been(text, tmp_p
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130, err
     result = [line for line in err.splitlines() if line.startswith("longhorn: error: ")][-1].count(
-        "resumes from there"
+        "resumes from it"
     )
     assert result == 1
     assert "Traceback" not in err

@@ -582,7 +582,7 @@ def test_no_process_of_several_gets_wrong_tokens(tmp_path, monkeypatch, separate
             assert result == expected(source)
             break
         except ValueError as error:
-            assert "starts again" in str(error) or "prepare it again" in str(error)
+            assert "starts over" in str(error) or "prepare it again" in str(error)
             os.system(f"rm -rf {tmp_path}/cache")
 
 

@@ -573,7 +573,7 @@ def test_a_lost_process_is_one_sentence_and_the_run_resumes(pools, tmp_path, whe
     assert "\n" not in message
     assert f"detected at step {step} " in message
     assert "start the same command again; it resumes from" in message
-    assert ("step-00000010" if step else "the beginning") in message
+    assert ("step-00000010" if step else "the start") in message
     assert run(tmp_path, config=SHORT)["resumed_from"] == (10 if step else None)
 
 

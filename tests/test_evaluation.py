@@ -458,7 +458,7 @@ def test_an_export_is_whole_and_replaces_no_other_folder(checkpoint, monkeypatch
     assert "from_pretrained" in capsys.readouterr().out
     assert contents() == before
     message = fails(capsys, ["export", str(checkpoint), str(checkpoint)], 2)
-    assert "itself" in message
+    assert "is the checkpoint; name another folder" in message
     assert "context is 0" in fails(
         capsys, ["export", str(checkpoint), str(checkpoint.parent / "none"), "--context", "0"]
     )
@@ -746,7 +746,7 @@ def test_models_data_and_extras_that_are_missing_or_wrong(
     save(tmp_path / "small", vocab_size=64)
     assert "--tokenizer" in fails(capsys, argv("small"))
     message = fails(capsys, [*argv("small"), "--tokenizer", "bytes"])
-    assert "has 256 tokens, the model 64" in message
+    assert "has 256 tokens, but the model has 64" in message
     model = save(tmp_path / "lost")
     model.embedding.weight.data[0] = float("nan")
     model.save_pretrained(tmp_path / "lost")

@@ -736,7 +736,7 @@ def test_a_presets_share_is_for_its_own_text(tmp_path, texts, monkeypatch):
         ),
         (
             lambda folder: language_training.check_vocabulary(256, 50304),
-            "the tokenizer has 256 tokens, the model 50304",
+            "the tokenizer has 256 tokens, but the model has 50304",
         ),
     ],
 )

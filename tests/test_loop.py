@@ -246,7 +246,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, whole)
         if damage or file != "checkpoint.json":  # without this file there is no checkpoint
             assert warning.count("\n") == 1
             assert "damaged" in warning
-            assert "going back" in warning
+            assert "using the previous checkpoint" in warning
             assert file in warning
 
 

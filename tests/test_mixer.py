@@ -741,7 +741,7 @@ def hooked(layer):
         ),
         (
             lambda: make("gla")(torch.randn(2, 4, 16), torch.tensor([0, 4])),
-            r"x has shape \(2, 4, 16\); expected \(1, T, d_model\): with cu_seqlens",
+            r"x has shape \(2, 4, 16\); expected \(1, T, d_model\), because with cu_seqlens",
         ),
         (
             lambda: make("longhorn")(torch.randn(1, 4, 16), torch.tensor([0, 3])),
@@ -931,7 +931,7 @@ def test_a_second_derivative_comes_by_the_way_that_the_message_names(name):
     with pytest.raises(RuntimeError) as error:
         second()
     message = str(error.value)
-    way = re.search(r"a layer by layer\.scan = (functools\.partial\(.*\))$", message)[1]
+    way = re.search(r"a layer set layer\.scan = (functools\.partial\(.*\))$", message)[1]
     layer.scan = eval(way, {"functools": functools, "layer": layer})
     along = torch.randn_like(h)
     slope = (second() * along).sum()

@@ -159,7 +159,7 @@ def test_a_message_is_one_line_without_control_characters(capsys):
 def test_messages_name_the_final_path_and_not_the_temporary_one(tmp_path):
     with (
         pytest.raises(
-            OSError, match="cannot write .*step/metrics.jsonl: File too large; what"
+            OSError, match="cannot write .*step/metrics.jsonl: File too large; the old"
         ) as caught,
         files_end_at(100),
         atomic_folder(tmp_path / "step") as new,

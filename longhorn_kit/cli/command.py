@@ -363,7 +363,7 @@ def run_claim(
 
 def print_verdicts(
     claim: Claim,
-    rows: list[Row],  # of all claims that read the claim's record
+    rows: list[Row],  # rows of all claims that read the claim's record
 ) -> None:
     "Print one line per judged comparison."
     judged = [row for row in rows if row.comparison.differences or row.judgement.why]
@@ -376,7 +376,7 @@ def print_verdicts(
 def finished_runs(
     out: Path,  # folder of runs
     records: Records,
-) -> list:  # of `longhorn_kit.lab.claims.report.Run`
+) -> list:  # list of `longhorn_kit.lab.claims.report.Run`
     "Return every run in the folder that can be read and judged, in the order of the ledger."
     from longhorn_kit.lab.claims.report import run_of
 

@@ -68,7 +68,7 @@ def is_main_process() -> bool:
 
 # %% ../../nbs/machine/processes.ipynb #processes-leave
 def leave() -> None:
-    "End the connections and their threads, because a thread that outlives Python would abort."
+    "End the connections and their threads; a thread that outlives Python aborts the process."
     if distributed():
         torch.distributed.destroy_process_group()
         gc.collect()  # a reference cycle of the trained model keeps the connections alive

@@ -49,7 +49,7 @@ from longhorn_kit.records import (
 # %% ../../nbs/machine/run.ipynb #run-006
 @dataclass(frozen=True)
 class Experiment:
-    "Presets and functions, defined in a module so that other processes can import them."
+    "Presets and functions of an experiment, in a module that other processes can import."
 
     name: str
     presets: dict  # scale -> frozen dataclass of settings
@@ -144,7 +144,7 @@ def one_thread(gpu: bool = False) -> Iterator[None]:
 
 # %% ../../nbs/machine/run.ipynb #run-016
 class Engine:
-    "Base of all engines."
+    "Base class of all engines."
 
     def choose(self, waiting: list[dict]) -> int:  # settings of jobs, most urgent first
         "Return the index of the job to start next."
@@ -244,7 +244,7 @@ def end_with_driver() -> None:
 
 # %% ../../nbs/machine/run.ipynb #run-019-3
 class LocalEngine(Engine):
-    "Base of the engines whose jobs are processes on this machine."
+    "Base class of the engines whose jobs are processes on this machine."
 
     def stop(self, jobs: list) -> None:
         "Ask all jobs to stop before waiting for the first one, so that they end at the same time."

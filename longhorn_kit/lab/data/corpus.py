@@ -314,7 +314,7 @@ def run_stage(
     work,  # `CorpusBuilder`
     stage,  # (source, part or None, text column)
     tokenizer,
-    settings,  # of `prepare`
+    settings,  # settings of `prepare`
     workers,  # processes that tokenise
     bar,  # from `progress`
 ):
@@ -349,7 +349,7 @@ def write_corpus(
     folder,
     stages,  # as in `run_stage`
     tokenizer,
-    settings,  # of `prepare`
+    settings,  # settings of `prepare`
     workers,  # processes that tokenise
 ):
     "Write both files, then `index.json`; ValueError if a part is empty."
@@ -369,7 +369,7 @@ def write_corpus(
 
 def write_index(
     folder,
-    settings,  # of `prepare`
+    settings,  # settings of `prepare`
     parts,  # counts and SHA-256 of both parts
 ):
     "Write `index.json`, with a hash of the embedded corpus or of both token files."
@@ -670,7 +670,7 @@ def open_bins(
     files,  # from `bin_files`
     folder,  # folder of the index
     tokenizer,
-    settings,  # of `prepare`
+    settings,  # settings of `prepare`
     fraction,  # held-out share of a single file
     verify=False,  # compare all tokens with their SHA-256
 ):

@@ -709,7 +709,7 @@ def holds_whole(
         is_held_out(name if by_name else text, fraction)
         for name, text in itertools.islice(documents, 1000)
     ]
-    some = any(chosen) or len(chosen) == 1000  # with a small share, chosen documents come later
+    some = any(chosen) or len(chosen) == 1000  # for a small share, chosen documents come later
     return len(chosen) >= 100 and some and not all(chosen)
 
 # %% ../../../nbs/machine/data.ipynb #data-057

@@ -86,7 +86,7 @@ def fill(
 
 # %% ../../../nbs/machine/fit.ipynb #fit-011
 class Curve:
-    "Learning curve: measures, averaged over the steps since the last point."
+    "Learning curve of measures, averaged over the steps since the last point."
 
     def __init__(self, watch, first, first_steps, log_every):  # as in `fit`
         self.watch = watch

@@ -91,7 +91,7 @@ class Average:
 
     @torch.no_grad()
     def update(self, model):
-        "Move towards the model's weights."
+        "Move the averages towards the model's weights."
         torch._foreach_lerp_(
             self.local(self.weights.values()), self.local(model.parameters()), 1 - self.decay
         )
@@ -141,7 +141,7 @@ class Parts:
 
 @dataclass
 class Run:
-    "A training run: its parts, its state, and metrics that are not yet written."
+    "Training run with its parts, its state, and metrics that are not yet written."
 
     config: Recipe
     accelerator: Any  # from `make_accelerator`
@@ -166,7 +166,7 @@ class Run:
 
     @property
     def bare(self) -> LossOnly:
-        "The model without its wrapper."
+        "Model without its wrapper."
         return self.parts.bare
 
     def where(self):

@@ -36,7 +36,7 @@ class Fault(Exception):
 
 
 class Area:
-    "One array: addresses of its elements, stored elements, and the programs that used them."
+    "Array with the addresses of its elements, and the programs that loaded or stored them."
 
     SEVERAL = -2  # programs that loaded the same element
 
@@ -94,7 +94,7 @@ class Area:
         return None
 
     def use(self, elements: np.ndarray, program: int, verb: str) -> None:
-        "Note that a program loaded or stored elements in this launch."
+        "Record that a program loaded or stored elements in this launch."
         users = self.user[verb]
         alone = (users[elements] == -1) | (users[elements] == program)
         users[elements] = np.where(alone, program, Area.SEVERAL)
@@ -415,7 +415,7 @@ def is_readers(filename: str) -> bool:
 
 # %% ../../../nbs/machine/puzzles.ipynb #puzzles-014
 class Check:
-    """Judge a function that fills its last arguments.
+    """Check of a function that fills its last arguments.
 
     `Check("x[D] k[N] -> S[D,N]", reference, D=(1, 5), N=(3, 8))` calls it as `f(x, k, S)`, first at
     D=1, N=3, then at D=5, N=8. The reference gets the inputs in float64 and returns the output, or
