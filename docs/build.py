@@ -681,7 +681,7 @@ def write_readme() -> None:
     (ROOT / "README.md").write_text(text, encoding="utf-8")
 
 
-# --- the whole ------------------------------------------------------------------------------------
+# --- build ----------------------------------------------------------------------------------------
 
 
 def build(site: Path = SITE, work: Path = WORK) -> int:

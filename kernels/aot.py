@@ -201,7 +201,7 @@ def loop_count(launch, built):
     inside = sorted(l for l in loops[1:] if begin <= l[0] and l[1] <= end)
     if len(inside) != len(turns):
         raise SystemExit(
-            f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS says "
+            f"aot.py: {kernel.__name__} has {len(inside)} loops in its main loop; TURNS expects "
             "otherwise"
         )
     count = collections.Counter()

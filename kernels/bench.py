@@ -14,7 +14,7 @@ convolutions. A wrong result has no time, and the exit code is then 1. On a CPU,
 backward of the plain loop, mambapy and the kit's chunked scan are timed (bench_cpu.py). On a GPU,
 the kit's Triton kernels and all importable peers are timed (bench_gpu.py, peers.py).
 `--device interpret` runs the GPU side in Triton's interpreter at tiny sizes, which tests this
-program; its times mean nothing.
+program; its times are meaningless.
 
 --check times the main rows and compares them with the record of this GPU. A time is slower if its
 lower quartile is more than 5 % above the record's upper quartile; the exit code is then 1. Times of

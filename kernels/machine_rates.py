@@ -6,7 +6,7 @@ the record.
 
     python kernels/machine_rates.py  # 1, 2, 4, ... of all GPUs; about a minute
     python kernels/machine_rates.py --gpus 1             # no collectives
-    python kernels/machine_rates.py --device cpu  # rehearsal with gloo; times mean nothing
+    python kernels/machine_rates.py --device cpu  # test with gloo; times are meaningless
 
 Writes kernels/results/machine_<gpu>.json, completely or not at all. Collectives are checked against
 the sum that they should give. Earlier measurements with another number of GPUs stay in the record

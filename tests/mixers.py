@@ -34,7 +34,7 @@ def every(
 
     def mark(check):
         assert (check.__doc__ or "").strip().endswith("."), (
-            f"{check.__name__} does not say what it demands"
+            f"the docstring of {check.__name__} must state its requirement"
         )
         return pytest.mark.mixer(pytest.mark.parametrize("name", cases)(check))
 
@@ -54,7 +54,7 @@ every_family_of_kit = every(KIT, FAMILIES)
 
 
 def rms(y, weight=1.0):
-    "Return the root mean square of a tensor."
+    "Return a tensor divided by its root mean square, times `weight`."
     variance = y.square().mean(-1, keepdim=True)
     return y / (variance + 1e-5).sqrt() * weight
 

@@ -1,4 +1,4 @@
-"""The claims ledger: every state that a record file can be in, and every way to show the rows."""
+"""Test the claims ledger: all states of a record file, and all views of the rows."""
 
 import ast
 import json
@@ -45,7 +45,7 @@ def three_claims(monkeypatch):
 
 
 def put(folder, content, name="fake"):
-    "Write a record, the bytes of a damaged one, or (None) a folder in its place."
+    "Write a record, the bytes of a damaged record, or (None) a folder instead."
     path = folder / name / "laptop" / "record.json"
     path.parent.mkdir(parents=True)
     if content is None:
@@ -62,7 +62,7 @@ def words(rows):
 
 def test_nothing_ran(three_claims, tmp_path):
     rows = ledger(tmp_path / "missing", tmp_path / "missing too")
-    assert words(rows) == ["not run", "no code", "not run"]  # nothing judges the second
+    assert words(rows) == ["not run", "no code", "not run"]  # no code judges the second claim
     assert rows[0].command == "longhorn reproduce fake --scale laptop"
     assert "1 min on two CPU cores" in rows[0].judgement.why
     assert rows[1].command == "" == rows[2].command
@@ -99,7 +99,7 @@ def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, 
 
 def test_recorded_commands_can_be_typed_into_a_shell():
     rows = ledger("no runs")
-    for command in {row.command for row in rows}:  # many rows share one
+    for command in {row.command for row in rows}:  # many rows share a command
         parts = [part for part in shlex.split(command) if not part.startswith("LONGHORN_TEXT=")]
         if "-c" in parts:
             code = parts[parts.index("-c") + 1]
@@ -117,7 +117,7 @@ def test_recorded_commands_can_be_typed_into_a_shell():
         for words in re.findall(r"(?:^|do |&& |FOLDER )longhorn ([^;&]*)", command):
             assert cli.parse(shlex.split(words))
         assert not parts or parts[0] in ("longhorn", "python", "python3", "for")
-        assert ";" not in command or parts[0] == "for" or "-c" in parts  # no prose behind it
+        assert ";" not in command or parts[0] == "for" or "-c" in parts  # only commands
         assert subprocess.run(["sh", "-n", "-c", command]).returncode == 0
     for row in rows:
         measured = row.comparison.differences and row.scale not in BASES
@@ -297,7 +297,7 @@ def test_the_axis_puts_the_claims_side_to_the_right_and_keeps_within_its_ends():
     assert one == pytest.approx(half)
     assert 1 in ticks
     rows = [row for row in ledger("no runs") if row.comparison.differences and row.judgement.n]
-    html = inline(forest(rows))  # has a row for every measured comparison
+    html = inline(forest(rows))  # one row per measured comparison
     assert html.count("<svg") == 2
     for row in rows:
         count = html.count(f">{row.judgement.verdict}<")
@@ -317,7 +317,7 @@ def test_the_front_page_keeps_a_row_whose_model_diverged_at_every_seed(monkeypat
     assert "+0.000" not in picture(rows[:2])
     assert rows[0].judgement.verdict == "cannot be judged"
     models_of(record)["Mamba N=16"]["runs"] = []
-    del models_of(record)["diagonal N=16"]["runs"][5:]  # what has not all its seeds is not shown
+    del models_of(record)["diagonal N=16"]["runs"][5:]  # models without all seeds are not shown
     write_record(tmp_path / "one-pass" / "gpu.json", record)
     for row in front():
         assert row.claim.name != "one-pass"
@@ -415,7 +415,7 @@ def test_only_the_claims_without_code_say_so():
 
 
 def looked(exact, mamba, kind="better", published=None):
-    "A row that the rule with looks has judged, at as many looks as there are seeds."
+    "Return a row judged by the rule with looks, with one look per seed."
     outcomes = {"exact": exact, "Mamba": mamba}
     contrast = Contrast("exact | Mamba", (("exact", -1), ("Mamba", 1)), kind, published=published)
     looks, missing = looks_of(outcomes, dict.fromkeys(outcomes, len(exact)))
@@ -472,8 +472,8 @@ def test_equality_stands_beside_a_claim_of_better_and_decides_one_of_as_good():
     for row in (better, as_good):
         assert reason(row).startswith(" (equal within the margin, at 4 seeds; ")
     finding = Finding(Shown("fake", "gpu", "", "Language", "", "exact", "Mamba", ""), as_good)
-    assert leader(finding) == "", "nobody is ahead"
-    assert favours(finding) == "equal within the margin", "nobody is ahead"
+    assert leader(finding) == "", "neither side is ahead"
+    assert favours(finding) == "equal within the margin", "neither side is ahead"
     behind = looked([d + 0.1 for d in close], close)
     assert reason(behind).startswith(" (behind, at 4 seeds; ")
     assert behind.judgement.verdict == "does not hold"

@@ -1,4 +1,4 @@
-"""The language model: decoding, sampling, model files, and the official code's checkpoints."""
+"""Test the language model: decoding, sampling, model files, official checkpoints."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ def make(seed=0, **options):
     return SequenceLM(LMConfig(**sizes | options))
 
 
-# Training and decoding
+# training and decoding
 
 
 @every_mixer
@@ -77,7 +77,7 @@ def test_steps_can_start_from_an_empty_cache():
 
 @every_mixer
 def test_a_hook_on_a_mixer_or_a_block_acts_in_training_and_in_decoding(name):
-    "A hook on a mixer or a block changes input and output of every call, with a cache and without."
+    "A hook on a mixer or block changes input and output of every call, with or without a cache."
     model = make(mixer=name).eval()
     tokens = torch.randint(40, (2, 7))
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_an_output_layer_of_its_own_is_called():
 @every_mixer
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 def test_linear_layers_can_be_quantised(name):
-    "PyTorch's dynamic quantisation of the linear layers leaves a model that reads and decodes."
+    "After PyTorch's dynamic quantisation of linear layers, a model still reads and decodes."
     model = make(mixer=name, tie_embeddings=False).eval()
     tokens = torch.randint(40, (2, 7))
     linear = {torch.nn.Linear}
@@ -151,7 +151,7 @@ def test_linear_layers_can_be_quantised(name):
 
 @every_mixer
 def test_a_model_on_the_meta_device_gives_shapes(name):
-    "A model without memory reads and decodes tokens without values."
+    "A model on the meta device reads and decodes tokens without values."
     with torch.device("meta"):
         model = make(mixer=name)
         tokens = torch.zeros(2, 7, dtype=torch.long)
@@ -262,7 +262,7 @@ def test_bfloat16_weights_and_autocast(name):
     loss.backward()
     half = make(mixer=name, d_mlp=24).to(torch.bfloat16)
     half.blocks[1].register_forward_hook(note_dtype)
-    # inputs, weights and results of 13 products in a row are rounded, by half of eps each:
+    # inputs, weights and results of 13 successive products are rounded, by half of eps each:
     # four of a mixer and two of an MLP, in two blocks, and the logits
     logits_of_half = half(tokens)
     limit = bound(torch.bfloat16, 13 * 3 / 2)
@@ -302,7 +302,7 @@ def test_a_block_that_hands_on_an_open_sum_is_the_same_block(d_mlp):
 @pytest.mark.parametrize("sharded", (False, True))
 @pytest.mark.parametrize("mixer, d_mlp, tied", [("longhorn_exact", 0, True), ("gla", 24, False)])
 def test_a_model_without_memory_is_drawn_as_by_its_constructor(mixer, d_mlp, tied, sharded):
-    "The flow of FSDP2 and torchtitan: build on meta, shard, `to_empty`, `init_weights`."
+    "FSDP2 and torchtitan can build on meta, shard, and call `to_empty` and `init_weights`."
 
     def build():
         return SequenceLM(LMConfig(50, 32, 2, mixer, d_mlp=d_mlp, tie_embeddings=tied))
@@ -328,7 +328,7 @@ def test_a_model_without_memory_is_drawn_as_by_its_constructor(mixer, d_mlp, tie
 
 
 def test_resetting_every_submodule_of_a_model_keeps_its_scales():
-    "Also a block or a layer that is reset alone keeps the scale that the model gives it."
+    "A block or layer that is reset separately keeps the scale that the model gives it."
     model = SequenceLM(LMConfig(50, 64, 4, d_mlp=64))
     sizes = {name: value.std() for name, value in model.state_dict().items() if value.std() > 0}
     modules = (*model.modules(), model.blocks[1], model.blocks[2].mixer)
@@ -354,7 +354,7 @@ def test_fresh_weights_have_the_stated_sizes():
             assert abs(ratio - 1) < 0.1, name
 
 
-# Documents in a window
+# documents in a window
 
 
 @st.composite
@@ -380,7 +380,7 @@ def test_documents_are_cut_after_their_ends_and_at_the_ends_of_rows(rows):
 
 
 def packed_case(name, **options):
-    "A model, tokens (3,T) whose documents have 1 to 30 tokens, and their bounds."
+    "Return a model, tokens (3,T) of documents with 1 to 30 tokens, and the bounds."
     model = make(mixer=name, **options).double()
     tokens = torch.randint(1, 40, (3, 37))
     for row, t in ((0, 0), (0, 12), (0, 36), (1, 4), (1, 5), (2, 30)):
@@ -392,7 +392,7 @@ def packed_case(name, **options):
 
 @every_family
 def test_packed_documents_are_documents_alone(name):
-    "In a language model, packed documents have the features and gradients that they have alone."
+    "Packed documents have the same features and gradients as separate documents."
     model, tokens, bounds = packed_case(name, d_mlp=24)
     row = tokens.view(1, -1)
     cuts = bounds[1:-1].tolist()
@@ -417,7 +417,7 @@ def test_packed_documents_are_documents_alone(name):
 
 @every_family
 def test_nothing_crosses_a_border(name):
-    "Another document in its place changes no bit of the others, and no loss of theirs reaches it."
+    "Replacing a document changes no bit of other documents, and their losses do not affect it."
     model, tokens, bounds = packed_case(name)
     embedded = []
     hook = model.embedding.register_forward_hook(lambda *args: embedded.append(args[2]))
@@ -441,7 +441,7 @@ def test_nothing_crosses_a_border(name):
         assert reached.count_nonzero() == last - first
 
 
-# Parameter counts
+# parameter counts
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_published_parameter_counts(d_model, n_layer, mixer, millions):
 @pytest.mark.parametrize("draw", [0, *map(slow_case, range(1, 6))])
 def test_models_of_all_kinds_can_be_matched(name, draw):
     "A model's width or MLP can be chosen to match the size of another model within 1 %."
-    rng = random.Random(f"{name} {draw}")  # another size for every mixer
+    rng = random.Random(f"{name} {draw}")  # a different size for every mixer
     base = rng.choice(["longhorn", "attention", "gla"])
     d_model = rng.choice([64, 96, 128])
     d_mlp = rng.choice([0, 160])
@@ -491,13 +491,13 @@ def test_what_fits_is_left_alone_and_what_cannot_fit_says_so():
 
 @every_mixer
 def test_same_seed_same_tokens(name):
-    "The same seed generates the same tokens, whatever the global generator; another does not."
+    "Only the seed determines generated tokens, not the global generator."
     model = make(mixer=name)
     prompt = torch.randint(40, (2, 3))
     torch.manual_seed(1)
     first = model.generate(prompt, 12, seed=5)
     torch.manual_seed(2)
-    assert torch.equal(first, model.generate(prompt, 12, seed=5)), "the global generator counts"
+    assert torch.equal(first, model.generate(prompt, 12, seed=5)), "the global generator matters"
     other = model.generate(prompt, 12, seed=6)
     assert not torch.equal(first, other)
     tokens = list(model.stream(prompt, 12, seed=5))
@@ -551,7 +551,7 @@ def test_greedy_is_the_best_token_at_every_step():
     temperature=st.floats(0.5, 2.0),
 )
 def test_tokens_are_drawn_from_the_right_set(logits, k, p, temperature):
-    "The set of top-k, then of top-p within it, by a plain loop over sorted probabilities."
+    "Select top-k, then top-p of these, by a plain loop over sorted probabilities."
     float6 = torch.tensor(logits, dtype=torch.float64)
     scaled = float6 / 4 / temperature
     order = scaled.argsort(descending=True)
@@ -628,7 +628,7 @@ def test_round_trip(tmp_path, tied):
 
 
 def test_normalised_keys_belong_to_the_config_and_the_file(tmp_path):
-    "With the option a file has one more number per block, and fits no model without it."
+    "With the option, a file has one more number per block, and models without it reject it."
     plain = make()
     model = make(mixer_options=dict(key_norm=True))
     assert count_parameters(model.config) == model.num_parameters() == plain.num_parameters() + 2
@@ -808,11 +808,11 @@ def test_a_save_that_breaks_off_leaves_the_old_model(tmp_path, monkeypatch, stop
     )
 
 
-# Checkpoints of the official code
+# checkpoints of the official code
 
 
 def official_shapes(V, d, L, N, W=4, expand=2, mixer="longhorn"):
-    "Names and shapes of the official code's parameters."
+    "Return names and shapes of the official code's parameters."
     D = expand * d
     R = math.ceil(d / 16)
     rate = {"longhorn": "dt_head", "mamba": "dt_proj"}[mixer]
@@ -852,7 +852,7 @@ def official_weights(seed=0, **sizes):
 
 
 def official_mixer(w, h, N):
-    "The official Longhorn layer in float64 and its own layout: channels before time, keys (B,N,T)."
+    "Official Longhorn layer in float64, in its layout: channels before time, keys (B,N,T)."
     R = w["dt_head.weight"].shape[1]
     D = w["out_proj.weight"].shape[1]
     B, T, _ = h.shape
@@ -977,7 +977,7 @@ def test_official_code_has_no_such_model(options):
         load_official_state_dict({}, LMConfig(23, 20, 1, **options))
 
 
-# Bad input
+# bad input
 
 TOKENS = torch.zeros(2, 3, dtype=torch.long)
 
@@ -1125,7 +1125,7 @@ def test_mistakes_are_told_in_one_line(wrong, message):
 
 @every_mixer
 def test_configs_survive_json(name):
-    "A model's config survives JSON."
+    "A model's config is unchanged after a round trip through JSON."
     config = LMConfig(mixer=name, dropout=0.1, d_mlp=3)
     text = json.dumps(config.to_dict())
     result = LMConfig.from_dict(json.loads(text))

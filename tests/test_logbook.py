@@ -1,4 +1,4 @@
-"""The ledger as a logbook: the layout that Trackio reads, whole folders, no lost pages."""
+"""Test the ledger as a logbook: Trackio's layout, complete folders, no lost pages."""
 
 import json
 import re

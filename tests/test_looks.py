@@ -1,4 +1,4 @@
-"""The second plan: searches request the runs that they need, looks request seeds."""
+"""Test the second plan: searches request the runs that they need, and looks request seeds."""
 
 import math
 
@@ -38,7 +38,7 @@ SEEDS = (1, 2, 3)
 
 
 def run_search(loss, count=7):
-    "Run a search to its end, with `loss(position, seed)`."
+    "Run a search until it ends, with `loss(position, seed)`."
     losses = {}
     for _ in range(40):
         search = Search(losses, SEEDS, count)
@@ -104,15 +104,15 @@ def test_half_a_step_takes_the_place_of_a_neighbour_that_explodes():
     positions = {position for position, _ in search.requested}
     assert positions == {2, 3, 3.5, 4}
     assert search.best in (2, 3, 3.5)
-    assert (4, 2) not in search.requested, "one seed shows that the whole step explodes"
+    assert (4, 2) not in search.requested, "one seed shows that the step diverges"
     both = run_search(parabola(3.0, edge=3.2))
-    assert (3.5, 1) in both.requested, "then there is no neighbour on this side"
-    assert (3.5, 2) not in both.requested, "then there is no neighbour on this side"
+    assert (3.5, 1) in both.requested, "no neighbour on this side is left"
+    assert (3.5, 2) not in both.requested, "no neighbour on this side is left"
 
 
 def test_a_search_moves_to_a_better_neighbour_once():
     curve = {2: 1.300, 3: 1.298, 4: 1.280, 5: 1.260, 6: 1.250}
-    # the walk's seed is lucky at position 3
+    # the search's first seed has a low loss at position 3 by chance
     first = {2: 1.300, 3: 1.270, 4: 1.280, 5: 1.300, 6: 1.310}
     search = run_search(lambda position, seed: (first if seed == 1 else curve)[position])
     assert search.best == 4, "5 is better than 4, but the search moves at most once"
@@ -207,7 +207,7 @@ def test_a_verdict_keeps_its_bar_when_more_seeds_come():
 
 def test_no_look_is_taken_before_every_model_has_its_seeds():
     pools = paper((1.3, 1.31, 1.33, 1.3))
-    # a model of the pool, in no comparison here
+    # a model of the pool that is in no comparison here
     pools["paper"][3]["runs"] = pools["paper"][3]["runs"][:3]
     assert looks_at(pools).judged == {}
     pools["paper"][3] |= {"why": "every learning rate of the walk diverged", "place": None}

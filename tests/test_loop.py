@@ -1,4 +1,4 @@
-"""Tests of the training loop."""
+"""Test the training loop."""
 
 import dataclasses
 import errno
@@ -74,7 +74,7 @@ def whole(one_thread):
 
 
 def train_slowly(folder):
-    "Train slowly enough to be killed."
+    "Train slowly, so that the process can be killed."
     slow = Interrupting(0, None)
 
     def next_batch():
@@ -129,7 +129,7 @@ def test_kill_9_and_resume_gives_the_same_metrics_to_the_bit(tmp_path, whole):
         (43, 40, dict(async_save=True)),
         (43, 40, dict(checkpoint_blocks=True)),
     ],
-)  # settings that change no bit
+)  # settings that do not change a bit
 def test_stopped_anywhere_a_run_ends_the_same(tmp_path, whole, at, saved, changes):
     config = dataclasses.replace(CONFIG, **changes)
     with pytest.raises(MemoryError):
@@ -164,10 +164,10 @@ def test_a_copy_of_a_model_that_recomputes_its_blocks_runs_its_own():
     "signals, at, saved, says",
     [
         (("SIGINT",), 23, 23, "stopped by SIGINT after step 23; .*same call resumes"),
-        (("SIGINT", "SIGINT"), 13, 10, None),  # the second stops at once
+        (("SIGINT", "SIGINT"), 13, 10, None),  # the second signal stops at once
         (("SIGTERM", "SIGTERM"), 13, 13, "stopped by SIGTERM after step 13"),
     ],
-)  # one from the cluster, one from the launcher
+)  # one signal from the cluster, one from the launcher
 def test_signals_leave_a_checkpoint_and_say_how_to_resume(
     tmp_path, whole, signals, at, saved, says
 ):
@@ -202,7 +202,7 @@ def test_a_finished_run_is_not_run_again_and_has_its_last_checkpoints(tmp_path, 
     expected = whole[-1]["val_loss"]
     assert repeated["val_loss"] == expected
     model = Tiny(5)
-    train(model, TOKENS, VAL, CONFIG, tmp_path, quiet=True)  # and the weights are those of the end
+    train(model, TOKENS, VAL, CONFIG, tmp_path, quiet=True)  # with the last step's weights
     loss = evaluate(model, VAL, CONFIG.context)
     expected = whole[-1]["val_loss"]
     assert math.isclose(loss, expected, rel_tol=1e-6)
@@ -243,7 +243,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, capsys, whole)
         assert result["resumed_from"] == 50
         assert curve(result["history"]) == whole
         warning = capsys.readouterr().err
-        if damage or file != "checkpoint.json":  # without this file there is no checkpoint
+        if damage or file != "checkpoint.json":  # without this file, no checkpoint exists
             assert warning.count("\n") == 1
             assert "damaged" in warning
             assert "using the previous checkpoint" in warning
@@ -306,7 +306,7 @@ def test_a_full_disk_while_saving_loses_nothing(tmp_path, monkeypatch, whole, na
         patch.setattr(os, name, full)
         run(tmp_path, config=config)
     assert "\n" not in str(caught.value)
-    assert "partial" not in str(caught.value)  # the final name
+    assert "partial" not in str(caught.value)  # the message has the final name
     names = sorted(os.listdir(tmp_path / "checkpoints"))
     assert names == ["step-00000010", "step-00000020"]
     result = run(tmp_path, seed=8, config=config)
@@ -346,7 +346,7 @@ def test_averaged_weights_are_those_of_a_plain_loop_and_resume(tmp_path):
     assert repeated == curve(result["history"])
 
 
-@pytest.mark.parametrize("step", [10, 7])  # one is saved again, the other is not
+@pytest.mark.parametrize("step", [10, 7])  # step 10 is saved again, step 7 is not
 def test_files_left_by_a_killed_save_are_ignored_and_replaced(tmp_path, whole, step):
     leftover = tmp_path / "checkpoints" / f".step-{step:08d}.abc123-1.partial"
     leftover.mkdir(parents=True)
@@ -392,7 +392,7 @@ def test_divergence_names_the_step_and_the_last_good_checkpoint(tmp_path, gradie
         assert math.isfinite(line["loss"])
     history = run(tmp_path)["history"]
     result = curve(history)[-1]["step"]
-    assert result == 60  # the good checkpoint is good
+    assert result == 60  # the earlier checkpoint is intact
 
 
 def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
@@ -406,7 +406,7 @@ def test_no_checkpoint_is_made_of_a_diverged_step(tmp_path):
 
 
 class SquaredWeights(Tiny):
-    "Its loss is infinite or NaN if a weight is beyond 1e20."
+    "Model whose loss is infinite or NaN if a weight is beyond 1e20."
 
     def forward(self, tokens, targets):
         logits, loss = super().forward(tokens, targets)
@@ -474,7 +474,7 @@ def test_impossible_settings_are_refused(wrong, says):
 
 
 class Table(nn.Module):
-    "Bigram table, whose loss on a text can be added up by hand for any windows."
+    "Bigram table, whose loss on a text can be computed by hand for any windows."
 
     def __init__(self):
         super().__init__()
@@ -619,7 +619,7 @@ def test_language_models_decay_projections_alone(mixer, options):
     model = language_model(d_model=32, n_layer=1, mixer=mixer, mixer_options=options)
     decay = parameter_groups(model, 0.1)[0]
     modules = dict(model.named_modules())
-    if mixer.startswith("rwkv"):  # stacked vectors do not decay
+    if mixer.startswith("rwkv"):  # stacked vectors have no weight decay
         assert decay["names"]
         names = [name for name in decay["names"] if name.endswith(("mixer.mix", "mixer.bonus"))]
         assert not names
@@ -716,7 +716,7 @@ def test_steps_are_those_of_plain_adamw_with_the_decay_where_it_belongs():
     sampler = Sampler(TOKENS, 8, 4, 0)
     moments = {}
     expected = []
-    for step in range(1, 6):  # AdamW written out
+    for step in range(1, 6):  # AdamW, step by step
         model.zero_grad()
         inputs = sampler.next_batch()
         loss = model(*inputs)[1]
@@ -802,7 +802,7 @@ def test_bf16_trains_with_weights_in_float32():
     assert last < 2.0 < result[0]
     for p in model.parameters():
         assert p.dtype == torch.float32
-    assert run()["steps"] == 60  # and float32 afterwards, in the same process
+    assert run()["steps"] == 60  # and float32 again later in the same process
 
 
 def test_the_seed_changes_the_order_of_the_data(whole):
@@ -836,7 +836,7 @@ def test_an_old_checkpoint_disappears_in_one_step(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(
             records.shutil, "rmtree", failing(KeyboardInterrupt())
-        )  # killed before the first file is removed
+        )  # process killed before the first file is removed
         with pytest.raises(KeyboardInterrupt):
             tidy(tmp_path, 1)
     names = [path.name for path in checkpoints(tmp_path)]
@@ -886,7 +886,7 @@ def test_slices_change_nothing_in_training(options):
 @pytest.mark.numeric
 @pytest.mark.parametrize("chunk", [0, 5])
 def test_the_state_is_reset_at_documents(chunk):
-    "The loss equals that of every document read alone; tokens before a document do not change it."
+    "The loss equals that of separate documents; earlier tokens do not change it."
     model = language_model(mixer="longhorn")
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(1, 32, (2, 25), generator=generator)
@@ -922,7 +922,7 @@ def test_compiled_blocks_keep_names_checkpoints_and_losses(tmp_path, monkeypatch
     result = train(model, TOKENS, VAL, compiled, tmp_path, quiet=True)
     stats, breaks = (torch._dynamo.utils.counters[name] for name in ("stats", "graph_break"))
     assert stats["unique_graphs"] == 1
-    assert not breaks  # one block for all three
+    assert not breaks  # one block for all three documents
     same_curves(result["history"], alone)
     result = list(model.state_dict())
     expected = list(language_model(n_layer=3).state_dict())

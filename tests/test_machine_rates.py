@@ -1,5 +1,4 @@
-"""What a machine does to a training step beside its kernels is measured, and a record keeps what
-was not measured again."""
+"""Test the measurement of a machine's rates; a record keeps values that are not measured again."""
 
 import json
 import runpy
@@ -35,6 +34,6 @@ def test_machine_rates_measures_and_keeps_what_it_did_not_measure(gpus, tmp_path
     now = versions | {"launch_us": 3.0, "collectives": [{"gpus": 2, "ms": 5}]}
     assert merged(now | {"torch": "d"}, path) == now | {
         "torch": "d"
-    }  # another version: nothing of the old
+    }  # with another version, no old values are kept
     expected = now | {"collectives": [{"gpus": 2, "ms": 5}, four]}
     assert merged(now, path) == expected

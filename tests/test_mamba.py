@@ -1,4 +1,4 @@
-"""Mamba's functions against their definitions in float64, over sizes, options, layouts, dtypes."""
+"""Compare Mamba's functions with float64 definitions for all sizes, options, layouts, dtypes."""
 
 import gc
 import importlib
@@ -41,7 +41,7 @@ def softplus(v):
 
 
 def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
-    "h' = exp(Delta A) h + Delta B u, y = C h + D u, gated by z: every tensor widened to (B,D,N,L)."
+    "Compute h' = exp(Delta A) h + Delta B u, y = C h + D u, gated by z, on tensors (B,D,N,L)."
     batch, width, L = u.shape
     N = A.shape[1]
     step = delta if bias is None else delta + bias[:, None]
@@ -76,7 +76,7 @@ def scan_by_definition(u, delta, A, B, C, D, z, bias, use_softplus):
 
 
 def conv_by_definition(x, weight, bias, seq_idx, past, activation):
-    "y_t = sum of w_j x_(t-W+1+j), over inputs of the same sequence."
+    "Compute y_t = sum of w_j x_(t-W+1+j), over inputs of the same sequence."
     W = weight.shape[1]
     L = x.shape[2]
     if past is None:
@@ -98,7 +98,7 @@ def conv_by_definition(x, weight, bias, seq_idx, past, activation):
 
 
 def compare(function, definition, tensors, tolerance, layout="rows"):
-    "All outputs and all gradients of `function` against the definition in float64."
+    "Compare all outputs and gradients of `function` with the definition in float64."
 
     def leaf(t, dtype):
         t = t.detach().to(dtype)
@@ -160,7 +160,7 @@ def scan_case(
 
 
 def check_scan(case, layout="rows", given=False):
-    if given:  # most step sizes positive
+    if given:  # most step sizes are positive
         case[1] = case[1].abs()
         case[7] = None if case[7] is None else case[7] / 4
     compare(
@@ -253,7 +253,7 @@ def test_convolution(L, width, bias, states, activation, layout):
 @pytest.mark.parametrize("activation", (None, "silu"))
 @pytest.mark.parametrize("width", (2, 3, 4))
 def test_convolution_keeps_sequences_apart(width, activation):
-    "Runs of many lengths, numbers in any order, one in two rows, padding at the end."
+    "Return sequences of many lengths in any order, one in two rows, with padding at the end."
     seq_idx = torch.tensor(
         [[3, 3, 3, 0, 1, 1, 5, 5, 5, 5, -1, -1], [5, 5, 2, 2, 2, 2, 2, 7, 9, 9, 9, 9]],
         device=DEVICE,
@@ -271,9 +271,9 @@ def test_convolution_keeps_sequences_apart(width, activation):
 @pytest.mark.parametrize("activation", (None, "silu"))
 @pytest.mark.parametrize("width", (2, 4))
 def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, activation):
-    """Each row's runs, convolved alone: only the first sees the initial state.
+    """Convolve each row's sequences separately; only the first uses the initial state.
 
-    Outputs, final states and gradients."""
+    Return outputs, final states and gradients."""
     rows = [[3, 3, 3, 0, 1, 1, 5, 5], [5, 2, 2, 2, 2, 2, 2, 7], [4] * 8]
     seq_idx = torch.tensor(rows, device=DEVICE, dtype=torch.int32)
     cuts = [(3, 4, 6), (1, 7), ()]
@@ -312,7 +312,7 @@ def test_states_belong_to_the_first_and_the_last_sequence_of_each_row(width, act
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("state_len", (0, 1, 3, 20))
 def test_states_of_packed_sequences(state_len, dtype):
-    "Against a loop; sequences shorter than the state, an empty one, no tokens at all."
+    "Compare with a loop: sequences shorter than the state, an empty sequence, and no tokens."
     x = drawer()(9, 5, dtype=dtype)
     for bounds in ((0, 2, 2, 9), (0, 9), (0, 0)):
         n_tokens = bounds[-1]
@@ -345,7 +345,7 @@ def test_final_states_are_written():
 @pytest.mark.parametrize("S", (None, 1, 4, 5))
 @pytest.mark.parametrize("width, M", ((2, 1), (3, 4), (4, 3), (4, 12)))
 def test_convolution_update(width, M, S, indexed):
-    "Tokens of rows of a pool, more tokens than places, a padded row."
+    "Update rows of a pool, with more tokens than places, and with a padded row."
     new = drawer(M)
     B = 5
     D = 8
@@ -449,7 +449,7 @@ def test_state_update(groups, tied, indexed, z, given, dtype):
 
 
 def step_by_definition(h, x, step, A, B, C, D, z):
-    "y and the next state of one step in float64; h (B,D,N) or, with heads, (B,H,P,N)."
+    "Return y and the next state of one float64 step; h (B,D,N) or, with heads, (B,H,P,N)."
     batch, *lead, N = h.shape
     groups = B.shape[1] if B.dim() == 3 else 1
     x = x.double()
@@ -535,7 +535,7 @@ def test_inner_function(extras, level):
     compare(by_kit, inner_by_definition, case, 1e-4)
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="for float64 anywhere, one device is enough")
+@pytest.mark.skipif(DEVICE != "cpu", reason="float64 on one device is enough")
 def test_inner_function_normalizes_in_float64():
     new = partial(drawer(4), dtype=torch.float64)
     xz = new(2, 24, 17)
@@ -552,7 +552,7 @@ def test_inner_function_normalizes_in_float64():
 
 
 def inner_arguments(new):
-    "The arguments of `mamba_inner_fn` without options."
+    "Return the arguments of `mamba_inner_fn` without options."
     return [
         new(2, 128, 40),
         new(64, 1, 4),
@@ -631,7 +631,7 @@ def test_compilers_see_one_graph():
         lambda: selective_state_update(state.clone(), x, x, args[-1], keys, keys, dt_softplus=True),
     ):
         compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-        # Sums of 6, 3, 4 and 6 terms and 9 steps, which a compiler may order in another way.
+        # sums of 6, 3, 4 and 6 terms and 9 steps, which a compiler may reorder
         limit = bound(torch.float32, 6 + 3 + 4 + 6 + 9)
         assert error(compiled(), run()) < limit
 

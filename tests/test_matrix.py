@@ -1,4 +1,4 @@
-"""Matrix states: chunks against the loop, the loop against flash-linear-attention, in float64."""
+"""Compare matrix scans in float64: chunks with the loop, the loop with flash-linear-attention."""
 
 import ast
 import sys
@@ -47,7 +47,7 @@ def test_chunks_equal_the_loop(decay, delta, bonus, sizes, strongest):
 @pytest.mark.parametrize("decay, delta, bonus", CASES)
 @pytest.mark.parametrize("strongest", [0.1, 20.0, 1e4])
 def test_float32_is_as_good_as_float32_can_be(decay, delta, bonus, strongest):
-    "Also after a decay that leaves nothing: no overflow, no NaN, and no digits lost to large sums."
+    "After a decay to zero, no overflow, no NaN and no loss of digits occurs."
     t = draw(decay, delta, bonus, T=150, N=16, P=8, strongest=strongest)
     exact = with_gradients(t, "reference")
     wide = {name: tensor.float() for name, tensor in t.items()}
@@ -93,7 +93,7 @@ def swap(*tensors):
 
 
 def their_scan(q, k, x, log_decay=None, beta=None, bonus=None, initial_state=None, **options):
-    "The naive operation for these arguments, without its scale, its states (B,H,N,P) turned."
+    "Return the naive operation for these arguments, unscaled, with transposed states."
     scale = q.shape[-1] ** 0.5
     scaled = q * scale
     S = initial_state.mT
@@ -214,7 +214,7 @@ def test_the_kernels_take_the_arguments_in_this_order():
         assert {"scale", "initial_state", "output_final_state"} <= set(names), name
 
 
-# Decay, delta rule: the function, and the one where gradients of one decay per head are wrong.
+# decay, delta rule: function, and replacement if gradients of one decay per head are wrong
 ROUTES = {
     ("none", False): ("chunk_simple_gla", "chunk_simple_gla"),
     ("none", True): ("chunk_delta_rule", "chunk_delta_rule"),
@@ -225,11 +225,11 @@ ROUTES = {
 }
 
 
-RATES = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")  # fla's name -> ours
+RATES = dict(g="log_decay", w="log_decay", beta="beta", u="bonus")  # name in fla -> name in the kit
 
 
 def loop_as_kernel(name, order, called):
-    "The loop with the arguments and states of a kernel; `called` gets its name."
+    "Return the loop with a kernel's arguments and states; `called` receives the kernel's name."
 
     def run(q, k, v, *rates, scale, initial_state, output_final_state):
         called.append(name)
@@ -256,7 +256,7 @@ def loop_as_kernel(name, order, called):
 def test_the_kernels_are_given_the_right_arguments(
     monkeypatch, decay, delta, bonus, triton, capability, wrong
 ):
-    "The kernels replaced by the loop, in their own words: (B,H,N,P) states, rates by position."
+    "Replace the kernels by the loop, with the kernels' signatures and states (B,H,N,P)."
     monkeypatch.setattr(fla, "TRITON", triton)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, 0))
     called = []
@@ -274,7 +274,7 @@ def test_the_kernels_are_given_the_right_arguments(
 
 
 def test_flash_linear_attention_may_first_be_asked_for_in_compiled_code(tmp_path, monkeypatch):
-    "Its import runs as it stands: compiled with the rest it failed, and our chunks ran for good."
+    "The package is imported outside compiled code, where the import would fail for good."
     (tmp_path / "fla").mkdir()
     (tmp_path / "fla/__init__.py").write_text("")
     (tmp_path / "fla/ops.py").write_text(
@@ -333,7 +333,7 @@ def test_the_kernels_agree_on_a_gpu(decay, delta, bonus, N=64, P=64):
 @pytest.mark.parametrize("delta, bonus", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("N, P", [(64, 64), (96, 192)])
 def test_one_decay_a_head_agrees_as_one_a_key_on_a_gpu(monkeypatch, delta, bonus, N, P):
-    "On every GPU, so also where the functions for one decay a head would be right."
+    "The replacement is used on every GPU, even if functions for one decay per head are right."
     monkeypatch.setattr(fla, "one_a_head_fails", lambda device: True)
     test_the_kernels_agree_on_a_gpu("head", delta, bonus, N, P)
 

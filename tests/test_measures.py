@@ -1,4 +1,4 @@
-"""Measurements after a run: losses as of a document read alone, shares of a step, equal files."""
+"""Test measurements after a run: losses of separate documents, shares of a step, equal files."""
 
 import copy
 import itertools
@@ -36,7 +36,7 @@ def document(length, seed=0):
 
 
 def joined(documents):
-    "Return documents in a row, an end mark after each."
+    "Return documents in a row, with an end mark after each."
     parts = []
     for text in documents:
         parts += [text, [0]]
@@ -60,7 +60,7 @@ def texts(lengths=LENGTHS, long=LONG):
 
 
 def model(mixer="longhorn_exact", layers=2):
-    "A model in float64, whose weights are so large that the tokens change the predictions."
+    "Return a float64 model with weights so large that the tokens change the predictions."
     lm = new_model(LMConfig(256, 16, layers, mixer), 0).double()
     with torch.no_grad():
         for name, weight in lm.named_parameters():
@@ -69,7 +69,7 @@ def model(mixer="longhorn_exact", layers=2):
 
 
 def alone(lm, tokens):  # (m,) -> (m-1,) nats
-    "Return the losses of a document that is read alone."
+    "Return the losses of a document that is read separately."
     row = torch.from_numpy(np.asarray(tokens, np.int64))
     tokens = row[None]
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_documents_are_read_from_an_end_mark_to_an_end_mark_and_cut():
 
 @every_family
 def test_a_document_has_the_losses_that_it_has_alone(name):
-    "Documents read side by side, padded and in pieces, have the losses of each read alone."
+    "Documents read in a batch, padded and in pieces, have the losses of separate documents."
     lm = model(name)
     documents = all_documents()
     for rows in (1, 5):
@@ -127,7 +127,7 @@ def test_a_document_has_the_losses_that_it_has_alone(name):
 
 @every_family
 def test_lengths_are_windows_with_a_fresh_state(name):
-    "The loss at a length is that of windows of this length with a fresh state, on the same bytes."
+    "The loss at a length is that of windows of this length from a new state, on equal bytes."
     lm = model(name)
     documents = all_documents()
     losses = measures.read_documents(lm, documents, CONTEXT, 5)
@@ -167,7 +167,7 @@ def test_bins_hold_sums_and_counts():
 
 @pytest.fixture(scope="module")
 def measured():
-    "A model, the documents of its text, and their measures."
+    "Return a model, the documents of its text, and the measures of these documents."
     lm = model("longhorn", layers=1)
     source = texts()
     summary, arrays = measures.measure_run(lm, source, CONTEXT, 4, False)
@@ -310,7 +310,7 @@ def test_wrong_arguments_are_named():
 
 @pytest.mark.parametrize("form", STEPS)
 def test_shares_are_those_of_the_step(form):
-    "Shares are what a step writes into an empty memory, and takes from a state along the key."
+    "Shares are what a step writes to an empty state, and what it removes along the key."
     torch.manual_seed(0)
     k = torch.randn(5, 4).double()
     beta = torch.rand(5, 3).double()
@@ -439,7 +439,7 @@ def test_percentiles_of_mamba(name):
 
 @every_family_of_kit
 def test_every_layer_is_described_or_has_no_keys(name):
-    "Numbers of a layer with keys are finite; keys of the delta rule have length one."
+    "Measures of a layer with keys are finite; keys of the delta rule have length one."
     lm = model(name).float()
     summary, arrays = measures.measure_run(lm, texts(), CONTEXT, 4, False)
     layers = summary["layers"]
@@ -479,7 +479,7 @@ def test_layers_are_described_on_their_own_inputs():
             h = block(h)
 
 
-# ---- one layer in the other form
+# ---- a layer replaced by the other form
 
 
 def test_windows_lie_evenly_in_every_domain():

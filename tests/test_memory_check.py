@@ -1,4 +1,4 @@
-"""A run that cannot fit into the memory is refused in one sentence, before its model is built."""
+"""A run that cannot fit in memory fails with one sentence before its model is built."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ GB = 10**9
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    "Let the machine have 32 GB."
+    "Simulate a machine with 32 GB."
 
     class Memory:
         total = 32 * GB
@@ -44,7 +44,7 @@ def test_only_sharding_divides_the_parameters_among_processes(sharding, fits, mo
     monkeypatch.setattr(memory_check, "distributed", lambda: True)
     monkeypatch.setattr(memory_check.torch.distributed, "get_world_size", lambda: 4)
     recipe = replace(RECIPE, sharding=sharding)
-    check_memory(GB, 60 * GB, recipe, "d_model")  # activations are divided always
+    check_memory(GB, 60 * GB, recipe, "d_model")  # activations are always divided
     if fits:
         check_memory(8 * GB, 0, recipe, "d_model")
     else:

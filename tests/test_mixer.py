@@ -1,4 +1,4 @@
-"""Every mixer decodes what it trains and looks only back; Longhorn equals a dense solve."""
+"""Every mixer decodes as it trains, and is causal; Longhorn equals a dense solve."""
 
 import copy
 import functools
@@ -124,8 +124,8 @@ def test_compiled_halves_of_the_input_projection_are_the_whole(name):
 def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkeypatch, tmp_path):
     """One scan is one operation.
 
-    Traced through, its loop took 88 s to compile and 17 times the time per step. Times are
-    processor time, which other programs disturb less than the clock. PyTorch first builds
+    When the compiler traced its loop, compiling took 88 s and a step took 17 times as long. Times
+    are processor time, which depends less on other programs than wall time. PyTorch first builds
     headers once per machine."""
     resource = pytest.importorskip("resource")
     metrics = pytest.importorskip("torch._inductor.metrics")
@@ -154,7 +154,7 @@ def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkey
     assert metrics.generated_kernel_count < 30
     seconds = {layer: [], compiled: []}
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads that wait for each other take CPU time
+    torch.set_num_threads(1)  # waiting threads use CPU time
     for _ in range(60):
         for run, times in seconds.items():
             start = time.process_time()
@@ -167,7 +167,7 @@ def test_a_layer_compiles_to_few_kernels_and_steps_as_fast_as_eager(name, monkey
 
 
 class Added(torch.nn.Module):
-    "A layer with something added to its output, as LoRA adds."
+    "Layer with a term added to its output, as in LoRA."
 
     def __init__(self, layer, delta):
         super().__init__()
@@ -244,13 +244,13 @@ def test_an_input_projection_that_is_not_plain_is_called(how, monkeypatch, reque
 
 @every([name for name in NAMES if hasattr(build_mixer(name, 16), "conv1d")])
 def test_a_convolution_that_is_not_plain_is_called(name):
-    "A pruned convolution, whose weight a hook computes, equals a plain one with its zeros."
+    "A pruned convolution, whose weight a hook computes, equals a plain one with the same zeros."
     layer = make(name)
     h = torch.randn(2, 9, 16)
     bounds = torch.tensor([0, 2, 2, 9])
     prune.l1_unstructured(layer.conv1d, "weight", 0.5)
     with torch.no_grad():
-        layer.conv1d.weight_orig += 1  # the hook has to compute the weight anew
+        layer.conv1d.weight_orig += 1  # the hook must compute the weight again
 
     def runs():
         return [
@@ -309,7 +309,7 @@ def test_odd_sizes_decode_too(name, options):
 @every_layer
 def test_gradients_flow_through_the_cache(name):
     "Two prefills in a row have the gradients of one pass: the cache passes them on."
-    # a normalised key near zero enlarges every rounding of float32
+    # a normalised key near zero amplifies every rounding error of float32
     layer = make(name).double()
     h = torch.randn(2, 11, 16, dtype=torch.float64)
     whole = h.clone().requires_grad_()
@@ -382,7 +382,7 @@ def test_sequences_of_a_batch_are_independent(name):
 
 
 def dense_longhorn(layer, h, form):
-    "The layer in float64 from its objective: a linear solve per channel, no scan."
+    "Compute the layer in float64 from its objective: a linear solve per channel, no scan."
     named = layer.named_parameters()
     w = {name: tensor.double() for name, tensor in named}
     D = layer.d_inner
@@ -415,13 +415,13 @@ def dense_longhorn(layer, h, form):
 
 
 def dense_write(s, k, x, beta, form):
-    "One row of the state after a write."
+    "Return one row of the state after a write."
     if form == "exact":  # (I + beta k k^T) s = s' + beta x k
         identity = torch.eye(len(k), dtype=torch.float64)
         matrix = identity + beta * torch.outer(k, k)
         target = s + beta * x * k
         return torch.linalg.solve(matrix, target)
-    if form == "decoupled":  # the same for every coordinate by itself
+    if form == "decoupled":  # the same for each coordinate separately
         written = s + beta * x * k
         return written / (1 + beta * k * k)
     eps = beta / (1 + beta * (k @ k))
@@ -461,7 +461,7 @@ def test_longhorn_is_the_minimiser_of_its_objective(form, rate, key_norm):
 @pytest.mark.parametrize("rate", ["vector", "scalar"])
 @pytest.mark.parametrize("form", ["diagonal", "exact", "decoupled"])
 def test_normalised_keys_are_exact_in_float64(form, rate):
-    "Outputs and all gradients, that of the length included, of the layer and of the plain formula."
+    "The layer has the outputs and gradients of the plain formula, including that of the length."
     layer = make("longhorn", 9, form=form, rate=rate, d_state=3, key_norm=True).double()
     h = torch.randn(1, 7, 9, dtype=torch.float64, requires_grad=True)
     dy = torch.randn(7, 9, dtype=torch.float64)
@@ -473,7 +473,7 @@ def test_normalised_keys_are_exact_in_float64(form, rate):
 
 
 def test_keys_get_their_length_and_zeros_stay_zero():
-    "Also if the length would overflow or vanish in the keys' dtype; zeros pass no gradient."
+    "Keys are normalised even if the length overflows or underflows; zeros pass no gradient."
     torch.manual_seed(0)
     k = torch.randn(2, 5, 3, dtype=torch.float64)
     s = torch.tensor([-1.7], dtype=torch.float64)
@@ -537,7 +537,7 @@ def test_normalised_keys_are_an_option_with_one_parameter():
     assert not length.allclose(on.key_scale.abs())
     with torch.no_grad():
         on.key_scale.fill_(3.0)
-        on.x_proj.weight *= 100  # a longer key changes no more than its rate
+        on.x_proj.weight *= 100  # a longer key changes only the rate
     keys = on.rates(h)[0]
     result = keys.norm(dim=-1)
     expected = torch.full((2, 7), 3.0)
@@ -632,7 +632,7 @@ def test_an_empty_batch_gives_every_parameter_a_gradient_of_zeros(name, batch, s
 
 @every_mixer
 def test_device_and_dtype_are_arguments_as_in_pytorch(name):
-    "Device and dtype hold for every parameter, except that A_log and D_skip keep float32."
+    "Every parameter gets device and dtype, except that A_log and D_skip keep float32."
 
     def drawn(**options):
         torch.manual_seed(0)
@@ -667,7 +667,7 @@ def test_autocast_trains_and_decodes(name):
         y = layer(h)
         pieces, cache = in_pieces(layer, h, [4, 0, 3, 0])
     assert y.dtype is torch.bfloat16
-    # inputs, weights and results of four products in a row are rounded, by half of eps each
+    # inputs, weights and results of four successive products are rounded, by half of eps each
     limit = bound(torch.bfloat16, 4 * 3 / 2)
     assert error(y, layer(h)) < limit
     limit = 2 * limit
@@ -812,7 +812,7 @@ def test_low_rank_is_a_sixteenth_rounded_up():
     ),
 )
 def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning):
-    "Whether gradients were on at the export or are on at the run."
+    "An exported layer runs with or without gradients, independent of the export."
     torch.manual_seed(0)
     name, options = parts(name)
     assert_exported_equals_eager(
@@ -821,7 +821,7 @@ def test_exported_layers_equal_eager_ones_at_any_batch_and_length(name, learning
 
 
 def emptied(build):
-    "A module built without memory, which then holds NaN."
+    "Build a module on the meta device, then give it memory filled with NaN."
     with torch.device("meta"):
         module = build()
     module.to_empty(device="cpu")

@@ -53,12 +53,12 @@ DEMANDS = {
 RESULT = re.compile(
     r"^(PASSED|FAILED) \S+::test_(\w+)\[(?:[\w.-]+-)?(efla\w*)(?:-[\w.-]+)?\](?: - (.*))?$", re.M
 )
-OPTIONS = "-p no:cacheprovider -q --tb=no -rfp -W ignore -o addopts="  # prints one line per test
+OPTIONS = "-p no:cacheprovider -q --tb=no -rfp -W ignore -o addopts="  # one line per test
 
 
 @pytest.fixture
 def layer():
-    "Return a layer of the page's class; it is registered during a test."
+    "Return a layer of the page's class, which is registered during a test."
     try:
         exec(mixer_page.module(), {"__name__": "efla"})
         torch.manual_seed(0)
@@ -122,7 +122,7 @@ def test_a_mixer_without_its_import_its_name_or_its_colour_is_an_error():
 @pytest.mark.timeout(1500)
 @pytest.mark.skipif(not shutil.which("make"), reason="the text of the page calls make")
 def test_the_text_of_the_page_adds_a_layer_and_its_command_says_what_broken_ones_lack(tmp_path):
-    "The command's -k also takes the broken layers and the page's plain one: all are efla_..."
+    "The command's -k also selects the broken layers and the plain layer, all named efla_..."
     kit = copy_of_the_tree(tmp_path)
     sync, own_check, checks, train = mixer_page.commands()
 

@@ -1,4 +1,4 @@
-"""The models on a GPU: the same decoding, sampling and files as on the CPU."""
+"""Test models on a GPU: decoding, sampling and files are the same as on the CPU."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def make(name):
 
 @every_layer
 def test_gpu_agrees_with_cpu_and_decodes_what_it_trains(name):
-    "On a GPU a model computes what it computes on the CPU, packed or not, and decodes the same."
+    "On a GPU, a model gives the results of the CPU, packed or not, and decodes the same tokens."
     model = make(name)
     tokens = torch.randint(40, (2, 37))
     bounds = document_bounds(tokens, 7)
@@ -64,7 +64,7 @@ def test_gpu_autocast_trains(name):
 
 @every_layer
 def test_gpu_generates_and_saves(name, tmp_path):
-    "On a GPU a seed decides the tokens, and a saved model loads in bfloat16."
+    "On a GPU, a seed determines the tokens, and a saved model loads in bfloat16."
     model = make(name).cuda()
     prompt = torch.randint(40, (2, 5), device="cuda")
     first = model.generate(prompt, 9, seed=1, top_k=10, top_p=0.9)

@@ -1,4 +1,4 @@
-"MQAR: the task keeps its law, every test grades what it says, and jobs follow from results."
+"Test MQAR: distribution of the task, grades of all tests, and jobs that depend on results."
 
 import re
 from dataclasses import asdict, replace
@@ -98,7 +98,7 @@ def test_every_question_is_answered_by_the_last_value_of_its_own_key(task, seed,
         assert len(last) == task.keys
         assert len(set(values)) == P
         result = sorted(tokens[at] for at in where)
-        assert result == sorted(last)  # each is asked for once
+        assert result == sorted(last)  # each key is queried once
         assert [last[tokens[at]] for at in where] == answers
         assert [earliest[tokens[at]] for at in where] == first
         for at in where:
@@ -130,7 +130,7 @@ def test_which_tokens_a_stream_has_says_nothing_about_their_pairs():
 
 def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     for power, i in ((power, np.arange(1, 43)) for power in (0.01, 1.0, 1.7)):
-        # in the words of the public code
+        # with the names of the public code
         task = Task(96, 6, 64, power_a=power)
         weights = power * i ** (power - 1)
         law = weights / weights.sum()
@@ -146,7 +146,7 @@ def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     reference = np.stack(
         [rng.choice(16, 4, replace=False, p=gap_law(task).numpy()) for _ in range(6000)]
     )
-    drawn = []  # how often NumPy draws each position, by key
+    drawn = []  # counts of NumPy's positions, by key
     for key in range(4):
         samples = (local, reference)
         counts = [np.bincount(rows[:, key], minlength=16) for rows in samples]
@@ -155,7 +155,7 @@ def test_gaps_follow_the_law_without_replacement_and_tell_a_little():
     most = np.max(drawn, 0)
     guess = most.sum() / 24000
     assert place_guess(task) == pytest.approx(guess, abs=0.015)
-    # pairs in random order: the last one's value is right once in K
+    # pairs in random order: the value of the last pair is right with probability 1 / K
     assert place_guess(Task(64, 8, 64, rewritten=4)) == 1 / 4
 
 
@@ -176,7 +176,7 @@ def test_blocks_never_share_a_seed_and_give_the_streams_of_the_recorded_jobs():
     assert len(seeds) == 4 * 2 * 4
     assert max(seeds) < 2**32
     assert len(rows) == 2 * 3 * 200
-    # as version 0.1 drew them
+    # as in version 0.1
     recorded = draw(Task(16, 3, 16, rewritten=1), 2, generator_of(3, "train", 5))
     assert recorded.tokens.tolist() == [
         [7, 8, 2, 10, 2, 12, 0, 0, 2, 0, 0, 0, 7, 0, 0, 0],
@@ -282,7 +282,7 @@ def test_answers_are_the_logits_of_the_language_model_and_looking_inside_agrees(
     probabilities = said.softmax(-1)[0]
     answers = streams.answers[0][:, None]
     right = probabilities.gather(1, answers)[:, 0]
-    columns = streams.where[0] // 2 - 1  # asked where the stream asks it: after `where` tokens
+    columns = streams.where[0] // 2 - 1  # query at the stream's position, after `where` tokens
     assert np.shape(inside["asked"]) == (2, 8)
     local = torch.tensor(inside["asked"])
     result = local[[0, 1], columns]
@@ -339,7 +339,7 @@ def test_a_job_tests_on_other_streams_and_keeps_few_points(monkeypatch, tmp_path
     run_job(small(seed=3, steps=6), tmp_path)
     trained = [(3, "train", 0), (3, "train", 1), (3, "train", 2)]
     assert drawn[:3] == trained
-    # tests, perturbations, a look inside
+    # tests, perturbations, inspection of states
     tested = {(3, "test", 0), (3, "test", 1), (0, "test", 3)}
     assert set(drawn[3:]) == tested
     model = model_of(small())
@@ -363,7 +363,7 @@ def test_every_test_grades_what_a_known_model_answers(monkeypatch, named):
     perturbations = []
 
     def by_rule(model, tokens, where, perturb=None):
-        "A table; with `first` it keeps the first value of a key."
+        "Table of keys and values; with `first`, it keeps the first value of a key."
         key_tokens = tokens[:, 0:16:2]
         keys = key_tokens.tolist()
         value_tokens = tokens[:, 1:16:2]
@@ -463,7 +463,7 @@ def test_state_bytes_are_counted_by_hand():
 
 
 class Done(dict):
-    "Results that are made up."
+    "Return invented results."
 
     def get(self, settings):
         return super().get(str(settings))
@@ -501,7 +501,7 @@ def test_jobs_follow_from_results():
     planned = jobs_of_cell(replace(one, all_lrs=False))
     assert planned == [(0.1, 0), (0.01, 0)]
     done.add(cell | {"lr": 0.01, "seed": 0}, 0.7, steps=4)
-    # the second did: no other rate
+    # the second solved it, so no other rate is needed
     planned = jobs_of_cell(replace(one, all_lrs=False))
     expected = [(0.1, 0), (0.01, 0), (0.01, 1), (0.01, 2)]
     assert planned == expected
@@ -509,7 +509,7 @@ def test_jobs_follow_from_results():
     assert jobs_of_cell(one) == expected
     for seed in (1, 2):
         done.add(cell | {"lr": 0.01, "seed": seed}, 0.5)
-    for seed in one.seeds:  # a late rate decides once it has all seeds
+    for seed in one.seeds:  # a late rate decides as soon as it has all seeds
         done.add(cell | {"lr": 0.001, "seed": seed}, 0.8)
         (summary,) = summarize(one, done)["cells"]
         assert summary["by_lr"] == {"0.001": 0.8, "0.01": 0.7, "0.1": 0.2}
@@ -520,7 +520,7 @@ def test_jobs_follow_from_results():
     late = replace(TINY, late_lrs=(0.3,))
     rates = [job["lr"] for job in jobs(late, Done())]
     result = rates[-3:]
-    assert result == [0.3] * 3  # after all others
+    assert result == [0.3] * 3  # after all other rates
 
 
 def test_a_small_run_has_the_structure_of_the_record_and_can_be_judged(tmp_path):

@@ -1,4 +1,4 @@
-"""The scans in C++: values, every gradient, odd sizes, hard numbers; PyTorch without a compiler."""
+"""Test the scans in C++: values, gradients, odd sizes, extreme numbers, and no compiler."""
 
 import shutil
 
@@ -29,7 +29,7 @@ def scan(form, t, chunk=None):
 
 
 def everything(results, t):
-    "Values and gradients of all inputs, under one random projection of output and final state."
+    "Return values and gradients of all inputs, for a random projection of output and state."
     generator = torch.Generator().manual_seed(9)
     weights = []
     for result in results:
@@ -47,7 +47,7 @@ def make(*sizes, form, **options):
 
 
 def errors(form, t, chunk):
-    "The largest error of every value and gradient, relative to the largest entry in float64."
+    "Return the largest error of values and gradients, relative to the largest float64 entry."
     single = leaves(t)
     double = leaves(t, torch.float64)
     results = everything(scan(form, single, chunk), single)
@@ -79,7 +79,7 @@ def test_the_library_compiles_and_runs_float32_of_a_cpu():
     assert machine is chunked.MACHINES["decoupled"]
 
 
-# Channels: fewer than a block, one block, blocks and a rest. Lengths: the same of a chunk.
+# channels: less than a block, one block, blocks and a remainder; lengths: the same for chunks
 @pytest.mark.parametrize(
     "B, T, D, N, chunk",
     [

@@ -33,7 +33,7 @@ def inputs(B=2, T=5, D=3, N=4, seed=0):
 
 
 def official_recurrence(u, q, k, dt, D, t_bias, z):
-    """The official recurrence in its own layout, one number at a time."""
+    """Compute the official recurrence in its layout, one number at a time."""
     tensors = (u, q, k, dt, D, t_bias, z)
     u, q, k, dt, D, t_bias, z = (t.numpy() for t in tensors)
     batch, channels, L = u.shape
@@ -169,9 +169,10 @@ def test_the_table_has_a_row_for_every_symbol_and_every_shape_uses_known_sizes()
         assert len(shape_of(name, B=1, T=1, D=1, N=1)) == expected
 
 
-# Every letter of a numbered equation stands in a table of page 00, or its page introduces it: the
-# letter is a formula by itself, or stands alone (with others, between commas) to the left of =, ∈,
-# ≤, ( or ←, before the equation, in it or in the paragraph behind it.
+# Every letter of a numbered equation is in a table of page 00, or its page introduces it. A letter
+# is introduced if it is a separate formula, or if it is alone (or with other letters, between
+# commas) to the left of =, ∈, ≤, ( or ←. This must be before the equation, in it, or in the
+# paragraph after it.
 BOOK = Path(__file__).parents[1] / "nbs"
 INDEX = re.compile(r"_(?:\{[^{}]*\}|\\?\w)|\^(?:\\top|\{[^{}]*\\top\}|[2']|\{-1\})|'")
 GREEK = re.compile(
@@ -187,7 +188,7 @@ def text_of(page, kinds=("markdown",)):
 
 
 def letters(formula):
-    "Greek and Latin letters of a formula, without words, indices and commands."
+    "Return Greek and Latin letters of a formula, without words, indices and commands."
     words = r"\\(?:text|mathrm|operatorname|mathbb|tag|begin|end)\s*\{[^{}]*\}"
     formula = INDEX.sub(" ", re.sub(words, " ", formula))
     greek = GREEK.findall(formula)
@@ -196,7 +197,7 @@ def letters(formula):
 
 
 def introduced(text):
-    "Letters that some formula of a text has alone on its left."
+    "Return letters that are alone on the left side of a formula in a text."
     result = set()
     for pair in FORMULA.findall(text):
         for part in re.split(r"\\\\|&|\\q?quad|=:", "".join(pair)):
@@ -209,7 +210,7 @@ def introduced(text):
 
 
 def strangers(text, allowed):
-    "Yield (equation, letter) for letters that are neither allowed nor introduced near by."
+    "Yield (equation, letter) for letters that are neither allowed nor introduced nearby."
     for match in re.finditer(r"\$\$((?:(?!\$\$).)*\\tag\{(\w+)\}.*?)\$\$", text, re.S):
         before = text[: match.end()]
         behind = text[match.end() :].lstrip("\n")

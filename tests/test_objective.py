@@ -42,7 +42,7 @@ def test_both_minimisers_solve_an_arbitrary_quadratic():
     flat = torch.linalg.solve(H, -linear)
     solution = flat.view(2, 3)
     start = torch.ones(2, 3).double()
-    with torch.device("meta"):  # the default device is not the state's
+    with torch.device("meta"):  # the default device differs from that of the state
         assert_close(minimise_quadratic(f, start), solution, rtol=1e-10, atol=1e-10)
     assert_close(minimise_descent(f, start), solution, rtol=1e-7, atol=1e-7)
 
@@ -249,8 +249,8 @@ def test_descent_minimises_a_loss_that_is_not_quadratic():
     robust = Objective(proximity, log_cosh)
     solved = robust.minimise(S, k, x, method="descend")
     gradient = torch.outer(torch.tanh(solved @ k - x), k)
-    expected = S - 0.5 * gradient  # the gradient set to zero
+    expected = S - 0.5 * gradient  # from a gradient of zero
     assert_close(solved, expected, rtol=1e-8, atol=1e-8)
     assert (
         gradient_of(lambda S: robust(S, solved, k, x), solved).abs().max() > 1e-3
-    )  # another S_prev, another minimum
+    )  # another S_prev has another minimum

@@ -1,4 +1,4 @@
-"""One pass over the text: the first plan's comparisons, and jobs that repeat to the bit."""
+"""Test the one-pass experiment: the first plan's comparisons, and jobs that repeat bit for bit."""
 
 import math
 import os
@@ -297,7 +297,7 @@ def test_a_model_that_diverges_does_not_ease_the_other_verdicts():
     assert after["exact N=64 below Gated DeltaNet"].verdict == "cannot be judged"
     for name in ("exact N=64 below Mamba N=64", "exact N=64 below diagonal N=64"):
         assert after[name].p >= before[name]
-    absent = compare_losses(record, "others")  # planned for the same claim, and not run
+    absent = compare_losses(record, "others")  # planned for the same claim, but not run
     assert [c.planned for c in absent] == [True] * 3
     for c in absent:
         assert not c.differences
@@ -401,7 +401,7 @@ def test_recorded_runs_name_the_plan():
 
 
 def test_a_recorded_run_is_trained_again_to_the_bit(text, finished, tmp_path, capsys):
-    "The exported folder has the weights whose loss the record has, and says where they come from."
+    "The exported folder has the weights of the recorded loss, and documents their origin."
     from longhorn_kit.lab.experiments.evaluation import load_pair
     from longhorn_kit.models.transformers import from_transformers
 
@@ -538,7 +538,7 @@ def test_a_changed_plan_a_diverged_run_and_a_full_folder_are_refused(text, finis
 
 
 def recorded_text(record):
-    "Return stand-ins for the texts of a record: their summary, and the number of their tokens."
+    "Return stand-ins for a record's texts, with summary and number of tokens."
     names = ("unit", "corpus", "tokenizer", "train_tokens", "domains", "long")
     summary = {name: record["results"][name] for name in names if name in record["results"]}
     return SimpleNamespace(
@@ -549,7 +549,7 @@ def recorded_text(record):
 
 @pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda path: path.stem)
 def test_every_recorded_run_has_the_settings_of_its_job(path):
-    "Models, recipe and rates of every run follow from the record, as archived jobs had them."
+    "The record determines models, recipe and rates of every run, as in archived jobs."
     record = read_record(path)
     config = config_of(record, "FOLDER")
     texts = recorded_text(record)
@@ -580,7 +580,7 @@ def test_gpu_first_losses_are_the_recorded_ones():
     source = one_pass.text_of(OnePass())
     texts = open_texts(**source)
     result = to_plain(texts.summary())
-    assert result == settings.text, "LONGHORN_TEXT is another text"
+    assert result == settings.text, "LONGHORN_TEXT contains another text"
     _, summary = one_pass.train_run(settings, texts, source, points=1)
     assert len(summary["first_losses"]) == 50
     sentence = compare_first(summary["first_losses"], job["first_losses"])

@@ -1,4 +1,4 @@
-"""Layers, steps and language models as ONNX files: ONNX Runtime computes what the kit does."""
+"""ONNX Runtime gives the kit's results for exported layers, steps and language models."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def make(name):
 
 
 def exported(module, given, folder, shapes=None):
-    "Return a function of tensors that ONNX Runtime computes."
+    "Return a function of tensors that runs in ONNX Runtime."
     path = folder / "module.onnx"
     options = dict(dynamo=True, verbose=False, dynamic_shapes=shapes)
     torch.onnx.export(module, given, path, **options)
@@ -49,7 +49,7 @@ def exported(module, given, folder, shapes=None):
 
 
 class Step(nn.Module):
-    "A decode step of a layer or of a model, whose states are arguments and results."
+    "Decode step of a layer or model, with states as arguments and results."
 
     def __init__(self, module):
         super().__init__()
@@ -93,7 +93,7 @@ def test_a_step_keeps_its_states_over_64_tokens(name, tmp_path):
     start = 0
     states = layer.empty_cache(2)
     shapes = None
-    if name == "attention":  # its states grow
+    if name == "attention":  # attention's states grow
         start = 3
         prompt = h[:, :start]
         states = layer.prefill(prompt)[1]

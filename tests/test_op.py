@@ -1,4 +1,4 @@
-"""The public operation: packing to the bit, dtypes, autocast, steps, a sentence on bad input."""
+"""Test the public operation: exact packing, dtypes, autocast, steps, and errors."""
 
 import re
 
@@ -72,7 +72,7 @@ def run(form, t, A=None, **options):
 
 
 def everything(form, t, A=None, more=(), **options):
-    "Output, final state, and the gradients of what `run` takes and of more."
+    "Return output, final state, and gradients of the arguments of `run` and of `more`."
     named = t.items()
     leaves = {n: v.detach().requires_grad_() for n, v in named}
     out, ends = run(form, leaves, A, output_final_state=True, **options)
@@ -109,19 +109,19 @@ def test_steps_equal_the_scan(form, backend, inplace):
     assert_close(state, end, rtol=1e-5, atol=1e-5)
 
 
-# On a GPU each size is compiled, which takes seconds: one size there, any in the interpreter.
+# a GPU compiles each size, which takes seconds: one size on a GPU, any in the interpreter
 WIDTHS = st.just((5, 4)) if DEVICE == "cuda" else st.tuples(st.integers(1, 19), st.integers(1, 9))
 
 
 def every_second_channel(t):
-    "Equal values, not contiguous."
+    "Return a tensor of equal values that is not contiguous."
     pairs = torch.stack([t, t + 1], -1)
     flat = pairs.flatten(-2)
     return flat[..., ::2]
 
 
 def run_with_gradients(form, t, A, weight, **options):
-    "Output and final states, and gradients of q, k, x, b, z from a weighted sum of both."
+    "Return output, final states, and gradients of q, k, x, b, z from a weighted sum of both."
     leaves = {n: t[n].detach().requires_grad_() for n in "qkxbz"}
     out, ends = run(form, t | leaves, A, output_final_state=True, **options)
     weighted = (out * weight).sum()
@@ -197,7 +197,7 @@ def test_strides_do_not_change_a_bit(form):
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bounds_may_have_any_stride(form, backend):
-    "A column of a table of bounds is not contiguous; kernels read bounds by position."
+    "Bounds from a table's column are not contiguous, but kernels read them by position."
     t = make(1, 5)
     table = torch.tensor([[0, 9], [2, 1], [5, 3]], dtype=torch.int32)
     bounds = table[:, 0]
@@ -210,7 +210,7 @@ def test_bounds_may_have_any_stride(form, backend):
 @pytest.mark.parametrize("backend", ("triton", "chunked"))
 @pytest.mark.parametrize("kind", ("sliced", slow_case("expanded"), slow_case("transposed")))
 def test_rates_may_have_any_stride(kind, backend):
-    "S6 with one row of rates for all channels, and with rates of a wider tensor: every gradient."
+    "S6 has correct gradients with one row of rates for all channels, and with strided rates."
     t = make()
 
     def make_A(scale):
@@ -252,7 +252,7 @@ def test_dtypes(form, backend, dtype):
     without = t | dict(b_bias=None, D_skip=None, z=None)
     bare = run(form, without, output_final_state=True, backend=backend)
     for result in (out, state, *bare):
-        assert result.is_contiguous()  # can be viewed in any shape
+        assert result.is_contiguous()  # so that `view` works for any shape
     squares = out.double().square()
     total = squares.sum()
     total.backward()
@@ -262,7 +262,7 @@ def test_dtypes(form, backend, dtype):
     total.backward()
     assert out.dtype == dtype
     assert state.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    # A half-precision output is rounded once; its gradients have seen that rounding.
+    # a half-precision output is rounded once, and gradients depend on that rounding
     rounding = 4 * torch.finfo(dtype).eps
     unit = max(rounding, 1e-13 if dtype == torch.float64 else 2e-6)
     errors = (out.double() - expected).abs()
@@ -282,7 +282,7 @@ def test_dtypes(form, backend, dtype):
 def test_autocast_neither_lowers_the_arithmetic_nor_the_gradients(form):
     t = make()
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
-        inside = everything(form, t)  # the backward too, as in some trainers
+        inside = everything(form, t)  # including the backward, as in some trainers
     if form == "exact" and DEVICE == "cuda":  # for tensor cores
         t |= {n: t[n].detach().bfloat16().requires_grad_() for n in "qk"}
     outside = everything(form, t)
@@ -333,7 +333,7 @@ def test_empty_inputs_have_empty_outputs_and_gradients(form, backend, batch, ste
 @pytest.mark.parametrize("form", ["exact", *(slow_case(form) for form in RUNS if form != "exact")])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tensors_with_the_negative_bit_have_right_signs(form, backend):
-    "Kernels, also those in C++, read the memory, which holds the other sign."
+    "Tensors with the negative bit give right results, although kernels read the other sign."
     results = []
     for changed in (False, True):
         torch.manual_seed(0)
@@ -463,7 +463,7 @@ def test_bad_arguments_are_named(change, text):
 
 
 class Far:
-    "Bounds on a GPU, as far as `read_bounds` asks."
+    "Stand-in for a tensor of bounds on a GPU, with the methods that `read_bounds` calls."
 
     device = torch.device("cuda")
     values = [0, 4, 9]
@@ -492,13 +492,13 @@ def test_bounds_are_read_once_and_again_when_they_change():
     first = longhorn_scan(**t, cu_seqlens=torch.from_numpy(values))
     bounds = torch.from_numpy(values)
     assert torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
-    values[1] = 6  # behind PyTorch's back
+    values[1] = 6  # a change that PyTorch does not count
     assert not torch.equal(longhorn_scan(**t, cu_seqlens=bounds), first)
     bounds[2] = 5
-    for _ in range(2):  # what was wrong is wrong at the next call too
+    for _ in range(2):  # wrong bounds raise an error at every call
         with message("cu_seqlens decreases from 6 to 5"):
             longhorn_scan(**t, cu_seqlens=bounds)
-    with torch.inference_mode():  # no changes are counted there
+    with torch.inference_mode():  # inference mode counts no changes
         bounds = torch.tensor([0, 4, 9])
         longhorn_scan(**t, cu_seqlens=bounds)
         bounds[2] = 5
@@ -583,7 +583,7 @@ def test_transforms_that_kernels_cannot_follow_take_the_reference(form):
     ],
 )
 def test_compiled_transforms_take_the_reference_too(transform, form):
-    "The operation has no forward mode: a compiled tangent used to be zero."
+    "Compiled transforms use the reference, because the operation has no forward mode."
     t = make(T=2, dtype=torch.float64)  # a compiler unrolls the steps of the reference
     A = rates(form, t)
     q = t["q"]

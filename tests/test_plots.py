@@ -1,6 +1,6 @@
 """Figures and tables of pages.
 
-A mean with its range, names beside the ends of lines, cells in Markdown.
+Means with ranges, names beside the ends of lines, and cells in Markdown are checked.
 """
 
 from pathlib import Path
@@ -66,9 +66,9 @@ def test_ends_of_lines_get_their_labels_and_do_not_overlap(ax):
 
 
 def leaders(ax):
-    """Label -> (end of the curve, position of the label), as fractions of the axes.
+    """Return label -> (end of the curve, position of the label), as fractions of the axes.
 
-    None without a leader."""
+    The value is None for a label without a leader line."""
     return {
         text.get_text(): (text.xy, text.get_position()) if text.arrow_patch else None
         for text in ax.texts
@@ -89,9 +89,9 @@ def test_a_label_that_moved_or_is_far_from_its_curve_has_a_leader_to_its_end(ax)
     heights = [result[name][1][1] for name in ("low", "close")]
     assert heights == pytest.approx([0.50025 - 0.0325, 0.50025 + 0.0325])
     places = {position[0] for _, position in result.values()}
-    assert len(places) == 1, "the labels stand below one another"
+    assert len(places) == 1, "the labels are aligned"
     styles = {text.get_text(): text.arrow_patch.get_linestyle() for text in ax.texts}
-    assert styles["short"] == ":", "a leader that crosses the axes is no curve"
+    assert styles["short"] == ":", "the leader must not look like a curve"
     assert styles["low"] == "-"
 
 
@@ -115,11 +115,11 @@ def test_labels_move_as_little_as_possible():
         for trial in result + 0.02 * rng.standard_normal((300, 5)):
             if (np.diff(trial) >= 0.1).all() and trial.min() >= 0 and trial.max() <= 1:
                 assert ((trial - heights) ** 2).sum() > least - 1e-9
-    assert plots.spread([0.5, 0.5, 0.5], 0.6) == pytest.approx([-0.2, 0.4, 1]), "no room: downwards"
+    assert plots.spread([0.5, 0.5, 0.5], 0.6) == pytest.approx([-0.2, 0.4, 1]), "wrong direction"
 
 
 def in_the_dark_theme(colour):
-    "Return what the filter of docs/conf.py makes of a figure's colour."
+    "Return a figure's colour after the filter of docs/conf.py."
     channels = 0.94 - 0.88 * np.array(mpl.colors.to_rgb(colour))
     turned = 2 * (channels @ [0.213, 0.715, 0.072]) - channels
     return mpl.colors.to_hex((1.25 * turned.clip(0, 1)).clip(0, 1))
@@ -128,7 +128,7 @@ def in_the_dark_theme(colour):
 def test_the_dark_theme_is_the_one_of_the_site():
     configuration = (ROOT / "docs/conf.py").read_text()
     assert "invert(0.94) hue-rotate(180deg) brightness(1.25)" in configuration
-    assert contrast(in_the_dark_theme("white"), "#131416") < 1.01, "the canvas is the page"
+    assert contrast(in_the_dark_theme("white"), "#131416") < 1.01, "not the page's colour"
 
 
 @pytest.mark.parametrize("colour", [*COLORS.values(), plots.INK, "#000000", "#ffff00"])
@@ -136,14 +136,14 @@ def test_words_in_figures_can_be_read_in_both_themes(colour):
     words = plots.readable(colour)
     assert contrast(words, "#ffffff") >= 4.5
     assert contrast(in_the_dark_theme(words), in_the_dark_theme("white")) >= 4.5
-    if colour in COLORS.values():  # of a line
+    if colour in COLORS.values():  # colour of a line
         assert contrast(in_the_dark_theme(colour), in_the_dark_theme("white")) >= 4.5
     letters = mpl.colors.to_hex(plots.letters_on(colour))
     assert contrast(letters, colour) >= 4.5
     if contrast(colour, "#ffffff") >= 4.6:
         assert words == colour.lower()
     hue, hue_of_words = (mpl.colors.rgb_to_hsv(mpl.colors.to_rgb(c))[0] for c in (colour, words))
-    assert abs(hue - hue_of_words) < 0.03, "another hue"
+    assert abs(hue - hue_of_words) < 0.03, "the hue changed"
 
 
 def test_a_colour_that_does_not_exist_is_an_error():
@@ -199,7 +199,7 @@ def test_a_picture_of_programs_fills_what_one_program_uses():
             colour = mpl.colors.to_hex(face).upper()
             size = (patch.get_width(), patch.get_height())
             filled.setdefault(colour, []).append(size)
-    # the whole block of both steps, the block of the marked step; the last is the key of the colour
+    # the complete block of both steps, the block of the marked step; the last is the colour key
     loaded = filled[plots.LOADED][:-1]
     stored = filled[plots.STORED][:-1]
     assert loaded == stored == [(2, 2), (2, 1)]

@@ -1,7 +1,7 @@
 """Every number in the book's prose has a source.
 
-The page prints it, a record holds it, or it was published. A *stated number* is one with a unit of
-measurement (ms, %, times, bits per byte, ...) and at least two digits, or any decimal of three
+The page prints it, a record contains it, or it was published. A *stated number* is one with a unit
+of measurement (ms, %, times, bits per byte, ...) and at least two digits, or any decimal of three
 digits or more, in a Markdown cell, the README or the index. Round words ("a factor of two", "2 %"),
 powers of two and numbers of the kind "64 × 1024" are sizes, not measurements. A stated number must
 agree, to all its digits, with a number in one of these places:
@@ -13,9 +13,9 @@ agree, to all its digits, with a number in one of these places:
    ledger as it prints.
 
 A wrong number of two digits often agrees by accident: about half of random numbers do. It is best
-to print the number in the cell above it. The others are listed below: in `DERIVED` with the formula
-that gives the number from a record, which is checked, or in `GIVEN` with the reason why no record
-of ours can hold it.
+to print the number in the cell above it. All other numbers are listed below. `DERIVED` has the
+formula that gives a number from a record, and the test checks it. `GIVEN` has the reason why no
+record of ours can contain a number.
 """
 
 import json
@@ -142,7 +142,7 @@ def stated(prose):
 
 def numbers_in(text):
     "Return every number of a text."
-    text = re.sub(r"</?[a-z][^<>]*>", " ", text)  # tags of HTML, and not a plain "<"
+    text = re.sub(r"</?[a-z][^<>]*>", " ", text)  # tags of HTML, but not a plain "<"
     return {
         value_of(number)
         for number in re.findall(r"(?<![\w.])-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]?\d+)?", text)
@@ -220,7 +220,7 @@ def kernel(section, shape, form):
 
 
 def exact_step(part, change, shape):
-    "Return the ms of one version of the exact kernels, the better of two rounds."
+    "Return the time of one version of the exact kernels in ms, the better of two rounds."
     rows = read_json(ROOT / "kernels/results/h200_exact_steps.json")[part]
     return min(next(row[shape] for row in rows if row["change"] == change))
 
@@ -234,7 +234,7 @@ def against_plain(section, shape, form, way):
     "Return the time of a case over the plain time at S1; way 0 is forward, 1 backward."
     words = ("plain_forward_ms", "plain_backward_ms")[
         way
-    ]  # of the run that measured the case, if an earlier one
+    ]  # S1 of the run that measured the case, if it is an earlier run
     rows = [
         row
         for row in read_json(ROOT / claims.Claim.times)["rows"]
@@ -269,12 +269,12 @@ def language_cache():
 
 
 def backward_counter(name):
-    "Return a profiler counter of the diagonal backward whose lanes meet, in per cent."
+    "Return a profiler counter of the diagonal backward with lane exchanges, in per cent."
     record = read_json(ROOT / "kernels/results/h200_diagonal_steps.json")
     return 100 * record["counters"]["backward_meetings"][name]
 
 
-DERIVED = {  # page -> number as written -> the formula, which has to give it
+DERIVED = {  # page -> number as written -> formula, which must give the number
     **{page: {"0.0044 bits per byte": lead_per_byte} for page in ("README.md", "nbs/index.ipynb")},
     "nbs/machine/memory.ipynb": {"13 GB": lambda: 64 * 1024 * 50304 * 4 / 1e9},
     "nbs/machine/training.ipynb": {"5.55 nats": lambda: math.log(256)},
@@ -326,7 +326,7 @@ DERIVED = {  # page -> number as written -> the formula, which has to give it
         "2.87 times": lambda: against_plain("N", "S1, N=64", "exact", 1),
     },
 }
-GIVEN = {}  # page -> number as written -> why no record of ours holds it
+GIVEN = {}  # page -> number as written -> why no record contains it
 
 
 def unsourced(page):

@@ -1,6 +1,6 @@
 """The checks of nbs/scan/12b_triton_puzzles.ipynb.
 
-Right answers pass, and what is wrong is rejected in words.
+Right answers pass, and wrong answers are rejected with an explanation.
 """
 
 import ast
@@ -35,7 +35,7 @@ LINES = 15  # of a solution's kernels, without decorators and empty lines
 LAST_LINES = 25  # the diagonal forward and the exact chunk
 LAST = (17, 18)
 NUMBERS = range(1, 20)
-SHOWS = ("draw_programs(", "double_kernel[", "if DEVICE")  # in cells that show and define nothing
+SHOWS = ("draw_programs(", "double_kernel[", "if DEVICE")  # in cells without names
 
 
 def define(source, space, name):
@@ -108,7 +108,7 @@ def changed_lines(number, mutant):
 
 @cache
 def equivalents():
-    "Return puzzle -> changes that make no wrong answer. The file has the reason of each."
+    "Return puzzle -> changes that keep an answer right. The file contains the reasons."
     result = {number: set() for number in NUMBERS}
     text = (ROOT / "tests/puzzle_equivalents.json").read_text(encoding="utf-8")
     reasons = json.loads(text)
@@ -246,10 +246,10 @@ def test_every_picture_fits_on_its_paper():
             assert box.x1 <= width, source
         matplotlib.pyplot.close()
         pictures += 1
-    assert pictures == len(NUMBERS) + 1  # and the one before the first puzzle
+    assert pictures == len(NUMBERS) + 1  # and one before the first puzzle
 
 
-# --- what the interpreter alone lets pass ---------------------------------------------------------
+# --- errors that the interpreter accepts ----------------------------------------------------------
 
 
 @triton.jit
@@ -449,7 +449,7 @@ except Exception as error:
 
 @pytest.mark.slow
 def test_solutions_compile_for_a_gpu_and_are_judged_in_the_interpreter_there(tmp_path):
-    "Without TRITON_INTERPRET, as on a machine with a GPU."
+    "Run without TRITON_INTERPRET, as on a machine with a GPU."
     environment = {
         "PATH": "/usr/bin:/bin",
         "HOME": str(tmp_path),

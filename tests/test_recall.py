@@ -1,4 +1,4 @@
-"""The toy recall task: streams, memories, the search for a learning rate, and the records."""
+"""Test the toy recall task: streams, memories, the search for a learning rate, and records."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_every_question_has_its_answer_in_the_stream(task, half, size, values, s
 def test_a_seeds_streams_do_not_depend_on_the_other_seeds(task):
     several = [torch.Generator().manual_seed(seed) for seed in (7, 8, 9)]
     alone = [torch.Generator().manual_seed(seed) for seed in (7, 8, 9)]
-    for _ in range(2):  # the second draw continues every generator
+    for _ in range(2):  # the second draw continues each generator
         together = draw_streams(task, 5, 6, 3, 4, *several)
         parts = [draw_streams(task, 5, 6, 3, 4, generator) for generator in alone]
         for whole, pieces in zip(together, zip(*parts)):
@@ -144,7 +144,7 @@ def test_memories_without_forgetting_agree():
     result = MEMORIES["gla"](q, k, x, never)
     expected = MEMORIES["linear_attention"](q, k, x)
     assert torch.allclose(result, expected)
-    # orthogonal keys: nothing to correct, so one pass stores all
+    # with orthogonal keys, nothing must be corrected, so one pass stores all pairs
     identity = torch.eye(7, dtype=torch.float64)
     unit = identity.expand(2, 7, 7)
     b = torch.full((2, 7, 3), 60.0, dtype=torch.float64)
@@ -154,7 +154,7 @@ def test_memories_without_forgetting_agree():
 
 
 def structure(value):
-    "The keys of nested dictionaries; the learning rates of a search may differ."
+    "Return the keys of nested dictionaries; the learning rates of a search may differ."
     return (
         {key: {} if key == "grid" else structure(inner) for key, inner in value.items()}
         if isinstance(value, dict)
@@ -218,7 +218,7 @@ def test_the_learning_rate_is_chosen_on_the_search_seeds_by_training_not_by_the_
     result = summary["tasks"]["once"]
     assert result["lr"] == {"gla": 0.2, "attention": 0.2}
     assert result["grid"]["gla"] == {"0.1": 0.4, "0.2": 0.6, "0.3": 0.5}
-    single = replace(config, lrs=(0.3,), search_seeds=(), models=("gla",))  # nothing to choose
+    single = replace(config, lrs=(0.3,), search_seeds=(), models=("gla",))  # no rate to choose
     planned = recall.jobs(single, Results(tmp_path))
     result = [(s["lr"], s["seeds"]) for s in planned]
     assert result == [(0.3, (0, 1))]

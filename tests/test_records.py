@@ -46,7 +46,7 @@ from longhorn_kit.records import (
 
 @contextmanager
 def files_end_at(size):
-    "Make every write beyond `size` bytes of a file fail with a real error of the operating system."
+    "Make every write beyond `size` bytes of a file fail with a real system error."
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -117,9 +117,9 @@ def test_folder_is_replaced_only_by_a_complete_one(tmp_path):
     assert os.listdir(tmp_path) == ["run"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="rights of POSIX")
+@pytest.mark.skipif(os.name == "nt", reason="POSIX permissions")
 def test_files_of_a_library_get_the_rights_of_other_files(tmp_path):
-    "safetensors writes files that only their owner can read."
+    "Files are readable for others, although safetensors writes files for the owner only."
     for inside, umask, rights in (
         (True, 0o022, 0o644),
         (False, 0o022, 0o644),
@@ -140,7 +140,7 @@ def test_files_of_a_library_get_the_rights_of_other_files(tmp_path):
 
 
 def test_settings_are_compared_as_a_record_gives_them_back(tmp_path):
-    "Labels of foreign data hold control characters, and some look like paths (/m/09x0r)."
+    "Labels of foreign data contain control characters, and some look like paths (/m/09x0r)."
     settings = {"classes": ("a\x1b[31m", "/m/09x0r"), "rate": 0.1, "folder": tmp_path / "data"}
     stored = read_record(write_record(tmp_path / "config.json", settings))
     check_same_settings(tmp_path, stored, settings, settings)
@@ -183,7 +183,7 @@ def test_an_error_that_is_a_message_already_is_not_wrapped(tmp_path):
 
 
 def containers(inner):
-    "JSON's lists and objects of such values."
+    "Return a strategy for JSON lists and objects of such values."
     lists = st.lists(inner, max_size=4)
     return lists | st.dictionaries(st.text(max_size=5), inner, max_size=4)
 
@@ -194,7 +194,7 @@ json_values = st.recursive(plain_values, containers, max_leaves=10)
 
 
 def finite(value):
-    "Return the value that JSON should give back."
+    "Return the value after a round trip through JSON."
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
@@ -278,7 +278,7 @@ def test_the_next_writer_removes_what_dead_processes_left_and_nothing_else(tmp_p
     dead = {
         f".a.json.{records.HERE}-{gone.pid}.partial",
         f".a.json.{records.HERE}-{os.getpid()}.partial",
-    }  # ours: of an earlier container
+    }  # a lock of the kit, from an earlier container
     kept = {
         f".a.json.{records.HERE}-{os.getppid()}.partial",
         f".a.json.ffffff-{gone.pid}.partial",
@@ -441,7 +441,7 @@ def test_records_hold_no_machine(tmp_path, monkeypatch):
     )
 
     def shortened(path):
-        return to_plain(to_plain(FullPath(path)))  # of a run that resumes elsewhere
+        return to_plain(to_plain(FullPath(path)))  # as in a run that resumes elsewhere
 
     assert shortened(f"{home}/x") == "~/x"
     assert re.fullmatch(r"\.\.\./x \([0-9a-f]{6}\)", shortened(f"{here}/x"))
@@ -500,7 +500,7 @@ def test_commit_only_from_a_checkout_of_the_kit(tmp_path):
     for name in (
         ".git",
         "longhorn_kit",
-    ):  # a repository, but not of the kit; later it looks like the kit, but git cannot read it
+    ):  # a repository other than the kit; later like the kit, but git cannot read it
         (tmp_path / name).mkdir()
         assert commit_of_kit(tmp_path) is None
 

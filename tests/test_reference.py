@@ -1,4 +1,4 @@
-"""The reference scans against oracles that share no code with them."""
+"""Compare the reference scans with oracles that share no code with them."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def tensors():
 
 
 def from_gates(a, i, q, S0):
-    "Read-outs and last state of S <- a S + i by sums of log gates, no recurrence; a, i (B,T,D,N)."
+    "Compute read-outs and last state of S <- a S + i by sums of log gates; a, i (B,T,D,N)."
     log = a.log().cumsum(1)
     steps = torch.arange(a.shape[1])
     in_time = steps[:, None] >= steps
@@ -58,7 +58,7 @@ def finish(y, t):
 
 
 def same(results, expected, tensors):
-    "Values, and gradients of every tensor under one random projection."
+    "Return values, and gradients of every tensor for one random projection."
     weights = [torch.randn_like(o) for o in results]
     for a, b in zip(results, expected):
         assert_close(a, b, rtol=1e-11, atol=1e-11)

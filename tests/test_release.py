@@ -1,6 +1,6 @@
-"""The refusals of `make release`, and that it tags last.
+"""Test the errors of `make release`, and that it tags last.
 
-A stand-in for Python builds and installs nothing.
+A stand-in for Python neither builds nor installs.
 """
 
 import os

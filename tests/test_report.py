@@ -1,4 +1,4 @@
-"""The report page: well-formed, alone, escaped, described, and written whole or not at all."""
+"""Test the report page: well-formed, self-contained, escaped, described, written atomically."""
 
 import errno
 import re
@@ -16,7 +16,7 @@ from longhorn_kit.records import write_record
 
 
 class Page(HTMLParser):
-    "Collect the content of a page; fail on a tag that is closed out of order."
+    "Parser that collects a page's content and fails if tags are closed out of order."
 
     def __init__(self, text):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The planned run on rewritten keys: plan, jobs, the choice of a rate, and when it is judged."""
+"""Test the planned run on rewritten keys: plan, jobs, choice of a rate, and judgement."""
 
 from dataclasses import asdict, replace
 
@@ -159,7 +159,7 @@ def test_both_sides_may_win(lead, words):
     assert "edge of the grid (diagonal)" in second[0].doubt
     assert second[1].verdict == "cannot be judged"
     expected = judged[0][1].p
-    assert first[1].p == expected, "the other comparison still counts in the correction"
+    assert first[1].p == expected, "the correction must include the other comparison"
     assert "exact 0.03, diagonal 0.1 with an embedding of 8" in find_claim(
         "recall-rewritten"
     ).about(record)

@@ -1,4 +1,4 @@
-"""Experiments give the same record on every engine and after every accident."""
+"""Experiments give the same record on every engine and after every failure."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ def test_in_this_process_errors_are_raised(tmp_path, monkeypatch):
 
 @pytest.fixture
 def staying(monkeypatch):
-    "Let runs use processes that stay, as on a machine with two GPUs."
+    "Let runs use persistent processes, as on a machine with two GPUs."
     engine = StayingProcesses(["0", "1"])
     monkeypatch.setattr(lab_run, "engine_for", lambda *_: engine)
     return engine
@@ -139,10 +139,10 @@ def test_a_free_process_takes_the_model_that_it_holds():
     def jobs(*models):
         return [{"model": model} for model in models]
 
-    assert engine.choose(jobs("c", "a", "b")) == 2, "its own model first"
-    assert engine.choose(jobs("a", "c")) == 1, "then one that no process holds"
+    assert engine.choose(jobs("c", "a", "b")) == 2, "a process prefers jobs of its model"
+    assert engine.choose(jobs("a", "c")) == 1, "then a model that no process has loaded"
     assert engine.choose(jobs("a", "a")) == 0
-    assert engine.choose(jobs(*"acccccccb")) == 1, "not far ahead of its turn"
+    assert engine.choose(jobs(*"acccccccb")) == 1, "a job must not be far ahead of its turn"
 
 
 def test_a_deadline_stops_the_jobs_and_the_same_call_finishes(tmp_path, expected):
@@ -245,7 +245,7 @@ def processes_in(folder):
     def tree(parent):
         try:
             return [parent, *parent.children(recursive=True)]
-        except psutil.NoSuchProcess:  # it has just ended
+        except psutil.NoSuchProcess:  # the process has just ended
             return []
 
     result = [
@@ -278,7 +278,7 @@ def test_ctrl_c_and_a_killed_driver_leave_no_process(tmp_path, number):
 
 @pytest.fixture
 def dask_cluster(tmp_path):
-    "A scheduler and two workers of one thread each; the workers are restarted by their nannies."
+    "Start a scheduler and two workers with one thread each, which nannies restart."
     import socket
 
     with socket.socket() as free:
@@ -337,7 +337,7 @@ def test_killed_twenty_times_at_random_the_record_is_the_same(
             try:
                 victim.kill()
                 kills += 1
-            except Exception:  # it has just ended
+            except Exception:  # the process has just ended
                 pass
     process.wait(180)
     record = read_record(tmp_path / "record.json")
@@ -370,7 +370,7 @@ def test_a_job_is_expected_to_take_the_time_of_the_finished_ones_most_like_it():
     assert likely(model="b", size=2) == 70
     assert likely(model="a", size=2) == 15  # the model counts more than the rest
     assert likely(model="c", size=2) == 70
-    assert likely(model="c", size=3) == 37.5  # the mean of all
+    assert likely(model="c", size=3) == 37.5  # the mean of all jobs
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_an_estimate_counts_what_a_running_job_has_done(monkeypatch):
     result = lab_run.estimate(done, running, waiting, 2)
     assert result.left == 10
     assert result.whole == 20
-    assert result.workers == 2  # 6 s of the first, the second is late, 10 s of the third
+    assert result.workers == 2  # 6 s of the first job, the second is late, 10 s of the third
     estimate = lab_run.estimate(done, [], [], 64)
     assert estimate.whole == 10
 

@@ -1,4 +1,4 @@
-"""The teaching kernels of pages 13 and 14, and the layouts of Gluon's page."""
+"""Test the teaching kernels of pages 13 and 14, and the layouts of Gluon's page."""
 
 import ast
 import json
@@ -22,7 +22,7 @@ import rungs  # noqa: E402
 
 PAGES = ("13_triton_diagonal", "14_triton_exact", "17_gluon")
 CALL = re.compile(r"\b(?:tl|triton)\.[a-z_0-9]+(?=\()")
-LONGEST = 40  # lines of a kernel that a reader could have written
+LONGEST = 40  # lines of a kernel that readers can write
 
 
 def code_cells(page):
@@ -121,14 +121,14 @@ def page_owners():
 
 
 def compiled_owners(layout, shape):
-    "Return the lane and register of every element, as Triton's compiler has them."
+    "Return the lane and register of every element in Triton's compiler."
     context = ir.context()
     ir.load_dialects(context)
     builder = gluon_ir.GluonOpBuilder(context)
     linear = builder.to_linear_layout(layout._to_ir(builder), list(shape))
     lane = np.full(shape, -1)
     register = np.full(shape, -1)
-    for r in reversed(range(2 ** len(linear.reg_bases))):  # the first holder is written last
+    for r in reversed(range(2 ** len(linear.reg_bases))):  # the first owner is written last
         for one in reversed(range(2 ** len(linear.lane_bases))):
             at = np.zeros(len(shape), int)
             for number, bases in ((r, linear.reg_bases), (one, linear.lane_bases)):

@@ -1,4 +1,4 @@
-"""The short convolution: both backends against a sum in float64, interpreted and on a GPU."""
+"""Compare both backends of the short convolution with float64, interpreted and on a GPU."""
 
 from itertools import cycle
 
@@ -22,7 +22,7 @@ BACKENDS = ("torch", "triton")
 
 
 def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=True, seed=0):
-    "Arguments, and the gradients of y and of the final state."
+    "Return arguments, and the gradients of y and of the final state."
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
@@ -39,7 +39,7 @@ def inputs(B, T, D, W, sequences=None, dtype=torch.float32, bias=True, state=Tru
 
 
 def summed(x, weight, bias, initial_state, activation="silu"):
-    "y and the final state of one batch, each output a sum over its window."
+    "Return y and the final state of one batch; each output is a sum over its window."
     B, T, D = x.shape
     W = weight.shape[1]
     past = x.new_zeros(B, D, W - 1) if initial_state is None else initial_state
@@ -55,7 +55,7 @@ def summed(x, weight, bias, initial_state, activation="silu"):
 
 
 def results(run, a, dy, dfinal):
-    "y, final state and gradients by name; zeros where nothing depends on an argument."
+    "Return y, final state and gradients by name; zeros if no output depends on an argument."
     out = run(**a)
     y_slope = dy.to(out[0].dtype)
     final_slope = dfinal.to(out[1].dtype)
@@ -105,7 +105,7 @@ def assert_right(
     assert got.keys() == want.keys()
     for name, expected in want.items():
         assert error(got[name], expected) < TOLERANCE[dtype], name
-    # They can be viewed in any shape.
+    # `view` works for any shape
     assert got["y"].is_contiguous()
     assert got["final"].is_contiguous()
 
@@ -113,7 +113,7 @@ def assert_right(
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("activation", ("silu", None))
 def test_sixteen_bits_are_rounded_once(activation, dtype):
-    "Outputs differ from float64 by one rounding; gradients of float32 taps by none of 16 bits."
+    "Outputs are rounded once; gradients of float32 taps are not rounded to 16 bits."
     a, dy, dfinal = inputs(2, 200, 16, 3, dtype=dtype)
     got = by_kit(a, dy, dfinal, "torch", activation=activation)
     want = oracle(a, dy, dfinal, activation)
@@ -130,7 +130,7 @@ def test_sixteen_bits_are_rounded_once(activation, dtype):
 def test_steps_keep_wide_states_and_round_once(backend):
     a, *_ = inputs(64, 1, 8, 4, dtype=torch.bfloat16)
     x = a["x"][:, 0]
-    state = a["initial_state"].float() + 1e-3  # no bfloat16 numbers
+    state = a["initial_state"].float() + 1e-3  # not representable in bfloat16
     with torch.no_grad():
         y, after = causal_conv1d_step(x, state, a["weight"], a["bias"], backend=backend)
     tensors = (a["x"], a["weight"], a["bias"], state)
@@ -160,7 +160,7 @@ def test_empty_inputs_give_gradients_of_zeros(B, T, backend):
 
 @pytest.fixture
 def small(monkeypatch):
-    "Plans so small that short inputs need many programs."
+    "Use small plans, so that short inputs need many programs."
     monkeypatch.setattr(
         triton_conv,
         "conv_plan",
@@ -190,7 +190,7 @@ CASES += [
         dict(dtype=torch.bfloat16),
     )
 ]
-CASES += [((1, 21, 3, 4), dict(bounds=[0, 0, 2, 14, 15, 21]))]  # shorter than the window, and empty
+CASES += [((1, 21, 3, 4), dict(bounds=[0, 0, 2, 14, 15, 21]))]  # short or empty
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -294,7 +294,7 @@ def test_bits_do_not_depend_on_the_plan():
 
 
 def test_memory_around_and_before_is_not_read(monkeypatch, small):
-    "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
+    "Results are right if buffers start as NaN and inputs are windows into tensors of NaN."
     a, dy, dfinal = inputs(1, 5, 3, 4)
     want = by_kit(a, dy, dfinal)
     poisoned(monkeypatch)
@@ -304,7 +304,7 @@ def test_memory_around_and_before_is_not_read(monkeypatch, small):
         assert error(got[n], want[n]) < 1e-6
 
 
-@pytest.mark.filterwarnings("ignore:overflow")  # NumPy's word for what the GPU does in silence
+@pytest.mark.filterwarnings("ignore:overflow")  # NumPy warns, a GPU does not
 def test_extremes_stay_finite(small):
     a, dy, dfinal = inputs(1, 8, 3, 4)
     extremes = torch.tensor([1e4, -1e4, 0.0], device=DEVICE)
@@ -330,7 +330,7 @@ def test_one_output_without_the_other():
 
 
 def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **made):
-    "An output that is read twice, or by one of two, has the gradients of the sum."
+    "With two readers of the output, or one of two, gradients are those of the sum."
     sequences = None if bounds is None else len(bounds) - 1
     a, dy, dfinal = inputs(*shape, sequences, dtype, **made)
     r = leaves(a)
@@ -342,7 +342,7 @@ def assert_readers_added(backend, *shape, bounds=None, dtype=torch.float32, **ma
     assert torch.equal(y, causal_conv1d(**r, **options))
     limit = TOLERANCE[dtype]
     if backend == "torch" and dtype == torch.bfloat16:
-        # Taps, outputs, their activation, and three gradients are rounded, by half of eps each.
+        # taps, outputs, activations and three gradients are rounded, by half of eps each
         limit = bound(dtype, 6 / 2)
     no_final = torch.zeros_like(dfinal)
     for first, second, third in (
@@ -413,7 +413,7 @@ def test_eager_skips_the_operation_and_keeps_its_bits(twice, monkeypatch, small)
         grads = torch.autograd.grad(outputs, tensors, weights)
         return y.grad_fn.name(), [*outputs, *grads]
 
-    calls = [run(), run()]  # the second starts kernels that the first compiled
+    calls = [run(), run()]  # the second call launches compiled kernels
     names, results = zip(*calls)
     monkeypatch.setattr(triton_conv, "in_eager", lambda *_: False)
     operation, want = run()

@@ -1,7 +1,7 @@
-"""The site: every notebook a page, every exported function an entry, no link without a target.
+"""Test the site: every notebook has a page, every function has an entry, every link has a target.
 
-Nothing comes from the network. The pages are prepared (and those tests run) without the extra
-`docs`; building and crawling the whole site needs it.
+The tests need no network. Preparing the pages, and testing them, does not need the extra `docs`;
+building and crawling the complete site does.
 """
 
 import ast
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def text_of(name):
-    "The sources of all cells of a page."
+    "Return the sources of all cells of a page."
     cells = build.read(build.NOTEBOOKS / f"{name}.ipynb")["cells"]
     return "\n".join(cell["source"] for cell in cells)
 
@@ -60,9 +60,9 @@ class Page:
             if not {"index", "search", "next", "prev", "canonical"} & {*tag.get("rel", ())}
         ]
         for code in soup.select("code.literal, pre"):
-            if not code.find_parent(class_="cell"):  # a page may name what it is made of
+            if not code.find_parent(class_="cell"):  # code may show such markup
                 code.decompose()
-        self.text = soup.get_text()  # of <script> and <style> it gives nothing
+        self.text = soup.get_text()  # without <script> and <style>
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ SOME = (
 
 
 def build_some(site, work):
-    "Build only the pages of SOME; Sphinx does not warn of links to other pages."
+    "Build only the pages of SOME; Sphinx ignores links to other pages."
     from sphinx.cmd.build import main as sphinx
 
     build.write_pages(work)
@@ -117,7 +117,7 @@ def build_some(site, work):
     scope="module", params=["some pages", pytest.param("all pages", marks=pytest.mark.slow)]
 )
 def site(request, tmp_path_factory):
-    "The folder of a built site."
+    "Return the folder of a built site."
     pytest.importorskip("myst_nb", reason="needs the extra 'docs'")
     folder = tmp_path_factory.mktemp("site") / request.param.replace(" ", "-")
     make = build_some if request.param == "some pages" else build.build
@@ -139,7 +139,7 @@ def test_pages_have_no_directives_and_no_hidden_cells(prepared):
         page = json.loads((folder / "pages" / f"{name}.ipynb").read_text())
         for cell in page["cells"]:
             source = cell["source"]
-            shown = re.sub(r"```.*?```|`[^`\n]+`", "", source, flags=re.S)  # may name one
+            shown = re.sub(r"```.*?```|`[^`\n]+`", "", source, flags=re.S)  # except code
             assert "#|" not in shown, f"{name}: {source[:80]}"
 
 
@@ -178,7 +178,7 @@ def test_the_page_of_the_package_begins_with_the_public_names(site, pages):
     assert {"forward", "generate", "save_pretrained", "from_pretrained"} <= methods
     assert "load_state_dict" not in methods
     rows = {row.find("code").get_text(): row for row in internal.select("tbody tr")}
-    assert "…" in rows["round_width"].get_text(), "the dots of a list end no sentence"
+    assert "…" in rows["round_width"].get_text(), "dots in a list must not end a sentence"
     assert rows["symbol_table"].find("a")["title"] == "longhorn_kit.theory.notation.symbol_table"
     assert len(rows) > 1000
 
@@ -533,7 +533,7 @@ def test_the_python_of_the_readme_works():
 
 
 def server_root():
-    "The folder that JupyterLab serves under `make lab`, by the Makefile and the server's rules."
+    "Return the folder that JupyterLab serves by `make lab`, from Makefile and server rules."
     app = pytest.importorskip("jupyter_server.serverapp").ServerApp()
     command = re.search(
         r"^lab:.*\n\t@\$\(BIN\)/jupyter lab (.*)$", (ROOT / "Makefile").read_text(), re.M
@@ -551,7 +551,7 @@ PAGES = [
 
 
 def markdown_of(path):
-    "The text of a page outside of code, and what its outputs show as HTML."
+    "Return a page's text outside of code, and the HTML of its outputs."
     cells = (
         build.read(path)["cells"]
         if path.suffix == ".ipynb"
@@ -566,7 +566,7 @@ def markdown_of(path):
 
 
 def headings(path):
-    "The anchors of a page: JupyterLab's form of a heading and GitHub's."
+    "Return the anchors of a page's headings, in the forms of JupyterLab and GitHub."
     result = re.findall(r"^#+ +(.*?) *$", markdown_of(path), re.M)
     in_jupyter = {h.replace(" ", "-") for h in result}
     in_github = {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in result}
@@ -608,7 +608,7 @@ TEACHES = re.compile(r"\bassert\b|\bprint\(|\bshow_\w+\(|^(?:def|class) ", re.M)
 
 
 def only_draws(cell):
-    "Is a figure all that a cell of six lines or more is for?"
+    "Check whether a cell of six lines or more only draws a figure."
     lines = cell["source"].splitlines()
     code = [line for line in lines if line.strip() and not line.startswith("#")]
     drawing = [line for line in code if DRAWS.search(line)]
@@ -628,7 +628,7 @@ def test_solutions_and_drawing_code_are_folded_in_jupyterlab_and_on_the_site(pre
             jupyter = cell["metadata"].get("jupyter", {})
             hidden = jupyter.get("source_hidden", False)
             assert "code-fold" not in build.directives(cell), (
-                "JupyterLab does not know it: set `jupyter.source_hidden` in the cell's metadata"
+                "JupyterLab ignores this mark: set `jupyter.source_hidden` in the cell's metadata"
             )
             expected = (
                 "solution" in cell["metadata"].get("tags", ())
@@ -653,7 +653,7 @@ WRITE |= {"set_title", "set_xlabel", "set_ylabel"}
 
 
 def can_be_read(colour):
-    "Is a colour the ink, black, white, made readable, or that of a model and dark?"
+    "Check whether a colour is ink, black, white, made readable, or a dark model colour."
     from longhorn_kit.plots import COLORS
 
     text = ast.unparse(colour)
@@ -692,7 +692,7 @@ TITLE = re.compile(r"\btitle=|set_title\(|suptitle\(")
 
 
 def test_panels_have_titles():
-    titled = {}  # page -> functions that give titles
+    titled = {}  # page -> functions that set titles
     panels = 0
     for page, source, tree in drawing_cells():
         functions = titled.setdefault(page, set())
@@ -745,7 +745,7 @@ def test_a_packed_figure_looks_the_same():
 
     rows, columns = np.mgrid[:200, :300]
     channels = [rows, columns // 3, 255 - rows, 255 - columns // 2]
-    pixels = np.stack(channels, -1).astype("u1")  # thousands of blends
+    pixels = np.stack(channels, -1).astype("u1")  # thousands of colours
     colours = np.array([[10, 20, 30, 0], [178, 24, 43, 255]], "u1")
     bands = np.arange(200) // 100
     pixels[:, :150] = colours[bands][:, None]
@@ -818,7 +818,7 @@ STUB = re.compile(r"#\| eval: false\n(?!.*#\| export).*\.\.\.", re.S)
 @pytest.mark.parametrize("path", build.notebooks(), ids=lambda path: path.stem)
 def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
     text = ""
-    stub = None  # text since the last solution, and the stub that has none yet
+    stub = None  # text since the last solution, and a stub without solution
     for cell in build.read(path)["cells"]:
         folded = cell["metadata"].get("jupyter", {}).get("source_hidden") and "solution" in cell[
             "metadata"
@@ -828,11 +828,11 @@ def test_every_exercise_says_how_hard_it_is_and_has_a_folded_solution(path):
         elif STUB.match(cell["source"]):
             assert stub is None, f"no folded solution of\n{stub}"
             assert re.search(r"\((easy|medium|hard), \d+ minutes\)", text), (
-                f"how hard, how long?\n{cell['source']}"
+                f"difficulty or time is missing:\n{cell['source']}"
             )
             stub = cell["source"]
         elif folded:
-            assert stub, f"a solution of what?\n{cell['source']}"
+            assert stub, f"a solution without a stub:\n{cell['source']}"
             text = ""
             stub = None
     assert stub is None, f"no folded solution of\n{stub}"
@@ -849,7 +849,7 @@ def test_glossary_is_in_order_and_says_where_each_word_is_explained():
 
 
 def built(site):
-    "Names of the notebooks that a site was built from."
+    "Return the names of a site's notebooks."
     return SOME if site.parent.name == "some-pages" else [name.as_posix() for name in NOTEBOOKS]
 
 
@@ -959,7 +959,7 @@ def test_words_count_by_their_place():
     scores = relevance.scores(counts)["tl.dot"]
     order = ["scan/1_teaches", "scan/3_long", "machine/also", "scan/2_uses"]
     assert sorted(scores, key=scores.get, reverse=True) == order
-    assert relevance.scores(counts)["key"]["scan/4_other"] > scores["scan/1_teaches"], "it is rarer"
+    assert relevance.scores(counts)["key"]["scan/4_other"] > scores["scan/1_teaches"], "rare words"
 
 
 def test_the_search_has_a_score_of_every_page_for_the_words_that_it_explains(prepared, site):
@@ -977,10 +977,10 @@ def test_the_search_has_a_score_of_every_page_for_the_words_that_it_explains(pre
 
 
 def leads_to_a_page_left_out(site, page, href):
-    "Does a link lead to a notebook that a site of some pages has no page for?"
+    "Check whether a link leads to a notebook without a page in a partial site."
     target = re.match(
         r"#?(.*)\.(?:ipynb|html)", href
-    )  # Sphinx leaves a link to no page as #NOTEBOOK.ipynb
+    )  # Sphinx writes a link without a page as #NOTEBOOK.ipynb
     if not target or built(site) is not SOME:
         return False
     folder = posixpath.dirname(page)
@@ -1007,7 +1007,7 @@ def test_every_local_link_and_anchor_has_a_target(site, pages):
 
 
 def test_no_page_shows_markup_or_the_network_and_figures_say_what_they_are(site, pages):
-    "A page also links no unpublished repository."
+    "No page links to an unpublished repository."
     own = [
         link
         for page in pages.values()
@@ -1240,7 +1240,7 @@ def test_pages_work_by_keyboard(browser, site, width):
     browser.open(site / "machine/plots.html", width)
     assert (first := tab())["name"].strip() == "Skip to content"
     assert first["seen"]
-    if width == 390:  # the search is in a drawer
+    if width == 390:  # the search field is in a drawer
         assert tab()["name"] == "Pages"
         browser.press("Enter")
     steps = [tab() for _ in range(6)]

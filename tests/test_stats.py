@@ -1,4 +1,4 @@
-"""The rules for comparisons, against least squares, SciPy's tests, closed testing, and by words."""
+"""Check comparison rules against least squares, SciPy's tests, closed testing, and wording."""
 
 import dataclasses
 import itertools
@@ -148,13 +148,13 @@ def test_a_table_has_the_verdicts_and_the_papers_numbers_where_there_are_any():
     assert rows[1][4] == ""
 
 
-# The rule with looks
+# the rule with looks
 
 LOSSES = st.lists(st.floats(-3, 3).map(lambda value: round(value, 3)), min_size=3, max_size=9)
 
 
 def by_least_squares(x, y, flattest):
-    "Return estimate, weight, squares and degrees of freedom of the parabola, by `lstsq`."
+    "Return the parabola's estimate, weight, squares and degrees of freedom, by `lstsq`."
     A = np.vander(x, 3)
     coefficients, squares, *_ = np.linalg.lstsq(A, y, rcond=None)
     curvature = max(coefficients[0], flattest)
@@ -177,7 +177,7 @@ def test_the_fit_is_that_of_least_squares(low, middle, high, step, best):
         + [(best, loss) for loss in middle[:2]]
         + [(best + step, loss) for loss in high]
     )
-    search += [(best + 2, -100.0), (best - 1.5, -100.0)]  # too far away to count
+    search += [(best + 2, -100.0), (best - 1.5, -100.0)]  # too far away to be used
     judged = middle[2:]
     fit = fit_rates(search, judged, best, sd=1.0)
     left = [-1.0] * len(low)
@@ -218,7 +218,7 @@ def test_a_line_and_a_hill_are_read_with_the_least_curvature():
     assert line.value == pytest.approx(expected)
     search = [(-1, -0.9), (0, 0.0), (1, -1.1)]
     hill = fit_rates(search, [0.0], 0, sd=1.0)
-    # its own curvature is -1
+    # the curvature of these losses is -1
     expected = -0.1 / 0.3 * 0.1 - (0.1 / 0.3) ** 2
     assert hill.value == pytest.approx(expected)
 
@@ -403,12 +403,12 @@ def test_at_most_one_model_stays_out_of_the_pool():
     assert variances["a"][0] > 1
 
 
-OWN_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has its own variance
+OWN_GROUPS = {"A": "a", "B": "b", "C": "c", "D": "d"}  # each model has a separate variance
 BELOW = (("A", -1), ("B", 1))
 
 
 def judge_one(contrast, *looks, **options):
-    "Return the judgement of one contrast; each model has its own variance."
+    "Return the judgement of one contrast; each model has a separate variance."
     return judge_looks([contrast], list(looks), OWN_GROUPS, **options)[0]
 
 
@@ -479,9 +479,9 @@ def compare_normal(differences, margin=0.0, kind="better"):
 
 
 def closed_test(p_values, level):
-    """Return which hypotheses fall, by Holm's procedure as a closed test.
+    """Return the rejected hypotheses, by Holm's procedure as a closed test.
 
-    A hypothesis falls if Bonferroni's test rejects every set that contains it."""
+    A hypothesis is rejected if Bonferroni's test rejects every set that contains it."""
     count = len(p_values)
     sets = []
     for size in range(1, count + 1):
@@ -527,7 +527,7 @@ def test_the_level_of_a_bar_follows_the_step_of_the_correction():
 
 def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
     first = [3.0, 2.4, 1.0]
-    second = [0.5, 2.4, 1.0]  # at the second look the first has lost its lead
+    second = [0.5, 2.4, 1.0]  # at the second look, the first comparison is no longer ahead
     judged = compare_normal([first, second])
     assert [(judgement.side, judgement.look) for judgement in judged] == [
         ("ahead", 4),
@@ -537,7 +537,7 @@ def test_a_decided_comparison_keeps_its_verdict_and_leaves_the_count():
     expected = compare_normal([first])[0]
     assert judged[0] == expected
     assert judged[1].level == 0.02 / 2
-    # p 0.0093: significant among two, not among three
+    # p 0.0093 is significant among two, but not among three
     better = compare_normal([first, [0.5, 2.6, 1.0]])
     assert better[1].side == "ahead"
     assert better[1].look == 8
@@ -554,7 +554,7 @@ def test_a_comparison_without_a_side_still_counts(missing):
         Contrast("y", (("y", -1), ("base", 1)), margin=0.0),
     ]
     fits = {"base": BASE, "x": normal_fit(0.0), "y": normal_fit(1.0)}
-    # p 0.014: significant alone, not among two
+    # p 0.014 is significant alone, but not among two
     last = {"base": BASE, "x": normal_fit(0.0), "y": normal_fit(2.45)}
     if missing is None:
         del fits["x"], last["x"]
@@ -651,7 +651,7 @@ def test_runs_are_compared_beside_the_verdict():
 
 
 def test_the_rank_test_is_exact():
-    # 2 of 252 orders are so extreme
+    # 2 of 252 orders are as extreme
     fits = {"A": fit_mean((1.0, 2.0, 3.0, 4.0, 5.0)), "B": fit_mean((6.0, 7.0, 8.0, 9.0, 9.5))}
     judgement = judge_one(Contrast("A below B", BELOW), fits)
     assert f"rank test p = {2 / 252:.2g};" in judgement.beside
@@ -675,7 +675,7 @@ def test_later_data_stand_beside_a_verdict():
         + f"; all 8 seeds: {later.difference:+.4f} [{later.low:+.4f}, {later.high:+.4f}]"
     )
     assert both.beside == expected
-    # no further seeds: nothing to add
+    # no further seeds, so nothing is added
     stopped = judge_one(contrast, clear, clear)
     assert stopped == first
     lost = judge_one(contrast, clear, {**more, "B": fit_mean([math.nan])})

@@ -1,4 +1,4 @@
-"""Decode steps: kernels against the reference, in place or not; prefill and steps are one pass."""
+"""Compare decode kernels with the reference, in place or not; prefill plus steps is one pass."""
 
 import json
 import os
@@ -29,7 +29,7 @@ BACKENDS = ("reference", "triton")
 
 
 def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, seed=0):
-    "Arguments with a time axis of T steps, by name."
+    "Return arguments with a time axis of T steps, by name."
     gen = torch.Generator().manual_seed(seed)
 
     def new(*s):
@@ -52,7 +52,7 @@ def inputs(B, D, N, rule="diagonal", T=1, dtype=torch.float32, scalar=False, see
 
 
 def at(a, t):
-    "The arguments of one step."
+    "Return the arguments of one step."
     of_step = {n: a[n][:, t] for n in "qkxbz"}
     now = a | of_step
     if a["A"] is not None and a["A"].dim() == 3:
@@ -61,7 +61,7 @@ def at(a, t):
 
 
 def reference(a, state, rule):
-    "Output and last state in float64."
+    "Return output and last state in float64."
     d = {n: None if t is None else t.double() for n, t in a.items()}
     rest = dict(D_skip=d["skip"], z=d["z"], initial_state=state.double())
     data = [d[n] for n in "qkxb"]
@@ -71,7 +71,7 @@ def reference(a, state, rule):
 
 
 def assert_steps(B, D, N, rule, T=3, **made):
-    "Steps by the kernel, alternately into a new state and in place."
+    "Run steps by the kernel, alternately into a new state and in place."
     a, first = inputs(B, D, N, rule, T, **made)
     want, last = reference(a, first, rule)
     state = first.clone()
@@ -125,7 +125,7 @@ def test_optional_arguments_left_out_and_strided_rows():
 
 
 def a_pool(*size, dtype, gaps):
-    "Seven states, each contiguous, next to one another or one layer of two."
+    "Return seven contiguous states, adjacent in memory or from one of two layers."
     generator = torch.Generator().manual_seed(1)
     layers = torch.randn(7, 2 if gaps else 1, *size, generator=generator)
     converted = layers.to(DEVICE, dtype)
@@ -133,7 +133,7 @@ def a_pool(*size, dtype, gaps):
 
 
 def both_steps(backend, rule, now, weight, bias, states, pasts, rows, **options):
-    "A step of the convolution and one of the scan, for some rows of the batch."
+    "Run a step of the convolution and one of the scan, for some rows of the batch."
     x, z, q, k, b = [now[n][rows] for n in "xzqkb"]
     A = now["A"] if rule == "s6" or now["A"] is None else now["A"][rows]
     conv_backend = "torch" if backend == "reference" else backend
@@ -156,11 +156,11 @@ def assert_pool_steps(
     gaps=True,
     graph=False,
 ):
-    """Steps of both kinds by slot are steps of the rows alone; nothing else is read or written.
+    """Steps by slot equal steps of separate rows; no other memory is read or written.
 
-    The kernels treat every row alike and give the same bits. PyTorch takes groups of numbers as
-    wide as the processor's vectors and the last ones of a tensor one by one, and rounds sigmoid,
-    silu and softplus in two ways."""
+    The kernels treat all rows equally and give the same bits. PyTorch processes numbers in vectors,
+    but the last numbers of a tensor one by one, and the two ways round sigmoid, silu and softplus
+    differently."""
     dtype_of_slots = torch.int32 if gaps else torch.int64
     slots = torch.tensor(slots, device=DEVICE, dtype=dtype_of_slots)
     a, _ = inputs(len(slots), D, N, rule, dtype=dtype)
@@ -193,7 +193,7 @@ def assert_pool_steps(
     else:
         outputs = step()
     conv, scan = outputs
-    # Sums of 4 taps and N products, up to 8 functions of one number.
+    # sums of 4 taps and N products, and up to 8 functions of a number
     tolerance = None if backend == "triton" else bound(torch.float32, 4 + N + 8)
     for (result, same), given, before, value, after in (
         (conv, past, past_before, y, windows),
@@ -210,7 +210,7 @@ def assert_pool_steps(
 
 
 def assert_near(result, expected, tolerance):
-    "To the bit without a tolerance; else within it and the rounding of the result to its dtype."
+    "Compare bit for bit, or within a tolerance plus the rounding of the result to its dtype."
     if tolerance is None:
         assert torch.equal(result, expected)
     else:
@@ -245,7 +245,7 @@ def assert_conv_steps(
     backend="auto",
     activation="silu",
 ):
-    "Steps of the convolution, in place where `inplace(t)`, are the convolution."
+    "Check that steps, in place if `inplace(t)`, equal the convolution."
     x = torch.randn(B, T, D, device=DEVICE).to(dtype)
     weight = torch.randn(D, W, device=DEVICE)
     c = torch.randn(D, device=DEVICE) if bias else None
@@ -279,7 +279,7 @@ def test_convolution_steps_equal_the_convolution(W, D, activation, bias, backend
 
 
 def test_steps_learn_where_gradients_are_wanted():
-    "On any device the differentiable step is PyTorch's, and refuses what has no gradient."
+    "On any device, the differentiable step is PyTorch's; steps without gradients raise an error."
     a, state = inputs(1, 3, 2)
     now = at(a, 0)
     args = [now[n].requires_grad_() for n in "qkxb"]
@@ -383,7 +383,7 @@ def test_a_layer_steps_in_place(name, options):
     [("longhorn", {}), ("longhorn", dict(key_norm=True)), ("mamba", {}), ("mamba_input_a", {})],
 )
 def test_a_layer_serves_from_a_pool(name, options, state_dtype):
-    "Sequences enter and leave a pool between steps, and no step sees the others."
+    "Sequences enter and leave a pool between steps without affecting other sequences."
     torch.manual_seed(0)
     layer = build_mixer(name, 16, **options).to(DEVICE)
     h = torch.randn(3, 6, 16, device=DEVICE)
@@ -455,7 +455,7 @@ def test_wrong_slots_are_one_sentence():
         for arguments, message in wrong_slots(slots, pool):
             with pytest.raises(ValueError, match=message):
                 step(*arguments)
-        for state in (strided, part):  # their elements share no memory
+        for state in (strided, part):  # elements of these states share no memory
             step(slots, state=state)
 
 
@@ -503,7 +503,7 @@ def test_kernels_compile_for_hopper_and_other_targets(arguments):
         assert row["shared"] <= 8192, row
 
 
-# ---- the whole, on a GPU
+# ---- complete models, on a GPU
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(
@@ -582,7 +582,7 @@ def test_gpu_offsets_beyond_two_to_the_31():
         a[n] = a[n].repeat_interleave(D // 8, -1)
     state = torch.ones(B, D, N, device=DEVICE)
     out, _ = triton_step("diagonal", **at(a, 0), state=state, inplace=True)
-    few = dict(a)  # the last row, and its last channels
+    few = dict(a)  # the last row, and the last channels of this row
     for n in "qkxbz":
         last = a[n][-1:]
         few[n] = last

@@ -66,7 +66,7 @@ def test_every_compression_gives_the_same_documents(tmp_path, suffix, compress):
 def test_zst_archives_of_the_longest_window_and_frames_without_text_are_read(tmp_path):
     long = zstandard.ZstdCompressionParameters(window_log=31, enable_ldm=True)  # zstd --long=31
     pieces = zstandard.ZstdCompressor(compression_params=long).compressobj()
-    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"  # as pzstd writes
+    skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00abcd"  # as in files of pzstd
     random = os.urandom(50_000)
     text = random.hex().encode()
     (tmp_path / "a.txt.zst").write_bytes(
@@ -448,7 +448,7 @@ def test_embedded_corpus_is_fixed_and_its_parts_share_no_document():
     assert not parts["train"] & parts["val"]
 
 
-# ---- the held-out part
+# ---- held-out part
 
 
 @settings(max_examples=30, deadline=None)
@@ -463,7 +463,7 @@ def test_copies_of_a_document_are_in_the_same_part(n, different, salt):
         assert not shared
         result = parts["train"] + parts["val"]
         assert result == Counter(texts)
-    else:  # whole documents would leave one part empty, so the end of every document is held out
+    else:  # with complete documents one part is empty, so the end of each document is held out
         assert sum(parts["train"].values()) == sum(parts["val"].values()) == n
 
 
@@ -490,7 +490,7 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
     assert [part for part, _ in split([(0, "word " * 2000 + "\n")], fraction=0.1)] == [
         "train",
         "val",
-    ]  # a line is a text too
+    ]  # each line is a text too
     held_out = sum(len(t) for p, t in pieces if p == "val")
     total = sum(map(len, texts))
     assert 0.05 < held_out / total < 0.15
@@ -500,7 +500,7 @@ def test_few_documents_give_their_ends_and_no_character_is_lost(tmp_path):
 
 
 def two_domains(folder, long=None):
-    "Two domains: long documents, a blank one, Windows newlines, a last one without end mark."
+    "Write two domains: long and blank documents, Windows newlines, a missing last end mark."
     folder.mkdir()
     long = long or {"docs": 6, "prose": 6}
     for name, suffix, compress in (("docs", "", bytes), ("prose", ".xz", lzma.compress)):
@@ -540,7 +540,7 @@ def test_long_documents_leave_the_training_text_and_the_rest_keeps_its_bytes(tmp
         assert len(documents) == 4
         assert sum(map(len, documents)) == size
         assert min(map(len, documents)) >= 400
-        for text in documents:  # what is left is the text without them, byte for byte
+        for text in documents:  # the rest is the text without these documents, byte for byte
             whole = text + SEPARATOR.encode()
             assert before.count(whole) == 1
             before = before.replace(whole, b"")
@@ -622,7 +622,7 @@ def test_opened_texts_have_the_long_documents_and_name_them(tmp_path, monkeypatc
     expected = before.summary()["train_tokens"] - held_out
     assert own["train_tokens"] == expected
     hashes = {one["sha256"] for one in own["long"].values()}
-    assert len(hashes) == 2  # a change of text or order is another one
+    assert len(hashes) == 2  # a change of text or order changes the hash
     after.long["docs"].reverse()
     sha25 = after.summary()["long"]["docs"]["sha256"]
     assert sha25 not in hashes
@@ -643,7 +643,7 @@ def test_gpt2_from_a_folder(gpt2_folder):
     tokens = tokenizer.encode("the in the").tolist()
     assert tokens == [257, 220, 259, 258]
     tokens = tokenizer.encode(" <|endoftext|>")
-    assert tokens.max() < 50256  # in the text it is not the end mark
+    assert tokens.max() < 50256  # in a text, the end mark's characters are ordinary text
     text = "the in the α\n" * 3
     result = tokenizer.sizes[tokenizer.encode(text)].sum()
     expected = len(text.encode())
@@ -683,7 +683,7 @@ def test_bad_tokenizers_are_refused_in_one_line(gpt2_folder, tmp_path, monkeypat
         get_tokenizer("gpt2")
 
 
-# ---- the sampler
+# ---- sampler
 
 
 @settings(max_examples=60, deadline=None)
@@ -704,7 +704,7 @@ def test_every_window_once_per_epoch(context, batch, extra, seed, world):
             inputs, targets = sampler.next_batch()
             assert inputs.shape == targets.shape == (batch, context)
             assert inputs.dtype == torch.int64
-            assert torch.equal(inputs + 1, targets)  # neighbours in this text differ by one
+            assert torch.equal(inputs + 1, targets)  # adjacent tokens of this text differ by one
             drawn += [int(row[0]) for row in inputs]
     for epoch in (drawn[:n], drawn[n : 2 * n]):
         starts = sorted(epoch)  # adjacent windows use no input twice
@@ -823,7 +823,7 @@ def test_links_are_followed_and_texts_that_come_twice_or_lead_nowhere_are_named(
     (inside / "a.txt.gz").write_bytes(gzip.compress(b"near"))
     (inside / "a.txt.xz").write_bytes(lzma.compress(b"near"))
     (inside / "a.txt").unlink()
-    for source in (inside, inside / "*.[gx]z"):  # both are compressed
+    for source in (inside, inside / "*.[gx]z"):  # both files are compressed
         assert len(list(load_documents(str(source)))) >= 2
         assert (
             "a.txt.xz and a.txt.gz are read; they may be the same text" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Timing of training steps: kinds of kernels, and the experiment without a GPU."""
+"""Test the timing of training steps: kinds of kernels, and the experiment without a GPU."""
 
 from functools import partial
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trackers show the lines of metrics.jsonl: TensorBoard's reader, stand-ins for the others."""
+"""Trackers show the lines of metrics.jsonl: TensorBoard's reader, and stand-ins for the rest."""
 
 import dataclasses
 import sys
@@ -32,7 +32,7 @@ def init(**options):
 
 
 def events(folder):
-    "Numbers that TensorBoard shows of a run, as lines of metrics."
+    "Return the numbers that TensorBoard shows of a run, as lines of metrics."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0}).Reload()
@@ -46,7 +46,7 @@ def events(folder):
 
 
 def as_shown(folder):
-    "The lines of metrics.jsonl in TensorBoard's precision and characters."
+    "Return the lines of metrics.jsonl in TensorBoard's precision and characters."
     lines = []
     for line in read_jsonl(folder / "metrics.jsonl"):
         shown = {name.replace(" ", "_"): float(np.float32(value)) for name, value in line.items()}
@@ -60,7 +60,7 @@ def tracked(name, **changes):
 
 @pytest.mark.parametrize("first", ["none", "tensorboard"])
 def test_tensorboard_shows_the_metrics_of_a_run_that_was_stopped_and_resumed(tmp_path, first):
-    "At step 38, with lines up to 36 and a checkpoint at 30; tracked from either start on."
+    "A run killed at step 38 resumes at 30, tracked from its first or second start."
     with pytest.raises(MemoryError):
         run(tmp_path, Interrupting(38, failing(MemoryError("stopped"))), tracked(first))
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 36
@@ -106,7 +106,7 @@ def test_a_resumed_run_continues_its_run_and_repeats_no_step(tmp_path, calls, na
     folder = tmp_path / "run"
     with pytest.raises(MemoryError):
         run(folder, Interrupting(38, failing(MemoryError("stopped"))), tracked(name))
-    with pytest.raises(MemoryError):  # before it comes as far again
+    with pytest.raises(MemoryError):  # killed again before it reaches that step
         run(folder, Interrupting(33, failing(MemoryError("stopped"))), tracked(name))
     run(folder, config=tracked(name))
     starts = [call for call in calls(name) if "project" in call]

@@ -1,6 +1,6 @@
-"""`longhorn train-vision` and `eval-vision`.
+"""Test `longhorn train-vision` and `eval-vision`.
 
-Sources, order, broken images, resume, timm's script.
+Subjects are sources, order, broken images, resuming, and timm's script.
 """
 
 import argparse
@@ -103,7 +103,7 @@ def test_presets_are_the_published_recipe():
     stored = lab.with_steps(vision_config("imagenet-vim-tiny", data="folder", epochs=2), 10_000)
     assert stored.eval_every == 9
     assert stored.steps == 18
-    assert stored.warmup == 17  # all steps but one, as five epochs of warm-up exceed two epochs
+    assert stored.warmup == 17  # all steps except one: five epochs of warm-up exceed two
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
     (tmp_path / "train" / ".ipynb_checkpoints").mkdir()
     (tmp_path / "train" / "class png" / "again").symlink_to(
         tmp_path / "train"
-    )  # the same images once more
+    )  # the same images again
     train, val = open_data(str(tmp_path))
     assert len(train) == len(val) == 9
     expected = sorted(train.classes, key=str.lower)
@@ -281,7 +281,7 @@ def test_every_format_of_pillow_is_read_and_other_files_are_counted_and_named(tm
     (tmp_path / "train" / "stray.png").unlink()
     (tmp_path / "train" / "class png" / "again").unlink()
     (tmp_path / "train" / "class gif" / "drawing.eps").unlink()
-    hub = open_data(f"hf:{tmp_path}")  # datasets reads the same
+    hub = open_data(f"hf:{tmp_path}")  # `datasets` reads the same images
     assert [len(part) for part in hub] == [9, 9]
     result = list(hub[0].classes)
     assert result == sorted(train.classes)
@@ -318,7 +318,7 @@ def test_a_class_without_one_readable_image_is_an_error(tmp_path, kind):
     with pytest.raises(ValueError, match=message) as caught:
         open_data(source)
     assert "\n" not in str(caught.value)
-    rows[1][0] = good  # one is enough
+    rows[1][0] = good  # one intact image is enough
     write()
     train, _ = open_data(source)
     assert len(train) == 3
@@ -349,7 +349,7 @@ def test_folders_of_the_same_name_are_not_one_class_in_silence(tmp_path):
         ValueError, match="cats/small and .*dogs/small would both be the class small; rename one"
     ):
         open_data(str(tmp_path))
-    for folder in (tmp_path, tmp_path / "train"):  # datasets gives them no labels
+    for folder in (tmp_path, tmp_path / "train"):  # `datasets` assigns them no labels
         with pytest.raises(ValueError, match="has the columns image; expected one of label"):
             open_part(f"hf:{folder}", "train")
     with pytest.raises(ValueError, match="`datasets` treats .* as a pattern; rename the folder"):
@@ -433,21 +433,21 @@ def test_evaluation_reads_settings_and_weights_of_one_model(tmp_path, monkeypatc
     def read(name, path, **options):
         lab.save_model(
             make_model(config, 10), config, list("0123456789"), tmp_path / "b"
-        ) if not observed else None  # another process trains anew
+        ) if not observed else None  # another process trains from the start
         observed.append(path)
         return real(name, path, **options)
 
     monkeypatch.setattr(lab, "with_weights", read)
     repeated = eval_vision(
         tmp_path / "b", "digits", workers=0, cpu=True
-    )  # the classes of the first model would be refused
+    )  # the classes of the first model would raise an error
     monkeypatch.undo()
     assert len(observed) == 2
     assert repeated == eval_vision(tmp_path / "a", "digits", workers=0, cpu=True)
 
 
 def tar(path, *members):
-    "Write (name, content or a type of member) to a tar file."
+    "Write members (name, content or type of member) to a tar file."
     with tarfile.open(path, "w") as file:
         for name, content in members:
             info = tarfile.TarInfo(name)
@@ -465,12 +465,12 @@ PNG = encoded(picture(0, 0))
 
 
 def grey_levels(bits, dtype=np.uint16):
-    "Return a picture in which half of the pixels are black and half are white."
+    "Return a picture with equally many black and white pixels."
     levels = np.repeat([0, 2**bits - 1], 128)
     return levels.astype(dtype).reshape(16, 16)
 
 
-# a file of every way to store black and white; the last three do not tell their range
+# one file per way to store black and white; the last three do not state their range
 PIXELS = {
     "grey16.png": lambda: Image.fromarray(grey_levels(16)),
     "grey16.tif": lambda: Image.fromarray(grey_levels(16)),
@@ -547,7 +547,7 @@ def test_classes_have_one_order_and_no_class_is_inside_another(tmp_path, capsys)
         write(f"{name}/x.png")
     classes = open_part(str(tmp_path), "train").classes
     assert list(classes) == names
-    write("2/clip.mpg"), write("2/table.h5")  # Pillow knows their names, but cannot decode them
+    write("2/clip.mpg"), write("2/table.h5")  # Pillow cannot decode these types
     result = len(open_part(str(tmp_path), "train"))
     assert result == len(names)
     assert "left out 2 files" in capsys.readouterr().err
@@ -798,7 +798,7 @@ def test_no_intact_image_is_reported_broken():
     for position in range(500):
         result = images[position][1:]
         expected = (images.number(position), [])
-        assert result == expected  # and not its neighbour
+        assert result == expected  # not the adjacent image
     assert bits.count(0) > 3
 
     def failing(image):
@@ -906,8 +906,8 @@ def test_sigterm_to_all_processes_is_a_checkpoint(folder, tmp_path, monkeypatch)
 
 
 def ends_while_loading(out, folder, **options):
-    "Train while the process that loads images dies as it reads ahead in step 5."
-    # otherwise the change below would not reach the process
+    "Train while the process that loads images exits, reading ahead in step 5."
+    # otherwise the change below would not affect the process
     multiprocessing.set_start_method("fork", force=True)
     number = Augmented.number
 
@@ -922,7 +922,7 @@ def ends_while_loading(out, folder, **options):
 
 @pytest.mark.slow
 def test_a_killed_process_that_loads_images_is_one_line(folder, tmp_path):
-    "Runs in another process, because torch may later raise the loss of a loading process anywhere."
+    "Run in another process, since torch may later raise an error about lost loaders anywhere."
     options = dict(workers=1, save_every=4, epochs=4)
     pool = Pool(1, daemon=False)
     try:
@@ -980,7 +980,7 @@ def test_corrupt_images_are_named_skipped_and_counted_once_over_a_restart(
 
 
 def test_a_record_gives_back_classes_of_any_name():
-    "So a run on foreign labels, such as /m/09x0r, resumes."
+    "A run with labels that look like paths, such as /m/09x0r, resumes."
     images = {"train": 2, "val": 1, "classes": ["a\x1b[31m", "/m/09x0r"]}
     assert (
         lab.facts_of(images)
@@ -1155,7 +1155,7 @@ def finished(process):
 @pytest.mark.slow
 def test_two_processes_name_each_broken_image_once_count_all_and_write_whole_weights(tmp_path):
     folder = filled(tmp_path, 8, 4)
-    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png"  # held out: one per process
+    broken = "train/dark/3.png", "val/dark/2.png", "val/light/1.png"  # held-out: one per process
     for path in broken:
         (folder / path).write_bytes(b"not an image")
     torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"
@@ -1265,7 +1265,7 @@ def test_a_thousand_classes_train_are_killed_inside_an_epoch_resume_and_are_eval
 
 
 def test_the_names_that_timms_script_uses(folder, tmp_path):
-    "train.py of timm's repository makes model, data, loader and checkpoints with these calls."
+    "timm's train.py creates model, data, loader and checkpoints with these calls."
     from timm.data import create_dataset, create_loader, resolve_data_config
     from timm.models import resume_checkpoint, safe_model_name
     from timm.optim import create_optimizer_v2
@@ -1316,7 +1316,7 @@ def test_the_names_that_timms_script_uses(folder, tmp_path):
     config = dataclasses.replace(
         VISION_PRESETS["digits"].config, init_from=str(tmp_path / "last.pth.tar")
     )
-    for local in (other, make_model(config, 2)):  # `--init-from` takes it too
+    for local in (other, make_model(config, 2)):  # `--init-from` accepts it too
         for name, value in model.state_dict().items():
             expected = local.state_dict()[name]
             assert torch.equal(value, expected)

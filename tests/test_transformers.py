@@ -1,4 +1,4 @@
-"The bridge to transformers: the kit's numbers, padded or not, cached or not, saved or not."
+"Models in transformers give the kit's numbers: padded or not, cached or not, saved or not."
 
 import copy
 import math
@@ -22,7 +22,7 @@ from mixers import every_family, every_family_of_kit, every_mixer
 from sweep import slow_case
 
 # isort: split
-# The kit has mended torchvision, which transformers imports.
+# The kit has corrected torchvision, which transformers imports.
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -48,7 +48,7 @@ def make(mixer="longhorn_exact", **options):
 
 
 def padded(*lengths, side="left", seed=0):
-    "Prompts of these lengths in one batch, their mask, and the prompts alone."
+    "Return prompts of these lengths in one batch, the mask, and the separate prompts."
     generator = torch.Generator().manual_seed(seed)
     alone = [torch.randint(50, (1, length), generator=generator) for length in lengths]
     missing = [max(lengths) - n for n in lengths]
@@ -123,8 +123,8 @@ def test_a_padded_row_gives_what_it_gives_alone(mixer, side):
 @every_family
 @pytest.mark.parametrize("lengths, rows", [((4, 9, 6), 3), slow_case((3, 5), 1), ((3, 3, 5), 2)])
 def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, rows):
-    "In transformers, generation from a padded batch gives each prompt the tokens it gets alone."
-    # with fewer rows than lengths, all rows are padded alike
+    "In transformers, generation from a padded batch gives the tokens of separate prompts."
+    # with fewer rows than lengths, all rows have equal padding
     hf = to_transformers(make(name))
     lm = make(name)
     batch = padded(*lengths)
@@ -142,14 +142,14 @@ def test_generation_from_a_padded_batch_is_that_from_each_prompt(name, lengths, 
         of_row = torch.stack([step[row] for step in together.logits])
         assert_close(of_row, logits, rtol=1e-4, atol=1e-5)
         if prompt.shape[1] < max(lengths):
-            # an untrained model says the same words whatever it has read; its logits differ
+            # an untrained model generates the same tokens for any prompt, but its logits differ
             difference = careless.logits[0][row] - logits[0]
             change = difference.abs().max()
             assert change > 1e-3
 
 
 def scattered(rows=5, length=14, seed=0):
-    "A mask with zeros anywhere: also a full row, an empty one, and padding on one side."
+    "Return a mask with zeros anywhere, a full row, an empty row, and padding on one side."
     generator = torch.Generator().manual_seed(seed)
     mask = torch.rand(rows, length, generator=generator) < 0.6
     mask[0] = True
@@ -161,7 +161,7 @@ def scattered(rows=5, length=14, seed=0):
 
 @every_family_of_kit
 def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
-    "Zeros anywhere in a mask are skipped: outputs and gradients are those of each text alone."
+    "Zeros in a mask are skipped: outputs and gradients are those of separate texts."
     hf = to_transformers(make(name)).double()
     tokens = torch.randint(50, (5, 20))
     mask = scattered(length=20)
@@ -177,7 +177,7 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
     then_mask = mask[:, :18]
     then = hf(then_tokens, attention_mask=then_mask, past_key_values=cache)
     last_tokens = tokens[:, 18:]
-    last = hf(last_tokens, past_key_values=then.past_key_values)  # no padding any more
+    last = hf(last_tokens, past_key_values=then.past_key_values)  # without padding from here on
     expected = [(5, 14)] * 2 + [(5, 4)] * 2 + [(5, 2)] * 2
     assert batches == expected
     mask[:, 18:] = 1
@@ -212,7 +212,7 @@ def test_padding_anywhere_gives_each_row_what_its_text_gives_alone(name):
 
 
 class Running(Mixer):
-    "A mixer that does not know of padding: sums over all tokens."
+    "Mixer that ignores padding and sums over all tokens."
 
     def __init__(self, d_model):
         super().__init__(d_model)
@@ -324,14 +324,14 @@ def test_values_at_padding_that_are_not_finite_do_not_spread():
 
 
 def collated(texts, **options):
-    "Texts of these lengths as transformers' collator packs them."
+    "Pack texts of these lengths by transformers' collator."
     collate = DataCollatorWithFlattening(return_tensors="pt", **options)
     rows = [dict(input_ids=text[0].tolist()) for text in texts]
     return collate(rows)
 
 
 def packed_row():
-    "Return a row of four texts, the texts, their bounds, positions and numbers."
+    "Return a row of four texts, the texts, and the texts' bounds, positions and numbers."
     _, _, texts = padded(4, 7, 1, 8)
     bounds = torch.tensor([0, 4, 11, 12, 20])
     counts = [torch.arange(text.shape[1]) for text in texts]
@@ -343,7 +343,7 @@ def packed_row():
 
 @every_family
 def test_packed_texts_share_no_state(name):
-    "Every way to mark packed texts gives each text what it gives alone."
+    "Every way to mark packed texts gives the results of separate texts."
     hf = to_transformers(make(name)).double()
     row, texts, bounds, positions, number = packed_row()
     logits = [hf(text).logits for text in texts]
@@ -385,10 +385,10 @@ def test_packed_texts_share_no_state(name):
 
 @every_family
 def test_packed_texts_with_padding_share_no_state(name):
-    "Packed texts with padding inside give what each text gives alone."
+    "Packed texts with padding inside give the results of separate texts."
     hf = to_transformers(make(name)).double()
     row, texts, bounds, _, number = packed_row()
-    mask = torch.ones(1, 20, dtype=torch.long)  # padding at the start of one text and in two others
+    mask = torch.ones(1, 20, dtype=torch.long)  # padding before one text and inside two
     mask[0, [0, 1, 6, 17, 19]] = 0
     is_text = mask.bool()
     cuts = bounds[1:-1].tolist()
@@ -465,7 +465,7 @@ def test_position_ids_beside_padding_pack_nothing():
 
 @pytest.mark.parametrize("count", ("columns", "text"))
 def test_a_gap_in_the_mask_starts_no_text(count):
-    "Positions may count all columns, as without a mask, or the text alone."
+    "Positions may count all columns, as without a mask, or only the tokens of the text."
     hf = to_transformers(make())
     tokens = torch.randint(50, (5, 14))
     mask = scattered()
@@ -577,7 +577,7 @@ def test_gradients_of_a_cached_call_are_right_with_checkpointing(reentrant):
 
 @every_mixer
 def test_the_cache_holds_plain_tuples(name):
-    "The transformers cache stores plain tuples of tensors, and gives the mixer its named one."
+    "The transformers cache stores plain tuples, and passes named tuples to the mixer."
     hf = to_transformers(make(name))
     tokens = torch.randint(50, (2, 6))
     cache = hf(tokens, use_cache=True).past_key_values
@@ -593,7 +593,7 @@ def test_crop_keeps_all_tokens_or_none():
     hf = to_transformers(make())
     tokens = torch.randint(50, (2, 6))
     expected = hf(tokens).logits
-    # transformers counts removed tokens; the length itself is its older spelling
+    # transformers counts removed tokens; older versions pass the length itself
     for keep in (0, 4):
         start = tokens[:, :4]
         cache = hf(start, use_cache=True).past_key_values
@@ -806,7 +806,7 @@ def test_weights_that_a_file_lacks_are_drawn_like_the_kits(tmp_path):
 
 @pytest.mark.slow
 def test_a_sharded_model_without_memory_draws_the_kits_weights():
-    "The flow of FSDP2: build on meta, shard, `to_empty`, `init_weights`."
+    "FSDP2 can build on meta, shard, and call `to_empty` and `init_weights`."
     from torch.distributed.fsdp import fully_shard
 
     from pool import one_process
@@ -951,7 +951,7 @@ def test_bad_input_is_one_line():
 
 
 def left_padded(vocab_size=31):
-    "Two texts of 4 and 7 tokens, as a batch for `forward`; every token of a text is a label."
+    "Return a batch of texts with 4 and 7 tokens; every token of a text is a label."
     tokens = torch.randint(1, vocab_size, (2, 7))
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :3] = 0
@@ -974,7 +974,7 @@ def test_padding_predicts_every_token_alike_and_a_label_behind_it_counts(mixer):
         loss = model(**batch, use_cache=keep).loss
         expected = (total + math.log(31)) / 10
         assert_close(loss, expected)
-    batch["labels"][0, 3] = -100  # leaves the label behind the padding out
+    batch["labels"][0, 3] = -100  # ignores the label after the padding
     result = model(**batch).loss
     assert_close(result, total / 9)
     message = r"attention_mask has shape \(2, 2\); expected a tensor \(B, T\)"

@@ -1,11 +1,11 @@
-"""transformers' own common model tests, run on the kit's two classes.
+"""Run transformers' common model tests on the kit's two classes.
 
-They come with the source distribution of the installed transformers, which pip fetches (about
-10 MB) into a temporary folder; without a network the file is skipped. Three modules that its
-tests import are not in the source distribution (exporting, generation and a table of
-configuration defaults), so empty stand-ins take their place. Tested are loading, saving,
-resizing, initialisation, gradient checkpointing, batching and outputs;
-tests/test_transformers.py has the rest.
+The tests are in the source distribution of the installed transformers, which pip downloads (about
+10 MB) to a temporary folder; without a network, this file is skipped. Three modules that the tests
+import are not in the source distribution (exporting, generation and a table of configuration
+defaults), so empty stand-ins replace them. The tests cover loading, saving, resizing,
+initialisation, gradient checkpointing, batching and outputs; tests/test_transformers.py covers the
+rest.
 """
 
 import io
@@ -31,7 +31,7 @@ SKIPPED = {  # the generation tests are not in the source distribution
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory):
-    "The common test class, made from the fetched tests."
+    "Return the common test class from the downloaded tests."
     folder = tmp_path_factory.mktemp("transformers")
     package = f"transformers=={metadata.version('transformers')}"
     options = ["-q", "--no-deps", "--no-binary", "transformers", "-d"]
@@ -40,7 +40,7 @@ def suite(tmp_path_factory):
         pytest.skip("pip could not fetch the source distribution of transformers")
     archive = next(Path(folder).glob("transformers-*.tar.gz"))
     with tarfile.open(archive) as tar:
-        # Python 3.11.0 to 3.11.3 have none
+        # Python 3.11.0 to 3.11.3 have no such option
         tar.extraction_filter = getattr(tarfile, "data_filter", None)
         tar.extractall(folder, [m for m in tar.getmembers() if "/tests/" in m.name])
     return make_suite(folder / archive.name.removesuffix(".tar.gz") / "tests")
@@ -77,7 +77,7 @@ def make_suite(folder):
         MODEL_MAPPING_NAMES,
     )
 
-    # how the tests tell a base model from one with a loss
+    # by this, the tests distinguish a base model from one with a loss
     MODEL_MAPPING_NAMES["longhorn"] = "LonghornModel"
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["longhorn"] = "LonghornForCausalLM"
 

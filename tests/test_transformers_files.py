@@ -1,4 +1,4 @@
-"Exported folders: with the kit and without it, fine-tuned, with adapters, and their cards."
+"Test exported folders with and without the kit, fine-tuning, adapters, and model cards."
 
 import inspect
 import json
@@ -59,7 +59,7 @@ def export(folder, mixer="longhorn_exact", **options):
 
 
 def outputs(folder):
-    "Logits and greedy tokens of a saved model."
+    "Return logits and greedy tokens of a saved model."
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
     prompt = torch.arange(30, 50)[None]
     logits = model(prompt).logits.detach()
@@ -132,7 +132,7 @@ result = [outputs(folder), outputs("copy"), sys.modules[type(model).__module__].
 
 
 def other_version(folder, out):
-    "Copy an export; its code has another version, and norms that give other numbers."
+    "Copy an export, and change the version and the norms of its code."
     shutil.copytree(folder, out)
     source = out / "longhorn_source.py"
     text = source.read_text()
@@ -177,7 +177,7 @@ def logits_without_the_kit(folder, tmp_path):
 
 @pytest.mark.slow
 def test_operations_of_two_exports_stay_apart_where_a_graph_calls_them(tmp_path):
-    "A graph calls operations by name: the second export must not replace those of the first."
+    "A second export must not replace the first one's operations, which graphs call by name."
     one = export(tmp_path / "one")
     other = other_version(one, tmp_path / "two")
     names = [str(one), str(other)]
@@ -286,7 +286,7 @@ def test_adapters_reach_every_projection_and_are_saved_loaded_and_merged(mixer, 
 
 
 def adapted_model(mixer="longhorn", **options):
-    "A model with two LoRA adapters that change its outputs, `default` and `other`."
+    "Return a model with two LoRA adapters that change its outputs, `default` and `other`."
     peft = pytest.importorskip("peft")
     torch.manual_seed(2)
     config = LMConfig(64, 32, 2, mixer=mixer)
@@ -414,7 +414,7 @@ def test_an_adapted_model_generates_in_training_mode_with_checkpointing_as_in_ev
 
 @every_mixer
 def test_adapters_on_all_linear_layers_learn_in_every_mixer(name):
-    "LoRA reaches every linear layer: a mixer calls them, or `split_bias`, and reads no weight."
+    "LoRA works for every linear layer: a mixer calls layers or `split_bias`, and reads no weight."
     peft = pytest.importorskip("peft")
     model = to_transformers(SequenceLM(LMConfig(64, 32, 1, mixer=name, d_mlp=32)))
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
@@ -499,7 +499,7 @@ def test_a_linear_layer_returns_a_tensor():
 
 
 def test_padding_of_an_export_is_not_its_end_mark(tmp_path):
-    "Collators leave padding out of the labels; the end of a text has to stay."
+    "Collators remove padding from the labels, but the end of a text must remain."
     from transformers import DataCollatorForLanguageModeling
 
     folder = export(tmp_path / "hf")
@@ -561,7 +561,7 @@ def test_a_card_says_what_the_run_recorded_and_nothing_else(tmp_path):
     config = run / "model/config.json"
     text = config.read_text()
     config.write_text(text.replace('"dropout": 0.0', '"dropout": 0.5'))
-    assert run_facts(run / "model") == {}  # a record of another model
+    assert run_facts(run / "model") == {}  # the record belongs to another model
     folder = export(tmp_path / "bare")
     card = (folder / "README.md").read_text()
     for row in ("Tokens", "Loss", "Commit", "Data"):

@@ -1,5 +1,6 @@
-"""The fast kernels (Gluon, NVIDIA) against a float64 loop and against the portable ones. All of it
-needs a GPU."""
+"""Compare the fast kernels (Gluon, NVIDIA) with a float64 loop and with the portable kernels.
+
+All tests need a GPU."""
 
 import warnings
 
@@ -46,12 +47,12 @@ SHAPES = [
     (3, 33, 1, 5),
     (1, 1100, 67, 16),
     (2, 19, 2047, 16),
-]  # the last four: odd widths, without copies
+]  # the last four cases have odd widths, which are not copied
 
 
 @pytest.fixture(autouse=True)
 def fast_runs(request):
-    "The tests here are about the fast path: make sure that it is the one that runs."
+    "Check that scans run on the fast kernels."
     if DEVICE == "cuda":
         for width in (8, 7):
             x = torch.zeros(1, 1, width, device="cuda", dtype=BF16)
@@ -88,7 +89,7 @@ def test_parity_of_exact_with_more_states(N, D):
 
 @pytest.mark.parametrize("N", (16, 64, 128))
 def test_exact_at_ragged_ends(N):
-    "Sequences shorter than a chunk, of just one, and a last channel block with 8 of 32."
+    "Results are right for short sequences, single chunks, and a last block of 8 channels."
     assert_close(
         errors(
             1, 61, 40, N, "exact", bounds=[0, 1, 16, 32, 32, 61], dtype=BF16, key_scale=2 * N**-0.5
@@ -99,8 +100,9 @@ def test_exact_at_ragged_ends(N):
 
 @pytest.mark.parametrize("D, N", ((2040, 16), (2046, 16), (2047, 16), (2040, 128)))
 def test_exact_in_wide_blocks_of_ragged_widths(D, N):
-    """So many channels that a block has 32; the last starts early. Lengths of whole chunks and
-    not, and run to run."""
+    """Results are right and repeat bit for bit, with blocks of 32 channels; the last starts early.
+
+    Lengths are multiples of a chunk, or not."""
     for T in (64, 67):
         results = errors(5, T, D, N, "exact", dtype=BF16, key_scale=2 * N**-0.5)
         assert_close(results, BF16)
@@ -113,7 +115,7 @@ def test_exact_in_wide_blocks_of_ragged_widths(D, N):
     [
         *(
             ("exact", D, 16, [0, 1, 1, 16, 31, 47, 64, 64, 163], True) for D in (8488, 8489)
-        ),  # wide blocks of ragged widths
+        ),  # wide blocks with ragged widths
         *(("diagonal", 72, N, [0, 1, 1, 300, 1500, 1600], False) for N in (32, 100)),
     ],
 )
@@ -134,7 +136,7 @@ def test_packed_in_wide_blocks_or_with_more_states_is_bit_identical_to_alone(
     ],
 )
 def test_parity_with_more_states(form, N):
-    "One segment and several, ragged in time and channels."
+    "Results are right with one segment and several, ragged in time and channels."
     shapes = [(2, 100, 72, N), (1, 1100, 40, N)]
     if form == "diagonal":
         shapes.append((2, 100, 69, N))
@@ -147,8 +149,7 @@ def test_parity_with_more_states(form, N):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_accuracy_within_is_that_of_float32(form):
-    """bfloat16 keys and queries, everything else float32: what the products of split halves lose
-    is below 1e-4."""
+    """The products of split tiles lose less than 1e-4, with bfloat16 only in keys and queries."""
     a, dout, dfinal = inputs(2, 200, 64, 16, form)
     a["q"] = a["q"].bfloat16()
     a["k"] = a["k"].bfloat16()
@@ -167,7 +168,7 @@ def test_wide_programs_of_the_diagonal_forward_have_the_same_bits(D):
     assert usual.BD == 32
     rest = [a[n] for n in ("q", "k", "x", "b", "b_bias", "D_skip", "z", "initial_state")]
     twice = torch.cat((a["z"], a["z"]), -1)
-    strided = twice[..., D:]  # rows further apart than those of x: no wide programs
+    strided = twice[..., D:]  # a larger row stride than x, so no wide programs
     gates = ((wide, a["z"]), (usual, a["z"]), (wide, strided))
     runs = [
         triton_diagonal.diagonal_forward(plan, *rest[:6], z, rest[7], None) for plan, z in gates
@@ -304,7 +305,7 @@ def test_offsets_beyond_two_to_the_31(form):
     x = x_of_step.expand(B, T, D).contiguous()
     with torch.no_grad():
         out, final = triton_op.triton_scan(q, k, x, b, form=form)
-        tail = 2048  # the state forgets: a scan of the last steps agrees with the whole
+        tail = 2048  # the state forgets, so a scan of the last steps agrees with the full scan
         short, last = triton_op.triton_scan(
             q[:, -tail:], k[:, -tail:], x[:, -tail:], b[:, -tail:], form=form
         )
@@ -316,15 +317,17 @@ def test_offsets_beyond_two_to_the_31(form):
 
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_backward_offsets_beyond_two_to_the_31(form):
-    """2.15 billion elements: x, b, out and gradients 4 GiB each; states 16, parts of the keys'
-    gradients 8."""
+    """Scan 2.15 billion elements.
+
+    x, b, out and gradients have 4 GiB each, states 16, and parts of the keys' gradients 8."""
     assert_ends_agree(1, 2**20 + 2048, 2048, 16, gib=48, near=64, margin=1024, form=form)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_batch_strides_beyond_two_to_the_31(form):
-    """Parts of one wide tensor whose second row of the batch lies 2^31 elements after the first:
-    4 GiB, of which little is used."""
+    """The second batch row may be 2^31 elements after the first.
+
+    The inputs are parts of one wide tensor of 4 GiB, most of which is unused."""
     B = 2
     T = 600
     D = 64
@@ -346,8 +349,9 @@ def test_batch_strides_beyond_two_to_the_31(form):
 @pytest.mark.parametrize("D", (64, 2044, 33))
 @pytest.mark.parametrize("form", FORMS)
 def test_tensors_that_begin_anywhere(form, D):
-    """Contiguous, but not from a multiple of 16 bytes on: a packed batch without its first
-    token, a view into a flat buffer."""
+    """Contiguous inputs need not start at a multiple of 16 bytes.
+
+    Examples are a packed batch without its first token, and a view into a flat buffer."""
     a, dout, dfinal = inputs(1, 50, D, 16, form, dtype=BF16)
     want = kernels(a, dout, dfinal, form)
 
@@ -389,7 +393,7 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
     monkeypatch.setattr(triton_op, "KNOWN_TRITON", ("0.0",))
     expected = ([True] * 4, "", 0)
     assert works() == expected
-    trusted, why, count = works(record=True)  # and the verdict holds after it
+    trusted, why, count = works(record=True)  # and the verdict is kept after the capture
     assert trusted == [False] * 4
     assert count == 2
     assert "call one scan of form 'exact' before" in why
@@ -400,7 +404,7 @@ def test_an_unknown_triton_is_tried_form_by_form_and_never_while_a_graph_records
         assert count == 1
         assert "ZeroDivisionError" in why
     right = triton_diagonal._own_and_carry
-    with monkeypatch.context() as broken:  # as if nothing entered a segment of time
+    with monkeypatch.context() as broken:  # as if each segment started from a zero state
         broken.setattr(triton_diagonal, "_own_and_carry", lambda *a: torch.zeros_like(right(*a)))
         trusted, why, count = works()
         assert trusted == [False, False, True, True]

@@ -1,5 +1,4 @@
-"""The Triton scans inside PyTorch: compilers, export, autocast, activation checkpointing, graphs,
-sharding, and what is kept for the backward.
+"""Test the Triton scans inside PyTorch: compilers, export, autocast, graphs, sharding, memory.
 
 The same tests run in the interpreter on a CPU (portable kernels, tiny sizes) and on a GPU (portable
 and fast kernels)."""
@@ -53,8 +52,7 @@ NAMES = ("q", "k", "x", "b", "b_bias", "D_skip", "z")
 
 @pytest.fixture
 def path(request, monkeypatch):
-    """The kernels that run: on a CPU the portable ones, on a GPU the fast ones, where not both
-    are asked for."""
+    """Select the kernels: portable on a CPU; on a GPU fast, or both if requested."""
     chosen = getattr(request, "param", "fast" if GPU else "portable")
     monkeypatch.setattr(triton_op, "FAST", chosen == "fast")
     torch._dynamo.reset()
@@ -67,13 +65,13 @@ both_paths = pytest.mark.parametrize(
 
 
 def arguments(form="diagonal", sizes=SIZES, **options):
-    "Leaves, and the gradients of both outputs."
+    "Return leaves, and the gradients of both outputs."
     a, dout, dfinal = inputs(*sizes, form, dtype=DTYPE, **options)
     return leaves(a), dout, dfinal
 
 
 def scan(a, form="diagonal", **options):
-    "The public operation on the Triton kernels."
+    "Run the public operation on the Triton kernels."
     return longhorn_scan(
         *(a[n] for n in NAMES),
         form=form,
@@ -101,16 +99,15 @@ def assert_same(got, want):
     ],
 )
 def test_the_operation_is_well_formed(form, options, path):
-    """PyTorch's own test: schema, registration of the gradients, fake tensors against real ones,
-    tracing with dynamic shapes."""
+    """PyTorch's test of schema, gradients, fake tensors and tracing with dynamic shapes passes."""
     B, T, D, N = SIZES
     a, *_ = arguments(form, (1, T, D, N), **options)
     bounds = torch.tensor([0, 1, T], dtype=torch.int32, device=DEVICE) if options else None
     spacing = 16 if options else 0
     tensors = [a[n] for n in (*NAMES, "A", "initial_state")]
     args = (*tensors, bounds, form, spacing, True, "")
-    # In a packed batch some slots for kept states stay unwritten; the last of the four checks would
-    # compare them.
+    # In a packed batch, some slots for kept states stay unwritten. The last of the four checks
+    # would compare them.
     checks = (
         "test_schema",
         "test_autograd_registration",
@@ -122,7 +119,7 @@ def test_the_operation_is_well_formed(form, options, path):
 
 
 def test_the_kernels_of_open_sizes_are_chosen_like_those_of_numbers(monkeypatch):
-    "The verdict on the fast kernels is cached, and a symbol cannot be a key."
+    "The verdict on the fast kernels is cached without symbols, which cannot be keys."
     mode = FakeTensorMode(shape_env=ShapeEnv())
     requests = []
 
@@ -157,7 +154,7 @@ def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
             gradients(outputs, (dout, dfinal), a), out=outputs[0], final=outputs[1]
         )
 
-    twice = [run() for _ in range(2)]  # the second launches compiled kernels itself
+    twice = [run() for _ in range(2)]  # the second run launches compiled kernels directly
     monkeypatch.setattr(triton_op, "in_eager", lambda *_: False)
     operation, want = run()
     assert "longhorn_kit_scan" in operation
@@ -166,11 +163,11 @@ def test_eager_skips_the_operation_and_keeps_its_bits(form, path, monkeypatch):
         assert_same(got, want)
 
 
-# tensors whose memory holds the other sign
+# tensors with the opposite sign in memory
 
 
 def negative(t):
-    "A tensor equal to t, contiguous, with the negative bit."
+    "Return a contiguous tensor equal to t, with the negative bit."
     if t is None:
         return None
     other_sign = -t.detach()
@@ -199,7 +196,7 @@ def test_scans_of_tensors_with_the_negative_bit_have_right_signs(form, bounds, p
 
 
 def test_columns_of_conjugated_numbers_have_right_signs():
-    "Public code makes contiguous tensors with the bit where an axis has one element."
+    "Public functions return contiguous tensors with the bit if an axis has one element."
     a, *_ = inputs(1, 5, 3, 4)
     numbers = torch.randn(1, 5, 1, dtype=torch.complex64, device=DEVICE)
     column = numbers.conj().imag
@@ -214,8 +211,9 @@ def test_columns_of_conjugated_numbers_have_right_signs():
 
 
 def small_kernels():
-    """Calls of the other kernels, of a dictionary of tensors; each returns its outputs and what
-    it wrote in place."""
+    """Return calls of the other kernels, as functions of a dictionary of tensors.
+
+    Each call returns its outputs and the tensors that it wrote in place."""
     one = dict(backend="triton")
 
     def step(t):
@@ -310,7 +308,7 @@ def test_compiles_packed_sequences_as_one_graph(path):
         )(a)
 
 
-# given bounds, and those that a scan which cannot read them makes of them
+# given bounds -> bounds of a scan that cannot check them
 MOVED = (
     ([2, 3, -4], [2, 3, -4]),
     ([0, 5, 3, -1], [0, 5, 5, -1]),
@@ -320,7 +318,7 @@ MOVED = (
 
 
 def bound_at(end, T):
-    "None is the length; small negative numbers count from it."
+    "Draw bounds; None is the length, and small negative numbers count from the length."
     if end is None:
         return T
     return T + end if -9 < end < 0 else end
@@ -332,8 +330,9 @@ def bounds_of(ends, T):
 
 
 def one_by_one(a, form, dout, dfinal, bounds):
-    """Output, last states and gradients of packed sequences, each run alone; zeros in rows of no
-    sequence."""
+    """Return output, last states and gradients of separately run sequences.
+
+    Rows that belong to no sequence are zero."""
     out = torch.zeros_like(a["x"])
     grads = {n: t if t is None else torch.zeros_like(t) for n, t in a.items()}
     finals = []
@@ -436,7 +435,7 @@ def test_one_compiled_graph_serves_every_length(path):
 
 
 class Layer(nn.Module):
-    "Projections round a scan: what a mixer is, without the rest."
+    "Scan between two projections, a minimal mixer."
 
     def __init__(self, D, N, form="diagonal"):
         super().__init__()
@@ -473,7 +472,7 @@ def layer_and_input(form="diagonal"):
     ),
 )
 def test_exports(form, learning, path):
-    "With open batch and length; run with gradients or without, whatever it was exported with."
+    "Exports have open batch and length, and run with or without gradients."
     layer, u = layer_and_input(form)
     with torch.set_grad_enabled(learning):
         example = u.expand(2, -1, -1).contiguous()
@@ -499,8 +498,7 @@ def test_exports(form, learning, path):
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
-    """Under autocast the projections are bfloat16 and so are the scan's inputs; the skip weight
-    stays float32."""
+    """Under autocast, projections and scan inputs are bfloat16, and the skip weight is float32."""
     layer, u = layer_and_input(form)
     whole = layer(u)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
@@ -519,7 +517,7 @@ def test_autocast_reaches_the_scan_in_half_precision_and_trains(form, path):
 
 
 class Dtypes(TorchDispatchMode):
-    "Record the dtypes of the queries and keys of every scan."
+    "Record the dtypes of queries and keys of every scan."
 
     def __init__(self):
         super().__init__()
@@ -553,7 +551,7 @@ def test_float32_queries_and_keys_follow_autocast_to_the_fast_exact_kernels(form
 
 
 def bytes_kept(run, given):
-    "Bytes that autograd keeps for the backward beyond the tensors that were there before."
+    "Return bytes that autograd keeps for the backward, in addition to existing tensors."
     kept = {}
     before = {t.untyped_storage().data_ptr() for t in given if t is not None}
 
@@ -595,7 +593,7 @@ def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
     )
     assert torch.equal(fast[0], small[0])
     assert torch.equal(fast[1], small[1])
-    if GPU:  # block sizes differ, and with them the order of a sum
+    if GPU:  # block sizes differ, which changes the order of a sum
         result = {n: error(small[2][n], g) for n, g in fast[2].items()}
         assert_close(result, DTYPE)
     else:
@@ -700,8 +698,8 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
     cu = torch.tensor(bounds, device=DEVICE, dtype=torch.int32) if bounds else None
 
     def run():
-        # nothing of autograd's graph may outlive a call: its nodes remember the stream that they
-        # were made on
+        # no part of autograd's graph may outlive a call: its nodes reference the stream on which
+        # they were created
         outputs = scan(a, form, cu_seqlens=cu, checkpoint=checkpoint)
         grads = gradients(outputs, (dout, dfinal), a)
         return [t.detach() for t in outputs], grads
@@ -719,7 +717,7 @@ def test_gpu_forward_and_backward_in_a_cuda_graph(form, checkpoint, bounds, path
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", ("diagonal", "exact", "s6"))
 def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypatch):
-    "Also wrong ones: rows of no sequence are zero, and nothing leaves its memory."
+    "Even with wrong bounds, rows of no sequence are zero, and no access is out of range."
     T, D, N = 600, 40, 16
     a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, sequences=2)
     cu = torch.tensor([0, 300, T], dtype=torch.int32, device=DEVICE)
@@ -748,7 +746,7 @@ def test_gpu_a_cuda_graph_reads_its_bounds_at_every_replay(form, path, monkeypat
 
 @pytest.mark.cuda
 def test_gpu_bounds_are_read_once(path):
-    "A call waits for the GPU only if a tensor of bounds is new, or was changed."
+    "A call synchronizes with the GPU only if a tensor of bounds is new or was changed."
     from longhorn_kit.scan.short_conv import causal_conv1d
 
     sizes = (1, *SIZES[1:])
@@ -774,7 +772,7 @@ def test_gpu_bounds_are_read_once(path):
 
 
 def shard_and_train(**where):
-    "One process of the sharded run: gradients of a layer whose parameters are spread over all."
+    "Run one process of the sharded run; return gradients of a layer with sharded parameters."
     from torch.distributed.fsdp import fully_shard
 
     dist.init_process_group("nccl" if GPU else "gloo", **where)
@@ -792,7 +790,7 @@ def shard_and_train(**where):
 
 @pytest.mark.parametrize("processes", (1 if GPU else slow_case(2),))
 def test_sharded_parameters_train(path, processes):
-    "FSDP2; gradients are the mean over the processes."
+    "With FSDP2, gradients are the mean over processes."
     if GPU:
         grads = shard_and_train(store=dist.HashStore(), rank=0, world_size=1)
     else:
@@ -811,7 +809,7 @@ def test_sharded_parameters_train(path, processes):
 
 @pytest.mark.parametrize("form", ("diagonal", "exact"))
 def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
-    "A million steps on a GPU; in the interpreter as many as it has patience for."
+    "A million steps run on a GPU; fewer in the interpreter, which is slow."
     T, D, N = (2**20, 8, 4) if GPU else (130, 2, 2)
     a, dout, dfinal = inputs(1, T, D, N, form, dtype=DTYPE, z=False)
     on_cpu = {n: t if t is None else t.cpu() for n, t in a.items()}
@@ -832,7 +830,7 @@ def test_long_sequence_against_chunked_float64(form, path, monkeypatch):
 
 
 def drawer(device, dtype):
-    "Return a function of sizes that draws a leaf, the same numbers on every device."
+    "Return a function of sizes that draws a leaf with the same numbers on every device."
     gen = torch.Generator("cpu").manual_seed(0)
 
     def new(*s):
@@ -873,7 +871,7 @@ def test_gpu_tensors_of_another_gpu_than_the_current_one(form):
 
 @pytest.mark.slow
 def test_scratch_of_the_portable_backward_is_bounded(monkeypatch):
-    "Launches of few programs give the bits of one launch."
+    "Several launches of few programs give the same bits as one launch."
     from longhorn_kit.scan.triton import portable as triton_portable
     from longhorn_kit.scan.triton import portable_backward as triton_portable_backward
 

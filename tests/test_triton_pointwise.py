@@ -1,6 +1,6 @@
-"""The kernels of norms and losses against float64.
+"""Compare the kernels of norms and losses with float64.
 
-Also what a training step keeps for its backward.
+Also check the memory that a training step keeps for its backward.
 """
 
 from functools import partial
@@ -32,7 +32,7 @@ CLOSE = {
 
 
 def far(a, b):
-    "The distance from b, relative to its norm; NaN if any number is."
+    "Return the distance from b relative to the norm of b; NaN if any number is NaN."
     exact = b.double()
     distance = (a.double() - exact).norm()
     size = exact.norm()
@@ -86,8 +86,9 @@ def test_a_wrong_target_and_a_wrong_logit_show():
 
 
 def test_the_padding_of_the_logits_is_finite(monkeypatch):
-    """Products on AMX multiply the padding of a row by zero, and 0 x NaN is NaN: memory that
-    held NaN before gave NaN gradients."""
+    """Padding that was NaN does not cause NaN gradients.
+
+    Products on AMX multiply the padding of a row by zero, and 0 x NaN is NaN."""
     write = memory.cross_entropy_
     empty = torch.Tensor.new_empty
     paddings = []
@@ -167,7 +168,7 @@ def test_targets_may_be_a_view_but_not_too_few(monkeypatch):
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_a_loss_without_targets_is_what_pytorch_says(monkeypatch, kernels):
-    "Not a number, with gradients of zero."
+    "Losses are NaN, with gradients of zero."
     h = random(5, 4).requires_grad_()
     weight = random(9, 4).requires_grad_()
     none = torch.full((5,), -100, device=DEVICE)
@@ -214,7 +215,7 @@ def test_the_stream_and_its_norm(shape, dtype):
             materialize_grads=True,
         )
 
-    for chosen in ((0, 1), (0,), (1,)):  # gradients of both results, or of one
+    for chosen in ((0, 1), (0,), (1,)):  # gradients of both results, or of one result
         pairs = zip(gradients(results, chosen), gradients(expected, chosen))
         for name, (a, b) in zip(("h", "y", "weight"), pairs):
             assert a.shape == b.shape
@@ -239,7 +240,7 @@ def test_the_stream_and_its_norm(shape, dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_keys_of_one_length(shape, room, compiled, dtype):
-    "From views of wider rows; zeros stay zero and pass no gradient."
+    "Keys may be views of wider rows; zeros stay zero and pass no gradient."
     torch.manual_seed(3)
     torch._dynamo.reset()
     whole = random(*shape[:-1], room, dtype=dtype)
@@ -254,7 +255,7 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
     )
     N = shape[-1]
     wide = whole.detach().double()
-    exact = wide.requires_grad_()  # its gradients are not rounded on the way
+    exact = wide.requires_grad_()  # gradients of `wide` have no intermediate rounding
     used = exact[..., room - N :]
     zero, length = lengths_of(used)
     expected = s.double() * used / length
@@ -271,7 +272,7 @@ def test_keys_of_one_length(shape, room, compiled, dtype):
     if result.numel():
         assert far(result, expected) < CLOSE[dtype]
         quotient = g.double() * expected.detach() / s.detach()
-        terms = quotient.abs().sum()  # of the length's gradient: most of it may cancel
+        terms = quotient.abs().sum()  # terms of the length's gradient, most of which may cancel
         assert (ds - exact_ds).abs() < 2e-6 * terms
         exact_dk = exact_dk.masked_fill(zero, 0)
         vanishes = N == 1 and not exact_dk.abs().gt(1e-6).any()
@@ -299,7 +300,7 @@ def test_the_operation_of_keys_is_well_formed():
 
 
 def always(value):
-    "Return a function that gives a value, whatever its arguments."
+    "Return a function that returns a value for any arguments."
     return lambda *arguments: value
 
 
@@ -309,13 +310,13 @@ def repeats_if(on):
 
 
 def noted(nodes, graph, _):
-    "Compile nothing; add the names of a graph's operations to a set."
+    "Backend that does not compile, but adds the names of a graph's operations to a set."
     nodes.update(str(node.target) for node in graph.graph.nodes)
     return make_boxed_func(graph)
 
 
 def lengths_of(rows):
-    "Which rows are zero, and the lengths of the others; 1 for zero, whose root has no slope."
+    "Return a mask of zero rows, and lengths of rows (1 for zero rows, whose root has no slope)."
     zero = (rows == 0).all(-1, keepdim=True)
     squares = rows.square().sum(-1, keepdim=True)
     return zero, squares.masked_fill(zero, 1).sqrt()
@@ -323,7 +324,7 @@ def lengths_of(rows):
 
 @pytest.fixture
 def kernels_of_scans(monkeypatch):
-    "Mixers run the kernels, as on a GPU: PyTorch's scans keep other tensors."
+    "Let mixers run the kernels, as on a GPU, because PyTorch's scans keep other tensors."
     for module, scan in ((mixer, "longhorn_scan"), (baselines, "selective_scan")):
         monkeypatch.setattr(module, scan, partial(getattr(module, scan), backend="triton"))
 
@@ -333,7 +334,7 @@ def kernels_of_scans(monkeypatch):
     "name", [slow_case("longhorn"), slow_case("longhorn_exact"), slow_case("mamba")]
 )
 def test_a_compiled_block_does_not_keep_the_rates(name, monkeypatch):
-    "They come back in the backward, with the same bits."
+    "Tensors are recomputed in the backward with the same bits."
     block = Block(LMConfig(d_model=32, mixer=name)).to(DEVICE)
     h = random(1, 9, 32).requires_grad_()
     y = random(1, 9, 32)
@@ -384,7 +385,7 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, options, compi
         tensors = [h, y, *block.parameters()]
         results.append([out, *torch.autograd.grad(loss, tensors)])
     assert max(map(far, *results)) < 2e-6
-    if compiled:  # the compiler sees operations, in the backward too
+    if compiled:  # the compiler traces operations, including the backward
         assert {"longhorn_kit.add_norm.default", "longhorn_kit.add_norm_backward.default"} <= nodes
         assert (
             {"longhorn_kit.to_length.default", "longhorn_kit.to_length_backward.default"} <= nodes
@@ -394,7 +395,7 @@ def test_a_block_with_the_kernels_is_the_block_without_them(name, options, compi
 @pytest.mark.usefixtures("kernels_of_scans")
 @pytest.mark.parametrize("name", ["longhorn", slow_case("longhorn_exact"), slow_case("mamba")])
 def test_eager_training_does_not_keep_the_rates(name, monkeypatch):
-    "Other hooks, as those of activation checkpoints, are not hidden: they see all tensors."
+    "Other hooks, such as those of activation checkpoints, still receive all tensors."
     from torch.autograd.graph import saved_tensors_hooks
 
     model = mixer.build_mixer(name, 32).to(DEVICE)
@@ -461,7 +462,7 @@ def test_gpu_training_with_the_kernels_is_training_without_them(
     norms = [b.norm() for b in expected]
     whole = torch.stack(norms).norm()
 
-    # in the gradient of a single number nearly everything cancels: it is compared with the whole
+    # terms in the gradient of a single number almost cancel, so compare with the norm of all
     # gradient
     def error(a, b):
         if b.numel() > 1:

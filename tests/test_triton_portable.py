@@ -1,5 +1,6 @@
-"""The portable Triton kernels against a float64 loop: a small part in the interpreter on a CPU, all
-of it on a GPU."""
+"""Compare the portable Triton kernels with a float64 loop.
+
+A small part runs in the interpreter on a CPU; all tests run on a GPU."""
 
 from itertools import product
 
@@ -30,13 +31,13 @@ from sweep import slow_case
 
 FORMS = ("diagonal", "exact", "decoupled", "s6", "s6_given", "s6_time_varying")
 small = pytest.mark.skipif(
-    DEVICE == "cuda", reason="the tests marked cuda ask the same at larger sizes"
+    DEVICE == "cuda", reason="the tests marked cuda check the same at larger sizes"
 )
 
 
 @pytest.fixture(autouse=True)
 def portable_only(monkeypatch):
-    "These tests are about the portable kernels, also where faster ones would be chosen."
+    "Use the portable kernels, even where faster kernels would be chosen."
     monkeypatch.setattr(triton_op, "FAST", False, raising=False)
 
 
@@ -164,8 +165,8 @@ def test_wrong_arguments_are_named(change, message):
         (selective_scan if "A" in a else longhorn_scan)(**a, backend="triton")
 
 
-# ---- the whole, on a GPU. Every kernel there is compiled for its options and sizes, which takes
-# seconds: float16 at one shape, all shapes in bfloat16, and float32 where parts are left out.
+# ---- all cases, on a GPU. Each kernel is compiled for its options and sizes, which takes seconds.
+# So float16 has one shape, bfloat16 has all shapes, and float32 is used if arguments are omitted.
 FULL = (2, 67, 40, 16)
 SHAPES = [
     (1, 300, 129, 16),
@@ -238,13 +239,13 @@ def test_gpu_gradients_repeat_bit_for_bit(form):
 @pytest.mark.cuda
 @pytest.mark.parametrize("form", ("exact", "s6"))
 def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
-    "Every buffer starts as NaN, and the inputs are windows into larger tensors of NaN."
+    "Results are right if buffers start as NaN and inputs are windows into tensors of NaN."
     poisoned(monkeypatch)
     a, dout, dfinal = inputs(2, 43, 37, 13, form)
     inside = {n: within(t) for n, t in a.items() if t is not None and n != "A"}
     got = kernels({**a, **inside}, dout, dfinal, form)
     monkeypatch.undo()
-    want = kernels(a, dout, dfinal, form)  # other strides are other kernels: equal but for rounding
+    want = kernels(a, dout, dfinal, form)  # other kernels: equal except for rounding
     assert error(got[0], want[0]) < 1e-6
     assert error(got[1], want[1]) < 1e-6
     for n in want[2]:
@@ -253,8 +254,10 @@ def test_gpu_ignores_what_lies_around_its_memory(form, monkeypatch):
 
 @pytest.mark.cuda
 def test_gpu_offsets_beyond_two_to_the_31():
-    """2.25 billion elements: x, out and their gradients 4.2 GiB each; logits' gradients and
-    checkpoints in float32, 2 to 4 times that."""
+    """Scan 2.25 billion elements.
+
+    x, out and their gradients have 4.2 GiB each. Gradients of logits and checkpoints are in
+    float32, with 2 to 4 times as many bytes."""
     assert_ends_agree(
         1, 1_100_000, 2048, 4, gib=50, near=64, margin=512, scalar=True, checkpoint="small"
     )

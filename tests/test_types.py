@@ -1,4 +1,4 @@
-"""Type checkers see the package's annotations, and `help()` explains every argument."""
+"""Type checkers read the package's annotations, and `help()` explains every argument."""
 
 import inspect
 import os

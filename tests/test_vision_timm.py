@@ -1,4 +1,4 @@
-"""The vision backbones: timm's own checks, reversal, positions at other sizes, bad input."""
+"""Test the vision backbones: timm's checks, reversal, positions at other sizes, bad input."""
 
 import copy
 import math
@@ -68,7 +68,7 @@ def test_the_import_that_registers_models_says_if_timm_is_missing():
     "name, options", [*KINDS, (NANO[0], dict(global_pool="avg", num_classes=0))]
 )
 def test_memory_without_values_gets_the_constructors_weights(name, options):
-    "Every parameter, at every call, by both names; the same seed gives the same bits."
+    "Both names reset every parameter at every call; the same seed gives the same bits."
     expected = build(name, **options)
     model = build(name, device="meta", **options).to_empty(device="cpu")
     for draw in (model.init_weights, model.reset_parameters):
@@ -78,7 +78,7 @@ def test_memory_without_values_gets_the_constructors_weights(name, options):
         draw()
         assert different(model, expected) == []
     before = copy.deepcopy(model)
-    # of a model whose layers have values: tokens, filters of the patches, head
+    # parameters of a model with initialised layers: tokens, patch filters, head
     model.init_weights(needs_reset=False)
     changed = {n.split(".")[0] for n in different(model, before)}
     head = {"head"} if model.num_classes else set()
@@ -86,13 +86,13 @@ def test_memory_without_values_gets_the_constructors_weights(name, options):
 
 
 def different(model, other):
-    "The names of the parameters whose bits differ."
+    "Return the names of parameters whose bits differ."
     named = model.named_parameters()
     return [name for name, p in named if not torch.equal(p, other.get_parameter(name))]
 
 
 def test_layers_that_are_reset_one_by_one_get_the_constructors_weights():
-    "As sharded models do it; tokens, filters and head come from the model."
+    "Sharded models reset modules separately; tokens, filters and head come from the model."
     expected = build(NANO[2])
     model = build(NANO[2], device="meta").to_empty(device="cpu")
     torch.manual_seed(0)
@@ -166,7 +166,7 @@ def test_rates_in_float64_are_not_rounded():
     assert_close(y, expected, rtol=1e-13, atol=1e-13)
 
 
-# timm's own model tests, on the small models
+# timm's model tests, on the small models
 
 
 @pytest.mark.parametrize("name, options", KINDS)
@@ -250,7 +250,7 @@ def test_features_of_every_block(name):
     final, kept = model.forward_intermediates(x)
     count = len(model.feature_info)
     info = timm.models.FeatureInfo(model.feature_info, count)
-    assert len(kept) == len(info.channels()) == 3  # timm's tests want at least as many
+    assert len(kept) == len(info.channels()) == 3  # timm's tests require at least as many
     for channels, reduction, feature in zip(info.channels(), info.reduction(), kept):
         side = math.ceil(8 / reduction)
         assert feature.shape == (1, channels, side, side)
@@ -358,7 +358,7 @@ def test_features_only_and_pruning():
     assert features.shape == (1, 17, 64)
 
 
-# what timm's training tools read
+# attributes that timm's training tools read
 
 
 def test_parameter_groups():
@@ -401,7 +401,7 @@ def test_drop_path_and_dropout_are_off_in_evaluation():
 
 
 def blocks_by_hand(model, x):
-    "The model with explicit loops over time in float64, both directions."
+    "Compute the model with explicit loops over time in float64, in both directions."
     embedded = model._pos_embed(model.patch_embed(x))
     tokens = vision.put_middle(embedded)
     for block in model.blocks:
@@ -436,7 +436,7 @@ def blocks_by_hand(model, x):
 def test_model_equals_the_written_out_equations(key_norm):
     model = build(NANO[0], key_norm=key_norm)
     model = model.double().eval()
-    for name, parameter in model.named_parameters():  # the two directions do not share a length
+    for name, parameter in model.named_parameters():  # the two directions have separate lengths
         if name.endswith("key_scale"):
             parameter.data += torch.randn_like(parameter)
     x = images(model).double()
@@ -444,13 +444,13 @@ def test_model_equals_the_written_out_equations(key_norm):
 
 
 def test_turned_image_and_exchanged_directions():
-    "An image turned by 180 degrees is the reversed sequence: exchanged directions undo it."
+    "Rotating an image by 180 degrees equals exchanging the two directions."
     options = dict(embed_dim=16, depth=2, global_pool="avg", class_token=False)
     model = VisionLonghorn(8, 2, 1, 10, **options).eval()
     torch.nn.init.zeros_(model.pos_embed)
     weight = model.patch_embed.proj.weight
     turned = weight.flip(-1, -2)
-    weight.data = (weight + turned) / 2  # a patch and the turned patch look the same
+    weight.data = (weight + turned) / 2  # a patch and the rotated patch give the same token
     x = torch.randn(1, 1, 8, 8)
     y = model(x)
     for block in model.blocks:
@@ -552,7 +552,7 @@ def test_weights_of_a_file_are_loaded_also_for_other_classes_and_patches(tmp_pat
 )
 @pytest.mark.parametrize("name", (NANO[0], "longhorn_vim_tiny_patch16_224"))
 def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
-    "As the message says; with another number of classes the model gets a new head."
+    "Weights load as the message says; with another number of classes, the head is new."
     small = dict(depth=1, embed_dim=16, img_size=32, num_classes=classes, **options)
     trained = build(name, **small).eval()
     state = trained.state_dict()
@@ -578,7 +578,7 @@ def test_own_weights_keep_their_classifier(name, classes, options, tmp_path):
     assert torch.equal(result, expected)
 
 
-# timm's contract of models that change
+# timm's requirements for models that change
 
 
 def test_resizing_freezes_and_unfreezes_nothing():
@@ -643,7 +643,7 @@ def test_a_changed_model_is_saved_and_loaded(change, tmp_path):
 
 
 def test_an_unknown_pool_is_both_errors():
-    "A ValueError as everywhere in the kit, and an AssertionError as in timm's models."
+    "The error is a ValueError as in the kit, and an AssertionError as in timm's models."
     message = "global_pool is 'map'; expected one of '', 'token', 'avg', 'avgmax', 'max'"
     for error in (ValueError, AssertionError):
         with pytest.raises(error, match=message):

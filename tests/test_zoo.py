@@ -1,4 +1,4 @@
-"""The zoo's rows: oracles that are independent of the kit, shapes, and the table's contents."""
+"""Test the zoo's rows: independent oracles, shapes, and the contents of the table."""
 
 import math
 import re
@@ -89,7 +89,7 @@ def test_gates_keep_every_fading_row_stable():
             assert (kept <= 1).all(), layer.name
 
 
-# The published recurrences, written as matrix products.
+# published recurrences, written as matrix products
 
 
 def test_gla_and_hgrn2_and_retnet_as_matrices():

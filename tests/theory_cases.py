@@ -1,4 +1,4 @@
-"""Random problems for the tests of theory/."""
+"""Draw random problems for the tests of theory/."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Training of a tiny model in less than a second: its text, its settings, and what ends it."""
+"""Train a tiny model in less than a second: text, settings, and interruptions."""
 
 import dataclasses
 import math
@@ -79,12 +79,12 @@ def failing(error):
 
 
 class Masked(Sampler):
-    "Sampler that leaves out a different number of targets in every row."
+    "Sampler that ignores a different number of targets in every row."
 
     def next_batch(self):
         inputs, targets = super().next_batch()
         start = inputs[:, :1] % self.context
-        left_out = torch.arange(self.context) < start  # at least one target stays
+        left_out = torch.arange(self.context) < start  # at least one target is kept
         return inputs, targets.masked_fill(left_out, -100)
 
 

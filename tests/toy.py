@@ -1,4 +1,4 @@
-"""The hardest agenda of the lab as a toy: all learning rates with one seed, the best with more."""
+"""Toy experiment with staged jobs: all learning rates with one seed, the best with more."""
 
 import os
 import random
@@ -41,7 +41,7 @@ def later(config, results):
 
 
 def run_job(settings, folder):
-    "Five steps with a checkpoint; notes every start, and every start after the end."
+    "Run five steps with a checkpoint; record every start, and every start after the end."
     with open(folder / "starts.txt", "a") as file:
         file.write("again\n" if (folder / "metrics.json").exists() else "start\n")
     steps = folder / "steps.txt"
@@ -58,7 +58,7 @@ def run_job(settings, folder):
 
 
 def accuracies(config, results, settings):
-    "Accuracies of the finished jobs with these settings, by seed."
+    "Return accuracies of the finished jobs with these settings, by seed."
     rows = [results.get(settings | {"seed": seed}) for seed in config.seeds]
     return [row["accuracy"] for row in rows if row]
 

@@ -1,6 +1,6 @@
-"""A copy of the tree, for tests that add to it what a guide says.
+"""Copy the tree, for tests that apply a guide to the copy.
 
-Also the checks of form that `make test` makes.
+The module also runs the checks of form of `make test`.
 """
 
 import os
@@ -25,7 +25,7 @@ def private_folders():
 
 
 def copy_of_the_tree(folder):
-    "Copy the tree, with links to this environment where `make` looks for it, and return its path."
+    "Copy the tree, with links to this environment for `make`, and return the path of the copy."
     left_out = (".git", ".venv", "runs", "build", "dist", "node_modules", "_site", "_build")
     caches = ("__pycache__", ".*_cache", ".ipynb_checkpoints")
     ignored = shutil.ignore_patterns(*left_out, *caches, *private_folders())
@@ -34,14 +34,14 @@ def copy_of_the_tree(folder):
     (copy / ".venv").mkdir()
     for path in Path(sys.prefix).iterdir():
         (copy / ".venv" / path.name).symlink_to(path)
-    for stamp in (".lab", ".installed"):  # newer than all that they depend on
+    for stamp in (".lab", ".installed"):  # newer than all prerequisites
         (copy / ".venv" / stamp).unlink(missing_ok=True)
         (copy / ".venv" / stamp).touch()
     return copy
 
 
 def run_in(kit, command):
-    "Run a shell command in a copy of the tree, whose package comes first."
+    "Run a shell command in a copy of the tree; imports prefer the copy's package."
     environment = os.environ | {"PYTHONPATH": f"{kit.parent}:{kit}", "COLUMNS": "400"}
     return subprocess.run(
         command, shell=True, cwd=kit, capture_output=True, text=True, env=environment, timeout=900
@@ -49,7 +49,7 @@ def run_in(kit, command):
 
 
 def assert_form(kit):
-    "Format, lint and `test_house.py` accept a copy of the tree."
+    "Check that format, lint and `test_house.py` accept a copy of the tree."
     for command in FORM:
         done = run_in(kit, f".venv/bin/{command}")
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"

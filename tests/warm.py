@@ -1,7 +1,7 @@
 """A Python that imports PyTorch and Triton once and forks a child per command.
 
-This saves each command the import. As a program it reads lines of JSON, [command, file for the
-output, file for the errors], and answers with exit codes."""
+So commands need no import. As a program, it reads lines of JSON, [command, file for output, file
+for errors], and writes exit codes."""
 
 import json
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 class WarmPython:
-    """Run commands as `python -c CODE` or `python FILE ARGUMENTS` would.
+    """Runner of commands like `python -c CODE` or `python FILE ARGUMENTS`.
 
-    environment: of all of them."""
+    environment: environment of all commands."""
 
     def __init__(self, environment, cwd):
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

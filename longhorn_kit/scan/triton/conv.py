@@ -402,7 +402,7 @@ def _conv_step_kernel(
     HAS_BIAS: tl.constexpr,  # bias is given
     PDL: tl.constexpr,  # overlap with the previous kernel's end
 ):
-    # One step for R sequences and BD channels; `after` and `past` may be the same memory.
+    # Run one step for R sequences and BD channels; `after` and `past` may be the same memory.
     if PDL:  # allow the next kernel to launch, then wait for the previous kernel
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

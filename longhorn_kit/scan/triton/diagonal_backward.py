@@ -313,7 +313,7 @@ def _parts(N: gl.constexpr, BD: gl.constexpr, NW: gl.constexpr, HAS_Z: gl.conste
     pe = gl.allocate_shared_memory(gl.float32, [4, NW, BD], TILES)
     py = px
     if HAS_Z:
-        # with many states memory is scarce, and these parts are read before the others are written
+        # with many states, memory is scarce; these parts are read before the rest is written
         py = pe
         if NW < 8:
             py = gl.allocate_shared_memory(gl.float32, [4, NW, BD], TILES)

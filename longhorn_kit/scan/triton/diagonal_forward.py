@@ -162,7 +162,7 @@ def _tile_in(
     sq,  # buffer of queries
     sa,  # buffer of rates of the states
     RULE: gl.constexpr,  # the functions of the recurrence
-    RAGGED_T: gl.constexpr,  # steps may lie past the end
+    RAGGED_T: gl.constexpr,  # steps may be past the end
 ):
     # Fill the buffers that the steps of a chunk read, in float32.
     TILE: gl.constexpr = x.type.layout
