@@ -151,7 +151,7 @@ def test_attention_without_a_loop_passes(answer):
     "answer, words",
     [
         (attention_by_loop, "a loop over time: 9 steps take"),
-        (lambda q, k, x, dt: (q @ k.mT) @ x, "which keys does step t see"),
+        (lambda q, k, x, dt: (q @ k.mT) @ x, "which keys may step t use"),
         (lambda q, k, x, dt: by_einsum(q, k, x, dt)[..., None], "instead of (B,T,D)"),
     ],
 )
@@ -202,7 +202,7 @@ def count_in_other_order(C, D, N):
 @pytest.mark.parametrize("answer", [count_by_sums, count_in_other_order])
 def test_a_right_count_passes(answer, capsys):
     count_check()(answer)
-    assert "fewer than 4N = 64 up to chunks of 10" in capsys.readouterr().out
+    assert "4N = 64 up to chunks of 10" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,10 @@ def test_sums_of_parts_pass(answer):
     "answer, words",
     [
         (lambda x: x.sum(0), "kernels add the rows of x, and PyTorch may only add what they"),
-        (lambda x: sums_space()["racing_sums"](x), "when all programs load before one stores"),
+        (
+            lambda x: sums_space()["racing_sums"](x),
+            "if all programs load before any program stores",
+        ),
     ],
 )
 def test_other_sums_are_refused(answer, words):
@@ -304,7 +307,7 @@ def test_a_reset_that_chooses_passes(reset):
 @pytest.mark.parametrize(
     "reset, words",
     [
-        ("S = (1.0 - first) * S", "as zero times infinity does: tl.where chooses"),
+        ("S = (1.0 - first) * S", "as zero times infinity: tl.where chooses"),
         ("S = tl.where(first > 0.5, S, 0.0)", "are wrong"),
         ("pass", "are wrong"),
     ],
