@@ -167,6 +167,87 @@ def test_answers_that_are_right_once_fail(number):
         assert not puzzle.check.examine(answer), kind
 
 
+LOWER = "tl.where(t[:, None] >= t[None, :], A, 0.0)"
+ROW = "tl.sum(tl.where((t == s)[:, None], U, 0.0), 0)"
+LIKELY_MISTAKES = {  # what a reader may well write -> puzzle, change of the solution, reason
+    "no grid": (
+        1,
+        ("copy_kernel[(len(x) // 4,)](", "copy_kernel("),
+        "A launch has the grid in square brackets before the arguments: copy_kernel[grid](...)",
+    ),
+    "a grid rounded down": (
+        2,
+        ("triton.cdiv(n, 4)", "n // 4"),
+        "The grid (0,) has no programs, so nothing ran.",
+    ),
+    "a mask that is never true": (
+        2,
+        (", mask=i < n)", ", mask=i < 0)"),
+        "is its mask true anywhere?",
+    ),
+    "a number as a grid": (
+        3,
+        ("(triton.cdiv(D, 4), triton.cdiv(N, 2))", "triton.cdiv(D, 4) * triton.cdiv(N, 2)"),
+        "The grid is a tuple of one to three whole numbers, such as (5,) or (2, 3)",
+    ),
+    "a function that returns a number": (
+        3,
+        ("(triton.cdiv(D, 4), triton.cdiv(N, 2))", "lambda meta: triton.cdiv(D, 4)"),
+        "The grid is a tuple of one to three whole numbers",
+    ),
+    "a fraction in a grid": (
+        3,
+        ("triton.cdiv(D, 4), triton.cdiv(N, 2)", "D / 4, N / 2"),
+        "Here it is (0.25, 0.5).",
+    ),
+    "a list as a grid": (
+        3,
+        ("(triton.cdiv(D, 4), triton.cdiv(N, 2))", "[D, N]"),
+        "Here it is [1, 1].",
+    ),
+    "an index at a pointer": (
+        7,
+        ("tl.load(s0_ptr + d, mask=d < D, other=0.0)", "s0_ptr[d]"),
+        "A pointer takes no index.",
+    ),
+    "a product with a mask": (11, (LOWER, "A * (t[:, None] >= t[None, :])"), "zero times infinity"),
+    "and": (14, ("(d < D) & (t < T)", "(d < D) and (t < T)"), "Combine masks with & and |"),
+    "no brackets": (14, ("(d < D) & (t < T)", "d < D & t < T"), "put each comparison in brackets"),
+    "not": (2, (", mask=i < n)", ", mask=not (i >= n))"), "cannot be used with and, or, not or if"),
+    "an index": (15, (ROW, "U[s]"), "A tile has no rows to index"),
+    "an index and a colon": (15, (ROW, "U[s, :]"), "A tile has no rows to index"),
+    "an index that is assigned to": (
+        15,
+        ("U -= column[:, None] * row[None, :]", "U[s] = row"),
+        "put one in with tl.where",
+    ),
+    "a load above the diagonal": (
+        15,
+        ("mask=(t > s) & (t < T)", "mask=t < T"),
+        "A load reads L[0, 0], which is NaN.",
+    ),
+    "a load without a value": (5, (", mask=inside, other=0.0", ", mask=inside"), "pass other="),
+    "a strict mask": (18, (LOWER, LOWER.replace(">=", ">")), "S is right."),
+    "a product with infinity": (
+        18,
+        ("tl.where(U - U == 0.0, U, 0.0)", "U"),
+        "zero times infinity: tl.where chooses",
+    ),
+    "U is not filled": (18, ("        U += u\n", ""), "S equals the input S0."),
+}
+
+
+@pytest.mark.parametrize("mistake", LIKELY_MISTAKES)
+def test_a_likely_mistake_is_refused_with_its_reason(mistake):
+    number, change, reason = LIKELY_MISTAKES[mistake]
+    solution = page()[1][number].solution
+    assert change[0] in solution
+    report = examine(number, solution.replace(*change), mistake)
+    assert not report
+    assert report.started
+    assert reason in report.text, report.text
+
+
 def test_a_sample_of_mutants_is_rejected():
     space, puzzles = page()
     chosen = random.Random(SEED)
