@@ -422,7 +422,7 @@ CASES = dict(  # name=(change, message of both processes)
     ),
     mpi=(
         changed(sharding="fsdp"),
-        "sharding is 'fsdp', which the backend mpi of these processes does not support; expected",
+        "sharding is 'fsdp', which the mpi backend does not support; expected",
     ),
     launcher=(
         {},

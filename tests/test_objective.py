@@ -217,7 +217,7 @@ QUARTIC = Objective(lambda S, S_prev: (S - S_prev).pow(4).sum((-2, -1)), recall_
         ),
         (
             lambda S, k, x, beta: QUARTIC.minimise(S, k, x, beta=beta),
-            "not quadratic, or without a minimum",
+            "f is not quadratic or has no minimum",
         ),
         (
             lambda S, k, x, beta: minimise_quadratic(lambda S: S.sum((-2, -1)), S),

@@ -24,12 +24,12 @@ def _fla_trouble():
     # Try the import once; see `fla_trouble`.
     global _run
     if find_spec("fla") is None:
-        return "flash-linear-attention is not installed (install the extra fla)"
+        return "flash-linear-attention is not installed (install the `fla` extra)"
     try:
         importlib.import_module("fla.ops")
     except Exception as error:  # it imports many libraries, any of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
-    # Not compiled, like fla's functions; set only here, since this imports the compiler.
+    # fla's own functions are not compiled either; this call imports the compiler
     _run = torch.compiler.disable(_run)
     return None
 
@@ -55,7 +55,8 @@ def fla_obstacle(
     N = q.shape[-1]
     if beta is not None and (x.dtype == torch.float32 or N > 256):
         return (
-            f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {x.dtype} and {N}"
+            f"its delta rule takes bfloat16 or float16 and keys of at most 256 numbers, "
+            f"not {x.dtype} and {N}"
         )
     return fla_trouble()
 
@@ -91,7 +92,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache  # one warning per function
 def _tunes_first(name):
-    # Warn that the first call of a function takes long.
+    # Warn that the first call of a function takes a long time.
     _log.warning(
         "longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, "
         "which can take minutes",

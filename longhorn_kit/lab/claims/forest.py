@@ -22,7 +22,7 @@ COLOURS = {"holds": "--h", "does not hold": "--d"}  # CSS variable per verdict; 
 _FAST = "times as fast"  # unit of ratios
 # titles of panels; all other units are their own titles
 TITLES = {"points": "Points of accuracy", _FAST: "Times as fast", "%": "Per cent"}
-# pixels: columns, ends of the plot, least height of a row; and characters per line of a label
+# pixels: columns, ends of the plot, minimum height of a row; and characters per line of a label
 WIDE = dict(width=920, label=8, plot=(408, 640), number=654, n=728, verdict=912, step=26, chars=56)
 NARROW = dict(
     width=380, label=6, plot=(24, 148), number=158, n=None, verdict=374, step=48, chars=44
@@ -66,7 +66,7 @@ def text_at(
     return f'<text {position} text-anchor="{anchor}" style="{style}">{escape(words)}</text>'
 
 
-def _path(line, style):  # commands of SVG, CSS
+def _path(line, style):  # SVG path commands, CSS
     return f'<path d="{line}" style="{style}"/>'
 
 
@@ -80,7 +80,7 @@ def axis(
     unit: str,  # unit of all rows
     ends: tuple[float, float],  # left and right, pixels
 ) -> tuple:
-    "Return the scale of an axis, a function from values to pixels, and its ticks."
+    "Return an axis's scale (a function from values to pixels) and its ticks."
     values = []
     spread = []  # ends of intervals
     for row in rows:
@@ -126,7 +126,7 @@ def interval(
     colour: str,  # CSS variable
     layout: dict,  # `WIDE` or `NARROW`
 ) -> list[str]:
-    "Draw an interval; an arrow ends an interval that leaves the axis."
+    "Draw an interval, with an arrowhead at an end beyond the axis."
     low, high = ends
     line = f"M{low:.1f} {middle}H{high:.1f}"
     parts = [_path(line, f"stroke:var({colour});stroke-width:2.4")]
@@ -183,7 +183,7 @@ def drawing(rows: list, layout: dict = WIDE) -> tuple[list[str], float]:
 
 
 def _panel(panel, unit, y, layout):
-    "Draw the rows of one unit with their axis, downwards from y; return the parts and the end."
+    "Draw the rows of one unit with their axis from y downwards; return its parts and lower end."
     to_pixels, ticks = axis(panel, unit, layout["plot"])
     zero = to_pixels(1 if unit == _FAST else 0)
     parts = _heading(unit, zero, y + 15, layout)
@@ -256,7 +256,7 @@ _IMAGE = re.compile(rf'<img class="lk" [^>]*src="{re.escape(_SOURCE)}([^"]+)">')
 
 
 def image(drawn: str) -> str:  # one SVG element
-    "Return an SVG picture as an <img> that contains it; every notebook shows it, trusted or not."
+    "Return an SVG picture inside an <img>, so that untrusted notebooks display it too."
     width = re.search(r' width="([\d.]+)"', drawn)[1]
     label = re.search(r' aria-label="([^"]*)"', drawn)[1]
     description = escape(unescape(label))
@@ -270,7 +270,7 @@ def inline(html: str) -> str:
 
 # %% ../../../nbs/machine/forest.ipynb #forest-both
 def both(wide: str, narrow: str) -> str:  # SVG elements
-    "Return a picture in two shapes as HTML; a style sheet shows the hidden narrow shape."
+    "Return HTML with a wide and a narrow picture; the style sheet shows the narrow one on phones."
     return (
         f'<div class="lk-wide">{image(wide)}</div>'
         f'<div class="lk-narrow" hidden="hidden">{image(narrow)}</div>'
@@ -283,7 +283,7 @@ def forest(rows: list, title: str = "Results: one row per comparison") -> str:
 
 
 def _legend(width: float) -> str:
-    "Return the marks and their words as one SVG element, with line breaks to fit the width."
+    "Return the legend as one SVG element, with line breaks to fit the width."
     parts = []
     x = 10
     y = 12
@@ -298,5 +298,5 @@ def _legend(width: float) -> str:
 
 
 def legend() -> str:
-    "Return the marks and their words as HTML that fits wide pages and phones."
+    "Return the legend as HTML that fits wide pages and phones."
     return both(_legend(WIDE["width"]), _legend(NARROW["width"]))

@@ -392,7 +392,7 @@ def _panel(
     y: float,  # top of the panel or row, pixels
     layout: dict,  # `WIDE` or `NARROW`
 ) -> tuple[list[str], float]:
-    "Draw the rows of one unit with their axis, downwards from y; return the parts and the end."
+    "Draw the rows of one unit with their axis from y downwards; return its parts and lower end."
     to_pixels, ticks = axis([finding.row for finding in panel], unit, layout["plot"])
     even = to_pixels(1 if unit == TIMES else 0)
     parts = [text_at(layout["label"], y + 15, TITLES.get(unit, unit.capitalize()), "bold")]

@@ -824,7 +824,7 @@ class Sampler:
         tokens: np.ndarray,  # (M,) token ids, in memory or mapped from a file
         context: int,  # T, input tokens per window
         batch_size: int,  # windows per batch and process
-        seed: int = 0,  # seed of the order
+        seed: int = 0,  # seed for the shuffle
         rank: int = 0,  # number of this process
         world: int = 1,  # number of processes, which together draw world·batch_size windows
     ):

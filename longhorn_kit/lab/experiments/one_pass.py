@@ -65,14 +65,14 @@ class OnePass:
 
     groups: tuple[str, ...] = field(default=EVERYTHING, metadata={"place": True})
     data: str = field(default="", metadata={"place": True})  # the text, as for `longhorn train-lm`
-    tokens: int = 169_500_000  # largest number to train on; no byte is read twice
+    tokens: int = 169_500_000  # maximum number to train on; no byte is read twice
     val: int = 2_000_000  # held-out bytes, unless the text has a held-out part
     d_model: int = RECIPE["d_model"]
     context: int = RECIPE["context"]
     rows: int = RECIPE["rows"]  # sequences per step
     points: int = 16  # evaluations along the learning curve
     rates: tuple[float, ...] = RATES  # learning rates, in order; the walk starts in the middle
-    sd: float = PLAN_SD  # standard deviation of one run; shows whether a loss has exploded
+    sd: float = PLAN_SD  # standard deviation of one run's loss; detects exploded losses
     gpu: bool = True
 
     stays = True  # on GPUs, a process keeps its compiled model for its next jobs
@@ -110,7 +110,7 @@ PRESETS = {
 
 # %% ../../../nbs/lab/36_one_pass.ipynb #one_pass-025
 PLAN = {"commit": "b9fff732320b", "hash": "09d9080fb853fac8"}
-STEPS = 1245  # steps through the text of the plan
+STEPS = 1245  # number of steps in one pass over the plan's text
 # arguments of `fit`
 FIXED = {name: RECIPE[name] for name in ("weight_decay", "betas", "clip", "min_lr_ratio")}
 
@@ -119,7 +119,7 @@ def plan_of(
     config: OnePass,
     steps: int,  # steps of one pass
 ) -> dict:
-    "Return a scale's plan: its hash, its rule, and the commit if it is the plan of this page."
+    "Return a scale's plan: its hash, its rule, and the commit if it matches `PLAN`."
     sizes = {name: getattr(config, name) for name in ("d_model", "context", "rows")}
     digest = looks_hash(RECIPE | sizes)
     planned = replace(PRESETS["gpu"], groups=config.groups, data=config.data)
@@ -144,7 +144,7 @@ def windows(
     tokens: Tensor,  # (M,)
     context: int,
     rows: int,  # sequences per batch
-    seed: int,  # seed of the order
+    seed: int,  # seed for the shuffle
 ) -> Iterator[tuple]:  # inputs, targets: each (rows,context) int64
     "Yield every full batch of one pass, in the seed's order."
     count = (len(tokens) - 1) // context
@@ -178,7 +178,7 @@ def check_layer(
     bf16: bool,  # autocast
     most: float = 0.1,  # largest relative error
 ) -> dict:
-    "Compare a layer with itself in float64; return errors and function; RuntimeError if wrong."
+    "Compare a layer with float64; return errors and function; RuntimeError if one is too large."
     device = mixer.out_proj.weight.device
     generator = torch.Generator(device).manual_seed(0)
     x, weight = (
@@ -201,7 +201,7 @@ def relative_errors(
 ) -> list[float]:
     "Return the relative error of an output and of each gradient."
     sizes = [max(float(tensor.norm()), 1e-30) for tensor in exact]
-    # the gradient of a single number nearly cancels: compare its error with all gradients
+    # a scalar's gradient nearly cancels: take its error relative to the norm of all gradients
     whole = math.hypot(*sizes[1:])
     errors = []
     for result, reference, size in zip(results, exact, sizes):
@@ -376,7 +376,7 @@ def summary_of(
     "Return a run's entry in the record."
     tokens = [step * s.context * s.rows for step in steps]
     spans = [b - a for a, b in zip(clock[::2], clock[1::2])]
-    first = int(len(spans) > 1)  # the first span compiles
+    first = int(len(spans) > 1)  # the first span includes compilation
     trained = tokens[-1] - first * tokens[0]
     speed = trained / max(sum(spans[first:]), 1e-9)
     val = {"tokens": tokens}
@@ -407,7 +407,7 @@ def job_of(
 
 
 def shape_of(model: Model, blocks: int, config: OnePass) -> dict:
-    "Return the config of a planned model, as settings keep it."
+    "Return a planned model's config in the form stored in the settings."
     return LMConfig(256, config.d_model, blocks, model.mixer, model.options, model.d_mlp).to_dict()
 
 
@@ -525,7 +525,7 @@ class State:
         self.planned = {}  # name -> model of the plan
         self.job = {}  # name -> a function from (position, seed) to settings
         self.searches = {}  # name -> `Search`
-        self.pools = {}  # group -> models, in the form of the record
+        self.pools = {}  # group -> models, as stored in the record
         for group in config.groups:
             self.pools[group] = [self.enter(model, group) for model in POOLS[group].models]
         self.missing = []  # unfinished jobs on which the common rate depends
@@ -618,7 +618,7 @@ def jobs(config: OnePass, results: Results) -> Iterator[dict]:
     state = State(config, results)
     for stage, family in state.looks:
         yield from stage_jobs(state, stage, family)
-    if (2, "best rates") in state.looks:  # the control of the rule comes last
+    if (2, "best rates") in state.looks:  # the control, one model against itself, comes last
         for name, count in CONTROL_SEEDS.items():
             yield from seed_jobs(state, planned_models(state.pools)[name], "best rates", count)
     yield from rerun_jobs(state)

@@ -35,7 +35,7 @@ def in_eager(*tensors: Tensor | None) -> bool:
 
 
 def resolved(*tensors: Tensor | None) -> list[Tensor | None]:
-    "Return the tensors with postponed changes of sign applied."
+    "Return the tensors with lazy negations resolved."
     return [t if t is None or not t.is_neg() else t.resolve_neg() for t in tensors]
 
 # %% ../../../nbs/machine/launch.ipynb #launch-008
@@ -44,7 +44,7 @@ def differentiable(
     setup: Callable,  # (ctx, inputs, output): saves tensors for the backward pass
     gradients: Callable,  # (ctx, *gradients of the output) -> gradients of the inputs
 ) -> Callable:
-    "Return `run` with its backward pass as a function of eager PyTorch."
+    "Return `run` as an eager autograd function whose backward pass is `gradients`."
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -71,7 +71,7 @@ _COMPILED = {}
 
 
 def _assumed(args):
-    # Return the properties of each argument that Triton's compiler uses, or finer properties.
+    # Return properties of each argument at least as fine as those on which Triton specialises.
     return [a if type(a) is int or a is None else (a.dtype, a.data_ptr() % 16 == 0) for a in args]
 
 
@@ -96,7 +96,7 @@ def launch(
     key = (id(kernel), torch.cuda.current_device(), *settings, *_assumed(args))
     cached = _COMPILED.get(key)
     if cached is None:
-        if len(_COMPILED) > 4096:  # many lengths; Triton keeps the kernels in its cache
+        if len(_COMPILED) > 4096:  # after many lengths; Triton's own cache still has the kernels
             _COMPILED.clear()
         compiled = kernel[(programs,)](*args, **options)
         remaining = [options[name] for name in kernel.arg_names[len(args) :]]
