@@ -221,7 +221,7 @@ QUARTIC = Objective(lambda S, S_prev: (S - S_prev).pow(4).sum((-2, -1)), recall_
         ),
         (
             lambda S, k, x, beta: minimise_quadratic(lambda S: S.sum((-2, -1)), S),
-            "without a minimum|no unique minimum",
+            "has no minimum|no unique minimum",
         ),
         (
             lambda S, k, x, beta: minimise_quadratic(lambda S: -S.square().sum((-2, -1)), S),
