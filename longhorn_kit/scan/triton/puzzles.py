@@ -15,6 +15,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -369,13 +370,14 @@ class Watch(ExitStack):
         for area in self.areas:
             area.start_launch()
         self.launches += 1
-        grid = executor.grid
-        executor.grid = lambda args: self.start_grid(grid(args) if callable(grid) else grid)
+        executor.grid = partial(self.start_grid, executor.grid)
         self.busy = set()  # programs that stored
         self.calls_of = {}  # program -> number of loads and stores
 
-    def start_grid(self, grid: Any) -> tuple[int, ...]:
+    def start_grid(self, grid: Any, args: dict) -> tuple[int, ...]:
         "Record the grid of a launch and return it; Fault if it is not valid."
+        if callable(grid):
+            grid = grid(args)
         try:
             sizes = tuple(operator.index(size) for size in grid)
         except TypeError:  # one number, or a fraction
@@ -659,6 +661,11 @@ class Check:
             same_bits = torch.equal(buffers[name].view(torch.int32), before[name].view(torch.int32))
             if not same_bits:
                 raise Fault(f"The answer changed {name}, which is an input.")
+        self.check_work(watch)
+        return watch
+
+    def check_work(self, watch: Watch) -> None:
+        "Raise the Fault of an answer whose values are right but that launches or loads too much."
         if watch.idle is not None:
             raise Fault(
                 f"The values are right, but program {watch.idle} stores nothing: "
@@ -669,7 +676,6 @@ class Check:
                 f"The values are right, but one program makes {watch.longest} loads and stores "
                 f"in sequence; this puzzle needs at most {self.most_calls}."
             )
-        return watch
 
     def name_missing_stores(self, watch: Watch) -> None:
         "Raise the Fault of an answer that stored nothing."
