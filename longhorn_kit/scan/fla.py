@@ -24,7 +24,7 @@ def _fla_trouble():
     # Try the import once; see `fla_trouble`.
     global _run
     if find_spec("fla") is None:
-        return "flash-linear-attention is not installed (install the `fla` extra)"
+        return "flash-linear-attention is not installed (install the extra fla)"
     try:
         importlib.import_module("fla.ops")
     except Exception as error:  # it imports many libraries, any of which may be broken
@@ -54,10 +54,7 @@ def fla_obstacle(
         return "the kernels take float32, bfloat16 and float16, not float64"
     N = q.shape[-1]
     if beta is not None and (x.dtype == torch.float32 or N > 256):
-        return (
-            f"its delta rule takes bfloat16 or float16 and keys of at most 256 numbers, "
-            f"not {x.dtype} and {N}"
-        )
+        return f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {x.dtype} and {N}"
     return fla_trouble()
 
 # %% ../../nbs/machine/fla.ipynb #fla-n11
