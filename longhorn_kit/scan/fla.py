@@ -29,7 +29,7 @@ def _fla_trouble():
         importlib.import_module("fla.ops")
     except Exception as error:  # it imports many libraries, any of which may be broken
         return f"flash-linear-attention cannot be imported: {type(error).__name__}: {error}"
-    # fla's own functions are not compiled either; this call imports the compiler
+    # Not compiled, like fla's functions; set only here, since this imports the compiler.
     _run = torch.compiler.disable(_run)
     return None
 
@@ -54,7 +54,9 @@ def fla_obstacle(
         return "the kernels take float32, bfloat16 and float16, not float64"
     N = q.shape[-1]
     if beta is not None and (x.dtype == torch.float32 or N > 256):
-        return f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {x.dtype} and {N}"
+        return (
+            f"its delta rule takes bfloat16 or float16 and keys of up to 256, not {x.dtype} and {N}"
+        )
     return fla_trouble()
 
 # %% ../../nbs/machine/fla.ipynb #fla-n11
