@@ -91,7 +91,7 @@ _log = logging.getLogger(__name__)
 
 @functools.cache  # one warning per function
 def _tunes_first(name):
-    # Warn that the first call of a function takes a long time.
+    # Warn that the first call of a function takes long.
     _log.warning(
         "longhorn_kit: flash-linear-attention compiles and tunes %s when it first runs, "
         "which can take minutes",
