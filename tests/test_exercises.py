@@ -25,7 +25,7 @@ import triton.language as tl
 
 from longhorn_kit.scan.reference import reference_scan, reference_selective_scan
 from longhorn_kit.scan.triton.puzzles import Check
-from test_puzzles import define
+from page_cells import define
 
 ROOT = Path(__file__).parents[1]
 LIBRARIES = {

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from longhorn_kit.scan.triton.puzzles import Check, Watch
 from mutants import impostors, mutants
+from page_cells import define
 from puzzle_answers import ANSWERS
 from sweep import slow_case
 
@@ -36,14 +37,6 @@ LAST_LINES = 25  # the diagonal forward and the exact chunk
 LAST = (17, 18)
 NUMBERS = range(1, 20)
 SHOWS = ("draw_programs(", "double_kernel[", "if DEVICE")  # in cells without names
-
-
-def define(source, space, name):
-    "Run a source as if it came from a file, so that Triton can read its kernels."
-    lines = source.splitlines(True)
-    linecache.cache[name] = (len(source), None, lines, name)
-    exec(compile(source, name, "exec"), space)
-    return space
 
 
 def puzzle_number(tags):
