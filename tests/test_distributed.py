@@ -169,7 +169,6 @@ KINDS = {"language": language, "images": images}
 # slices are stopped and resumed bit for bit, and one process resumes a run of several
 QUICK = [
     ("language", "two slices", "two copies"),
-    ("language", "two copies", "one"),
     ("language", "two slices", "two slices"),
 ]
 CHANGES = [

@@ -364,6 +364,7 @@ def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
             go(**wrong)
 
 
+@pytest.mark.slow
 def test_tiny_run_has_the_structure_of_the_committed_records(tmp_path):
     preset = override(ex.LM_PRESETS["laptop"], d_model=16, n_layer=1, steps=2, context=16)
     record = run(

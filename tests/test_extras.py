@@ -538,7 +538,10 @@ NEED_KERNELS = {  # checks and cells that need kernels
 
 @pytest.mark.parametrize(
     "names",
-    [["18_triton_step"], slow_case([name for name in RUN_ANYWAY if name != "18_triton_step"])],
+    [
+        slow_case(["18_triton_step"]),
+        slow_case([name for name in RUN_ANYWAY if name != "18_triton_step"]),
+    ],
     ids=["one", "rest"],
 )
 def test_pages_of_kernels_without_triton(names):

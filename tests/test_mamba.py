@@ -585,6 +585,7 @@ def test_level_1_computes_the_convolution_and_the_step_sizes_again(level, monkey
     assert calls == expected
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_notices_changes_and_leaves_nothing_behind():
     new = drawer()
     args = inner_arguments(new)

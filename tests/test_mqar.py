@@ -408,6 +408,7 @@ def test_every_test_grades_what_a_known_model_answers(monkeypatch, named):
     assert np.allclose(changes, expected, atol=0.08)
 
 
+@pytest.mark.slow
 def test_training_learns_and_stops_when_the_task_is_solved(tmp_path):
     result = run_job(
         small(

@@ -114,7 +114,8 @@ def build_some(site, work):
 
 
 @pytest.fixture(
-    scope="module", params=["some pages", pytest.param("all pages", marks=pytest.mark.slow)]
+    scope="module",
+    params=[pytest.param(pages, marks=pytest.mark.slow) for pages in ("some pages", "all pages")],
 )
 def site(request, tmp_path_factory):
     "Return the folder of a built site."
@@ -865,7 +866,12 @@ def test_every_notebook_has_a_page_and_the_search_an_index_in_a_small_site(site,
 @pytest.mark.parametrize(
     "site, words, name",
     [
-        ("some pages", "longhorn scan packed sequences form", "longhorn_kit.scan.op.longhorn_scan"),
+        pytest.param(
+            "some pages",
+            "longhorn scan packed sequences form",
+            "longhorn_kit.scan.op.longhorn_scan",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "all pages",
             "longhorn scan packed sequences form",

@@ -37,6 +37,7 @@ def test_kernels_are_told_apart_by_their_names():
     assert {name: kind_of(name) for name in names} == names
 
 
+@pytest.mark.slow
 def test_a_run_has_the_rows_of_the_committed_record_and_can_be_judged(tmp_path, monkeypatch):
     monkeypatch.setattr(throughput, "time_step", partial(throughput.time_step, steps=1, warm=1))
     with torch.compiler.set_stance("force_eager"):  # compiling takes minutes on a CPU

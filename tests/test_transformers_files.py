@@ -14,8 +14,6 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from sweep import slow_case
-
 pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -107,7 +105,8 @@ def in_python_without_the_kit(code, tmp_path):
     return torch.load(path)
 
 
-@pytest.mark.parametrize("options", ({}, slow_case(dict(key_norm=True))))
+@pytest.mark.slow
+@pytest.mark.parametrize("options", ({}, dict(key_norm=True)))
 def test_an_export_runs_and_is_saved_again_where_the_kit_is_not_installed(options, tmp_path):
     folder = export(tmp_path / "hf", mixer_options=options)
     code = f"""

@@ -465,7 +465,7 @@ def layer_and_input(form="diagonal"):
 @pytest.mark.parametrize(
     "form, learning",
     (
-        ("exact", True),
+        slow_case("exact", True),
         slow_case("diagonal", False),
         slow_case("diagonal", True),
         slow_case("exact", False),
