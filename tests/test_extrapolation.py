@@ -312,6 +312,7 @@ def save_job(run, mixer, seed, weights, done=True):
         )
 
 
+@pytest.mark.slow
 def test_results_belong_to_weights_and_text_and_resume(tmp_path, monkeypatch):
     trained = (("longhorn", 1), ("longhorn", 0), ("mamba", 0), ("attention", 0))
     for mixer, seed in trained:

@@ -38,6 +38,7 @@ def starts(folder):
     return [path.read_text() for path in (folder / "jobs").glob("*/starts.txt")]
 
 
+@pytest.mark.slow
 def test_processes_give_the_same_record_and_nothing_is_run_twice(tmp_path, expected):
     for _ in range(2):
         record = run(toy.EXPERIMENT, folder=tmp_path, workers=2, **QUICK)

@@ -99,6 +99,7 @@ print(shuffles(lambda: exact.by_step(q, k, x, b, state, y, state)))
 """
 
 
+@pytest.mark.slow
 def test_a_state_in_memory_spreads_a_channel_over_lanes_as_page_13_says():
     environment = os.environ | {"PYTHONPATH": str(rungs.ROOT), "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", COUNT_SHUFFLES]
