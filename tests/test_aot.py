@@ -140,7 +140,9 @@ def assert_bounded(rows):
 ALL_FORMS = "diagonal|exact|decoupled|s6|s6_time_varying"
 
 
-@pytest.mark.parametrize("targets, forms", [(["sm_90"], "exact"), slow_case(NVIDIA, ALL_FORMS)])
+@pytest.mark.parametrize(
+    "targets, forms", [slow_case(["sm_90"], "exact"), slow_case(NVIDIA, ALL_FORMS)]
+)
 def test_fast_kernels_compile_and_keep_what_is_no_number(compiled, targets, forms):
     """The minimum of a logit keeps NaN.
 

@@ -356,7 +356,7 @@ def one_by_one(a, form, dout, dfinal, bounds):
     [("fast", form) for form in ("diagonal", "exact", "decoupled", "s6", "s6_time_varying")]
     + [("portable", "diagonal"), ("portable", "s6_time_varying")]
     if GPU
-    else [("portable", "exact"), slow_case("portable", "s6_time_varying")],
+    else [slow_case("portable", "exact"), slow_case("portable", "s6_time_varying")],
     indirect=["path"],
 )
 @pytest.mark.parametrize("bounds", [MOVED[::2], slow_case(MOVED[1::2])], ids=["first", "second"])
@@ -582,7 +582,7 @@ def test_small_checkpoints_keep_a_byte_an_element(form, N, path):
         assert kept == 0
 
 
-@pytest.mark.parametrize("bounds", (slow_case(None), [0, 0, 3, 20, 21]))
+@pytest.mark.parametrize("bounds", (slow_case(None), slow_case([0, 0, 3, 20, 21])))
 @pytest.mark.parametrize("form", ("diagonal", "exact", "s6") if GPU else ("diagonal",))
 def test_rebuilt_states_give_the_same_gradients(form, bounds, path):
     sizes = (1, 21, 64, 16) if GPU else (1, 21, 2, 3)
