@@ -558,13 +558,7 @@ FINDINGS = """<picture>
 <source media="(max-width: 600px)" srcset="docs/static/findings-narrow.svg">
 <img src="docs/static/findings.svg" \
 alt="One row per comparison: who is ahead, by how much, with the interval">
-</picture>
-
-<details><summary>The same rows as a table</summary>
-
-{table}
-
-</details>"""
+</picture>"""
 
 
 def from_root(markdown: str) -> str:
@@ -574,7 +568,7 @@ def from_root(markdown: str) -> str:
 
 def readme_blocks() -> dict:
     "Return mark -> text of every generated block of the README."
-    from longhorn_kit.lab.claims.front import findings, findings_markdown, reproduced, speed, users
+    from longhorn_kit.lab.claims.front import reproduced, users
     from longhorn_kit.lab.claims.ledger import measured_minutes
 
     rows = from_root(index_cell("index-008")["source"])
@@ -582,10 +576,9 @@ def readme_blocks() -> dict:
     return {
         "users": users(),
         "rows": rows.partition("\n\n")[2],
-        "findings": FINDINGS.format(table=findings_markdown(findings())),
+        "findings": FINDINGS,
         "found": found,
         "reproduce": reproduced(),
-        "speed": speed(),
         "minutes": f"`longhorn reproduce` took {measured_minutes()}. "
         "After its first job it prints how long your machine takes.",
     }

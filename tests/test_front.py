@@ -24,12 +24,12 @@ from longhorn_kit.lab.claims.front import (
     favours,
     findings,
     findings_html,
-    findings_markdown,
     kind,
     leader,
     picture,
     reproduced,
     statement,
+    table_rows,
 )
 from longhorn_kit.lab.claims.ledger import Row, ledger
 from longhorn_kit.lab.claims.stats import Comparison, judge, judge_ratios
@@ -95,7 +95,7 @@ def test_an_open_row_gives_its_interval_and_a_row_without_numbers_its_reason():
     assert favours(doubted) == "not judged"
     assert kind(doubted) == "not judged"
     assert "between" in statement(doubted)
-    assert "one learning rate was tried" in findings_markdown([doubted])
+    assert "one learning rate was tried" in table_rows([doubted])[0][-1]
     assert (
         statement(judged("exact", "Mamba", (), doubt="Mamba diverged"))
         == "exact against Mamba: Mamba diverged"

@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['FRONT', 'TIMES', 'DIGITS', 'WIDE', 'NARROW', 'TITLES', 'SHARES', 'MARKS', 'KINDS', 'HEADER', 'SPEED', 'Shown',
            'Finding', 'findings', 'front', 'leader', 'count', 'favours', 'number', 'statement', 'leader_mark', 'kind',
-           'picture', 'findings_picture', 'table_rows', 'findings_markdown', 'findings_html', 'users', 'speed',
-           'reproduced']
+           'picture', 'findings_picture', 'table_rows', 'findings_html', 'users', 'speed', 'reproduced']
 
 # %% ../../../nbs/machine/front.ipynb #front-004
 import math
@@ -441,11 +440,6 @@ def table_rows(results: list[Finding]) -> list[list[str]]:
         text = statement(finding, interval=True) + unit
         rows.append([finding.shown.topic, text, count(finding), favours(finding) + reason])
     return rows
-
-
-def findings_markdown(results: list[Finding]) -> str:
-    "Write findings as a Markdown table."
-    return tabulate(table_rows(results), HEADER, "github", disable_numparse=True)
 
 
 def findings_html(results: list[Finding]) -> str:
