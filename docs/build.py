@@ -554,13 +554,6 @@ def front_files() -> dict:
     }
 
 
-FINDINGS = """<picture>
-<source media="(max-width: 600px)" srcset="docs/static/findings-narrow.svg">
-<img src="docs/static/findings.svg" \
-alt="One row per comparison: who is ahead, by how much, with the interval">
-</picture>"""
-
-
 def from_root(markdown: str) -> str:
     "Return Markdown of nbs/index.ipynb with links relative to the repository's root."
     return LINK.sub(lambda match: f"[{match[1]}](nbs/{match[2]}{match[3] or ''})", markdown)
@@ -576,7 +569,6 @@ def readme_blocks() -> dict:
     return {
         "users": users(),
         "rows": rows.partition("\n\n")[2],
-        "findings": FINDINGS,
         "found": found,
         "reproduce": reproduced(),
         "minutes": f"`longhorn reproduce` took {measured_minutes()}. "
