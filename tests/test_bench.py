@@ -13,8 +13,6 @@ import torch
 from torch.testing import assert_close
 from triton.compiler import CompiledKernel
 
-from sweep import slow_case
-
 KERNELS = pathlib.Path(__file__).parent.parent / "kernels"
 sys.path.insert(0, str(KERNELS))
 bench, bench_cpu, gpu, peers, table = map(
@@ -139,9 +137,8 @@ def test_without_a_gpu_the_gpu_side_says_so():
 
 
 @without_gpu
-@pytest.mark.parametrize(
-    "form", [slow_case(form) for form in ("exact", "diagonal", "decoupled", "s6")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["exact", "diagonal", "decoupled", "s6"])
 def test_the_gpu_side_writes_rows_of_every_form_with_times_floors_and_versions(form, tmp_path):
     file = tmp_path / "gpu.json"
     words = [*INTERPRET, "--form", form, "--commit", "abc", "--out", str(file)]

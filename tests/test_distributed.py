@@ -166,7 +166,7 @@ def images(folder, sharding, stop=None):
 
 
 KINDS = {"language": language, "images": images}
-# slices are stopped and resumed bit for bit, and one process resumes a run of several
+# slices are stopped and resumed bit for bit, and as copies
 QUICK = [("language", "two slices", "two copies"), ("language", "two slices", "two slices")]
 CHANGES = [
     change if change in QUICK else slow_case(*change) for change in product(KINDS, LAYOUTS, LAYOUTS)
