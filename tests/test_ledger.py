@@ -86,8 +86,7 @@ def test_scale_without_a_run_is_a_row_beside_the_one_that_has_it(monkeypatch, tm
 def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, tmp_path):
     folder = tmp_path / "results" / "fake"
     write_record(folder / "seeds.json", fakes.record(command="longhorn reproduce fake --seeds 0 1"))
-    (folder / "notes.json").write_text('{"anything": 1}')
-    (folder / "damaged.json").write_text('{"cla')
+    write_record(folder / "times.json", {"experiment": "other"})
     row, *others = ledger(tmp_path / "none", tmp_path / "results")
     assert row.scale == "laptop (seeds)"
     assert row.judgement.verdict == "holds"
@@ -95,6 +94,23 @@ def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, 
     assert row.command == "longhorn reproduce fake --seeds 0 1"
     not_run = words(other for other in others if other.claim.name == "fake")
     assert not_run == ["not run"]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"cla', b'{"anything": 1}', fakes.record(results={"score": None})]
+)
+def test_a_variant_that_cannot_be_read_is_a_row_and_not_silence(three_claims, tmp_path, content):
+    path = tmp_path / "results" / "fake" / "seeds.json"
+    path.parent.mkdir(parents=True)
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        write_record(path, content)
+    row, *_ = ledger(tmp_path / "none", tmp_path / "results")
+    assert row.judgement.verdict == "cannot be judged"
+    assert row.file == "nbs/lab/results/fake/seeds.json"
+    assert row.command == ""  # no command is known that gives this variant
+    assert str(tmp_path) not in row.judgement.why
 
 
 def test_recorded_commands_can_be_typed_into_a_shell():

@@ -156,18 +156,18 @@ def _rows_of_file(
     "Return the rows of one record file; empty if no run was started or the file is unrelated."
 
     def without_record(**why):
-        command = rerun_command(source, stem)
+        command = rerun_command(source, stem) if stem in SCALES else ""
         return [Row(claim, judgement=Judgement(0, **why), scale=stem, file=shown, command=command)]
 
     if not path.exists():
         started = source == claim.name and _is_started(path)
         return without_record(why="started, no record yet") if started else []
     try:
+        if stem not in SCALES and records.read(path).get("experiment") != source:
+            return []
         record = records.load(path, source)
         return _rows_of_record(claim, record, stem, shown, records)
     except ERRORS as error:
-        if stem not in SCALES:
-            return []
         reason = str(error).replace(str(path), shown)
         return without_record(verdict="cannot be judged", why=reason)
 
