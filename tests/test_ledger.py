@@ -44,9 +44,9 @@ def three_claims(monkeypatch):
     monkeypatch.setattr(claims, "CLAIMS", [fakes.claim(), other, reader])
 
 
-def put(folder, content, name="fake"):
+def put(folder, content, name="fake", file="laptop/record.json"):
     "Write a record, the bytes of a damaged record, or (None) a folder instead."
-    path = folder / name / "laptop" / "record.json"
+    path = folder / name / file
     path.parent.mkdir(parents=True)
     if content is None:
         path.mkdir()
@@ -100,12 +100,7 @@ def test_variant_is_listed_with_the_command_that_its_record_holds(three_claims, 
     "content", [b'{"cla', b'{"anything": 1}', fakes.record(results={"score": None})]
 )
 def test_a_variant_that_cannot_be_read_is_a_row_and_not_silence(three_claims, tmp_path, content):
-    path = tmp_path / "results" / "fake" / "seeds.json"
-    path.parent.mkdir(parents=True)
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        write_record(path, content)
+    put(tmp_path / "results", content, file="seeds.json")
     row, *_ = ledger(tmp_path / "none", tmp_path / "results")
     assert row.judgement.verdict == "cannot be judged"
     assert row.file == "nbs/lab/results/fake/seeds.json"
