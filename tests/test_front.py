@@ -142,6 +142,26 @@ def test_planned_rows_replace_the_earlier_ones_as_soon_as_they_are_judged(monkey
         assert names() == expected
 
 
+def test_a_judged_row_of_the_second_plan_replaces_that_of_the_first(monkeypatch):
+    rows = ledger("recorded runs only")
+    shown = {finding.shown.label: finding for finding in findings()}
+    replaced = shown["exact N=64 below diagonal"]
+    assert replaced.row.scale == "gpu (second-plan)"
+    assert table_rows([replaced])[0][1].endswith(" bits per byte, 99.3 % interval")
+    assert shown["exact N=16 below diagonal"].row.scale == "gpu", (
+        "the second plan has not judged it"
+    )
+
+    def waits(row):
+        return replace(row, comparison=replace(row.comparison, waits=True))
+
+    earlier = [waits(row) if row == replaced.row else row for row in rows]
+    monkeypatch.setattr("longhorn_kit.lab.claims.front.ledger", lambda *_: earlier)
+    before = {finding.shown.label: finding for finding in findings()}
+    assert before["exact N=64 below diagonal"].row.scale == "gpu"
+    assert list(before) == list(shown)
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 def test_the_picture_has_every_statement_inside_and_names_both_sides(narrow):
     results = findings() + [judged("a < b", "c & d", LEADS)]

@@ -21,6 +21,7 @@ from longhorn_kit.lab.claims.ledger import (
     Records,
     Row,
     cells,
+    coverage,
     ledger,
     ledger_html,
     ledger_json,
@@ -500,13 +501,21 @@ def test_a_row_before_its_look_says_how_many_seeds_are_there():
 
 def test_old_rows_say_nothing_of_looks():
     rows = ledger("recorded runs only")
+    old, new = [], []
     for row in rows:
+        (new if row.scale == "gpu (second-plan)" and row.judgement.n else old).append(row)
+    for row in old:
         assert not (
             row.judgement.side
             or row.judgement.look
             or row.judgement.beside
             or row.judgement.level != LEVEL
         )
+        assert coverage(row.judgement) == ""
+    assert new
+    for row in new:
+        assert "rank test" in row.judgement.beside
+        assert re.fullmatch(r", 99(\.\d)? % interval", coverage(row.judgement))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from tabulate import tabulate
 from . import registry as claims
 from .claim import PLATFORM
 from .forest import axis, band, both, interval, mark, signed, svg, text_at
-from .ledger import Row, ledger
+from .ledger import Row, coverage, ledger
 from .stats import EQUAL
 from .subjects.speed import SHAPES, kernel_times
 from ...records import read_json, records_root
@@ -38,6 +38,7 @@ class Shown:
     second: str
     claimed: str  # short form of the claim
     unless: str = ""  # claim whose rows replace this one
+    newer: str = ""  # scale whose row replaces this one
 
     @property
     def topic(self) -> str:
@@ -47,7 +48,10 @@ class Shown:
 
 def _losses(claim: str, setting: str, label: str, first: str, second: str) -> Shown:
     "Return a comparison of losses after one pass; the claim gives the first the lower one."
-    return Shown(claim, "gpu", label, "Language", setting, first, second, f"{first} below {second}")
+    claimed = f"{first} below {second}"
+    return Shown(
+        claim, "gpu", label, "Language", setting, first, second, claimed, newer="gpu (second-plan)"
+    )
 
 
 def _times(claim: str, label: str, first: str, second: str, claimed: str) -> Shown:
@@ -160,16 +164,21 @@ def findings() -> list[Finding]:
     rows = [row for row in ledger("recorded runs only") if _ready(row)]
     results = []
     for shown in FRONT:
-        row = next((row for row in rows if _shows(shown, row)), None)
+        row = _row_of(shown, rows)
         if row:
             results.append(Finding(shown, row))
     names = {finding.shown.claim for finding in results}
     return [finding for finding in results if finding.shown.unless not in names]
 
 
-def _shows(shown: Shown, row: Row) -> bool:
-    same_run = row.claim.name == shown.claim and row.scale == shown.scale
-    return same_run and row.comparison.label.startswith(shown.label)
+def _row_of(shown: Shown, rows: list[Row]) -> Row | None:
+    "Return the row of a comparison, from the newer scale if it is there; None if there is none."
+    for scale in filter(None, (shown.newer, shown.scale)):
+        for row in rows:
+            same_run = row.claim.name == shown.claim and row.scale == scale
+            if same_run and row.comparison.label.startswith(shown.label):
+                return row
+    return None
 
 
 def front() -> list[Row]:
@@ -426,7 +435,12 @@ def findings_picture(results: list[Finding]) -> str:
     return both(picture(results), picture(results, narrow=True))
 
 # %% ../../../nbs/machine/front.ipynb #front-023
-HEADER = ("comparison", "found (95 % interval, or range over shapes)", "n", "ahead")
+HEADER = (
+    "comparison",
+    "found (95 % interval if no other is named, or range over shapes)",
+    "n",
+    "ahead",
+)
 
 
 def table_rows(results: list[Finding]) -> list[list[str]]:
@@ -437,7 +451,7 @@ def table_rows(results: list[Finding]) -> list[list[str]]:
         judgement = finding.row.judgement
         unit = "" if comparison.unit == TIMES or not judgement.n else f" {comparison.unit}"
         reason = f": {judgement.why}" if judgement.verdict == "cannot be judged" else ""
-        text = statement(finding, interval=True) + unit
+        text = statement(finding, interval=True) + unit + coverage(judgement)
         rows.append([finding.shown.topic, text, count(finding), favours(finding) + reason])
     return rows
 

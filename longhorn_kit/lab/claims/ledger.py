@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['HEADER', 'Row', 'load_record', 'check_experiment', 'Records', 'rows_of_record', 'results_folder', 'measured_minutes',
-           'Ledger', 'ledger', 'cells', 'reason', 'ledger_text', 'by_claim', 'ledger_summary', 'counted', 'ledger_json',
-           'ledger_markdown', 'templates', 'ledger_html', 'section']
+           'Ledger', 'ledger', 'coverage', 'cells', 'reason', 'ledger_text', 'by_claim', 'ledger_summary', 'counted',
+           'ledger_json', 'ledger_markdown', 'templates', 'ledger_html', 'section']
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-087
 import json
@@ -333,6 +333,13 @@ def ledger(
     return rows
 
 # %% ../../../nbs/machine/ledger.ipynb #39_ledger-095
+def coverage(judgement: Judgement) -> str:
+    "Return the share that an interval covers as a text, or an empty text for the usual 95 %."
+    if judgement.level == LEVEL:
+        return ""
+    return f", {100 * (1 - judgement.level):.3g} % interval"  # with looks, it is wider
+
+
 def cells(row: Row) -> tuple[str, str, str, str, str]:  # comparison, published, here, n, verdict
     "Return the texts of a row."
     judgement = row.judgement
@@ -340,9 +347,7 @@ def cells(row: Row) -> tuple[str, str, str, str, str]:  # comparison, published,
     label = ": ".join(filter(None, (row.scale, comparison.label)))
     paper = "–" if comparison.published is None else show(comparison.published, comparison.unit)
     n = str(judgement.n or "–") if comparison.differences else "–"
-    here = effect(comparison, judgement) or "–"
-    if judgement.level != LEVEL:  # with looks, the verdict has a wider interval
-        here += f", {100 * (1 - judgement.level):.3g} % interval"
+    here = (effect(comparison, judgement) or "–") + coverage(judgement)
     return label, paper, here, n, str(judgement)
 
 # %% ../../../nbs/machine/ledger.ipynb #ledger-n27
