@@ -501,9 +501,8 @@ def test_a_row_before_its_look_says_how_many_seeds_are_there():
 
 def test_old_rows_say_nothing_of_looks():
     rows = ledger("recorded runs only")
-    old, new = [], []
-    for row in rows:
-        (new if row.scale == "gpu (second-plan)" and row.judgement.n else old).append(row)
+    new = [row for row in rows if row.scale == "gpu (second-plan)" and row.judgement.n]
+    old = [row for row in rows if row not in new]
     for row in old:
         assert not (
             row.judgement.side
