@@ -362,6 +362,12 @@ def test_variances_are_pooled_and_shrunk():
     assert variances["b"] == pytest.approx((variance, 18))
 
 
+def test_the_order_of_the_models_changes_no_digit_of_a_variance():
+    fits = {name: fit_of(variance, 1) for name, variance in zip("abc", (0.1, 0.2, 0.3))}
+    for names in itertools.permutations(fits):
+        assert spreads({name: fits[name] for name in names}) == spreads(fits)
+
+
 def test_the_prior_has_no_more_weight_than_the_other_models():
     assert spreads({"alone": fit_of(2.0, 5)}) == {"alone": (2.0, 5)}
     result = spreads({"a": fit_of(2.0, 5), "b": fit_of(4.0, 2)})["a"]

@@ -138,7 +138,7 @@ def spreads(fits: dict[str, Fit]) -> dict[str, tuple[float, float]]:
     usable = {name: fit for name, fit in fits.items() if not fit.why}
     outlier = _varies_more(usable)
     pool = {name: fit for name, fit in usable.items() if name != outlier}
-    squares = sum(fit.squares for fit in pool.values())
+    squares = math.fsum(fit.squares for fit in pool.values())  # the same in any order
     df = sum(fit.df for fit in pool.values())
     variances = {}
     for name, fit in usable.items():
@@ -163,7 +163,7 @@ def _varies_more(fits):
     rest = [fits[name] for name in variances if name != widest]
     df = sum(fit.df for fit in rest)
     ratio = fdtri(fits[widest].df, df, 1 - APART)  # chance exceeds it with probability `APART`
-    largest = ratio * sum(fit.squares for fit in rest) / df
+    largest = ratio * math.fsum(fit.squares for fit in rest) / df
     return widest if variances[widest] > largest else None
 
 # %% ../../../nbs/lab/38_stats.ipynb #38_stats-r23
